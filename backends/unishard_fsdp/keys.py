@@ -149,7 +149,7 @@ def _version_key(value: Any, given: Given) -> Meaning:
 
 
 _FSDP1 = (
-    "unishard runs FSDP2, the same maths; only a parameter that no rank used gets no update there, while FSDP1's flat gradients are "
+    "FSDP2 runs instead, the same maths; only a parameter that no rank used gets no update there, while FSDP1's flat gradients are "
     "zeros and weight decay and momentum still move it (torch 2.13)"
 )
 
@@ -190,7 +190,7 @@ def _reshard_of_version_1(value: Any, given: Given) -> Meaning:
 def _offload_key(value: Any, given: Given) -> Meaning:
     place = "cpu" if boolean(value) else "none"
     if place == "cpu" and not _sharded(given):
-        return Meaning(Fit.UNSUPPORTED, "unishard offloads only what is sharded; choose FULL_SHARD, or remove the key")
+        return Meaning(Fit.UNSUPPORTED, "only what is sharded can be offloaded; choose FULL_SHARD, or remove the key")
     return Meaning(fields={"offload.params": place, "offload.optimizer": place})
 
 
@@ -202,7 +202,7 @@ def _pin_key(value: Any, given: Given) -> Meaning:
 
 
 _POLICIES = {word.lower(): word for word in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")}
-_NO_UNITS = "FSDP gathers the model as one unit; unishard gathers blocks: same maths, less memory"
+_NO_UNITS = "FSDP gathers the model as one unit; here blocks are units: same maths, less memory"
 
 
 def _policy_key(value: Any, given: Given) -> Meaning:
@@ -236,7 +236,9 @@ def _size_key(value: Any, given: Given) -> Meaning:
     if not _sharded(given):
         return Meaning(Fit.IGNORED, _NO_SHARDS)
     return Meaning(
-        Fit.EQUIVALENT, "FSDP cuts at any module of this size, unishard at blocks of this size", {"sharding.min_unit_params": size}
+        Fit.EQUIVALENT,
+        "FSDP cuts at any module of this size, not only at blocks",
+        {"sharding.min_unit_params": size},
     )
 
 
@@ -286,7 +288,7 @@ def _files_key(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.IGNORED, "concerns only checkpoint files", kept=kept)
 
 
-_NO_XLA = "unishard runs on PyTorch's own devices, not on XLA; remove it"
+_NO_XLA = "only PyTorch's own devices are supported, not XLA; remove it"
 _OFF = (None, False, "", 0, "false", "False", "no", "none", "None")
 
 
@@ -304,9 +306,7 @@ KEYS: Mapping[str, Key] = {
     "auto_wrap_policy": _set(_policy_key, "sharding.units"),
     "transformer_layer_cls_to_wrap": _set(_classes_key, "sharding.units"),
     "min_num_params": _set(_size_key, "sharding.min_unit_params", Fit.EQUIVALENT),
-    "ignored_modules": refuses(
-        "unishard shards every parameter; leave these modules out of the model that prepare gets, or freeze them and remove the key", _off
-    ),
+    "ignored_modules": refuses("every parameter is sharded; leave these modules out of the model, or freeze them and remove the key", _off),
     "backward_prefetch": _time(
         "affects only time; the next unit is always prefetched, see communication.prefetch_bucket_size",
         *("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE", "1", "2", "3"),
@@ -319,8 +319,8 @@ KEYS: Mapping[str, Key] = {
     "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns only checkpoint files"),
     "load_monolith_rank0_only": _time("concerns how a checkpoint is read"),
     "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),
-    "activation_checkpointing_offload": _time("affects only memory; unishard keeps saved tensors on the device, same results"),
-    "activation_checkpointing_reentrant": _time("same results; unishard's is not reentrant"),
+    "activation_checkpointing_offload": _time("affects only memory: saved tensors stay on the device, same results"),
+    "activation_checkpointing_reentrant": _time("same results; here it is not reentrant"),
     **PRECISION,
     "xla": refuses(_NO_XLA, _off),
     "xla_fsdp_v2": refuses(_NO_XLA, _off),

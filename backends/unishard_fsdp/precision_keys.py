@@ -71,7 +71,7 @@ def _output(value: Any, given: Given) -> Meaning:
 
 def _inputs(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Fit.IGNORED, "floating-point inputs are cast; of units, unishard casts the first argument, and FSDP all")
+        return Meaning(Fit.IGNORED, "floating-point inputs are cast; of units, FSDP casts all, and here the first argument is")
     return Meaning(fields={"precision.cast_inputs": False})
 
 

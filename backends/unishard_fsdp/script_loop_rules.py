@@ -26,7 +26,7 @@ def _constant(cfg: Config) -> bool:
 _ADAM = ("adamw", "adam")
 _SCALE = ("compute is not fp16", "nothing is scaled")
 _OTHER = "belongs to another optimizer"
-_OWN_CHECK = "unishard's own check of collective calls; torch's is TORCH_NCCL_ENABLE_MONITORING"
+_OWN_CHECK = "a check of collective calls by the training loop; torch's is TORCH_NCCL_ENABLE_MONITORING"
 
 BY_SCRIPT: Mapping[str, Rule] = {
     "precision.matmul": MATMUL,

@@ -91,7 +91,7 @@ CAUSES: Mapping[str, Cause] = {
     "other parallelism than over data": Cause(
         r"^\S+: (splits ranks in other ways than data parallelism|(tensor|context|sequence) parallelism is more than data parallelism)"
         r"|^distributed_type: Megatron-LM's tensor and pipeline parallelism"
-        r"|^\S+: unishard has no (parallelism within a model|\w+ parallelism)",
+        r"|^\S+: (\w+ )?parallelism( within a model)? is not supported",
         "sharding over data is the scope of both engines here (docs/sharding.md)",
     ),
     "data efficiency, curricula, random-LTD": Cause(
@@ -101,9 +101,10 @@ CAUSES: Mapping[str, Cause] = {
     "DeepSpeed's engine for generation": Cause(
         r"^(\S+\.)?hybrid_engine: replaces the engine by one for generation", "DeepSpeed 0.19.8, runtime/hybrid_engine.py"
     ),
-    "fp8": Cause(r"^\S*fp8\S*: unishard has no fp8", "torch 2.13 and DeepSpeed 0.19.8 leave fp8 to Transformer Engine and torchao"),
+    "fp8": Cause(r"^\S*fp8\S*: fp8 is not supported", "torch 2.13 and DeepSpeed 0.19.8 leave fp8 to Transformer Engine and torchao"),
     "XLA": Cause(
-        r"^\S+: unishard (runs on PyTorch's own devices, not on XLA|does not train on TPUs)", "torch_xla, which neither engine runs on"
+        r"^\S+: (only PyTorch's own devices are supported, not XLA|training on TPUs is not supported)",
+        "torch_xla, which neither engine runs on",
     ),
     "another launcher than the local machine's": Cause(
         r"^compute_environment: (must be LOCAL_MACHINE, got 'SLURM'|SageMaker jobs)",

@@ -157,7 +157,7 @@ def test_a_default_may_depend_on_fields_beside_it() -> None:
 def test_an_assumed_entry_is_never_refused() -> None:
     said = put(entry("a", precision__compute="fp16"), entry("b", assumed=True, precision__reduce="bf16"))
     assert [found.meaning.fit for found in said.entries] == [Fit.EXACT, Fit.APPROXIMATE]
-    assert "unishard's default is used" in said.entries[1].meaning.note
+    assert "left out" in said.entries[1].meaning.note
     clash = put(
         entry("a", precision__compute="fp16"), entry("b", precision__compute="bf16"), entry("c", assumed=True, precision__reduce="bf16")
     )

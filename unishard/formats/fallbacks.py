@@ -113,7 +113,7 @@ _SMALLER = "the same math with smaller units"
 _GRADIENTS = "gradients add up in the dtype of the master weights, which is more exact"
 _TIME = "affects only time and memory"
 _GROUPS = "parameter groups of the optimizer"
-_CHECK = "unishard's own check of collective calls"
+_CHECK = "a check of collective calls by the training loop"
 
 FALLBACKS: Mapping[str, Rule] = {
     **_script(

@@ -20,12 +20,12 @@ _PORT = 29500
 _NUMBER = re.compile(r"\d+")
 _RANGE = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _RENDEZVOUS = ("static", "c10d", "etcd-v2", "etcd")
-_ONE_HOST = "only used with several hosts; on one host unishard takes a free port"
-_NUMBERED = "unishard numbers the hosts as they meet; for a fixed number set launch.rendezvous=static and add --node-rank"
-_FILTERED = "names some GPUs of some hosts; unishard starts as many ranks on each host: set launch.processes_per_node"
+_ONE_HOST = "only used with several hosts; one host takes a free port"
+_NUMBERED = "the hosts are numbered as they meet; for a fixed number set launch.rendezvous=static and add --node-rank"
+_FILTERED = "names some GPUs of some hosts; as many ranks start on each host: set launch.processes_per_node"
 _EACH_GPU = "one rank for each GPU, as launch.processes_per_node: null"
 _SHOWN = "affects only what the launcher shows and where its logs are"
-_REACHED = "how DeepSpeed reaches the hosts; start unishard launch on each host, or with --slurm"
+_REACHED = "how DeepSpeed reaches the hosts; start the launcher on each host"
 
 _Read = Callable[[str, Launch], Meaning]
 
@@ -156,7 +156,7 @@ def _included(text: str, launch: Launch) -> Meaning:
 
 def _hosts(text: str, launch: Launch) -> Meaning:
     if not isinstance(launch.nodes, int) or launch.hosts is None:
-        return _left(f"file not found: its hosts are unknown; set launch.nodes, or unishard launch --hostfile {text}")
+        return _left("file not found: its hosts are unknown; set launch.nodes")
     fields = {"launch.nodes": launch.nodes, "launch.processes_per_node": launch.processes}
     if launch.nodes > 1 and not placeholders_in(launch.address):
         fields["launch.endpoint"] = f"{launch.address}:{launch.port or _PORT}"

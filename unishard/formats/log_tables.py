@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 ONLY_LOGS = "affects only logs"
-_NAMES = "the same values under unishard's names"
+_NAMES = "the same values under other names"
 _FILES = {"jsonl", "tensorboard", "mlflow"}
 """Destinations that write into `logging.dir`."""
 
@@ -58,7 +58,7 @@ def destinations(named: Sequence[str], folder: str, *, progress: bool = True, no
         note: What is different.
         others: Destinations of the tool that unishard does not have.
     """
-    lost = f"unishard does not write to {', '.join(others)}" if others else ""
+    lost = f"nothing is written to {', '.join(others)}" if others else ""
     if not named:
         return left("; ".join(filter(None, (ONLY_LOGS, lost))))
     fields: dict[str, Any] = {"logging.to": [*(["progress"] if progress else []), *named]}

@@ -260,7 +260,7 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
 
 
 def _yielded(entry: Entry, fault: str) -> Entry:
-    note = f"the tool's default {_worded(fault)}; unishard's default is used"
+    note = f"the tool's default {_worded(fault)}; left out"
     return entry._replace(meaning=entry.meaning._replace(fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
 
 

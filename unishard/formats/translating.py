@@ -237,8 +237,8 @@ def _without_refused(entry: Entry, reading: ReadDocument, expressed: Expressed) 
     said = {field: entry.meaning.fields[field] for field in refused}
     values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
     note = "; ".join(
-        f"{reading.format} has {shown(value)} here, which is not supported ({expressed.fields[field].note}); "
-        f"{field} is {shown(default_of(field, values))}"
+        f"{expressed.fields[field].note.partition(';')[0]}; the translation has {field} {shown(default_of(field, values))}"
+        f" instead of {shown(value)}, the default of {reading.format}"
         for field, value in said.items()
     )
     fields = {field: value for field, value in entry.meaning.fields.items() if field not in said}

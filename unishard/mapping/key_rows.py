@@ -156,7 +156,7 @@ def broadcast_buffers(value: Any, given: Given) -> Meaning:
     """The argument of DistributedDataParallel that sends rank 0's buffers before each forward."""
     if not boolean(value):
         return Meaning(fields={"training.buffers": "local"})
-    note = "DDP sends them before each forward, unishard where they are read: at evaluation and in checkpoints"
+    note = "DDP sends them before each forward; here they are sent where they are read: at evaluation and in checkpoints"
     return Meaning(Fit.EQUIVALENT, note, {"training.buffers": "rank0"})
 
 

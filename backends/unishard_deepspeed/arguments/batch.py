@@ -52,7 +52,7 @@ def _size(field: str, derived: str, who: str) -> Key:
 
 def _global(value: Any, given: Given) -> Meaning:
     if value == AUTO:
-        return dropped("unishard computes the product itself")
+        return dropped("is the product of the other two and the ranks")
     size = integer(1)(value)
     others = [quiet(integer(1), given.get(key)) for key in (_MICRO, _WINDOW)]
     if given.topology and all(others) and size != others[0] * others[1] * given.topology.world_size:

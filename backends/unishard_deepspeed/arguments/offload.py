@@ -67,7 +67,7 @@ def _pin(what: str) -> Key:
         if device(given, what) == "none" or value == AUTO:
             return dropped("nothing is offloaded here")
         if boolean(value) != pinned:
-            return dropped("unishard pins parameters and optimizer alike; affects only time")
+            return dropped("parameters and optimizer are pinned alike; affects only time")
         return Meaning(fields={"offload.pin_memory": pinned})
 
     return Key(read, "offload.pin_memory")
@@ -79,7 +79,7 @@ def _pin_both(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"offload.pin_memory": boolean(value)})
 
 
-_PART = "unishard offloads the whole optimizer; affects only memory"
+_PART = "the whole optimizer is offloaded; affects only memory"
 
 
 def _part(value: Any, given: Given) -> Meaning:

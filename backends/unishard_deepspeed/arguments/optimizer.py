@@ -28,9 +28,8 @@ _REFUSED = {
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
     "muon": "needs whole matrices, which are sharded; choose adamw or lion",
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "scales rates by the width of each layer; build it of the package mup and pass it to "
-                    "unishard.prepare(optimizer=...)"),
-}  # fmt: skip
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "scales rates by the width of each layer; build it in the training script (mup)"),
+}
 _OTHERS = (
     *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "max_coeff"),
     *("min_coeff", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", "muon_lr", "adam_lr", "ns_method"),
@@ -86,7 +85,7 @@ def _type(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.UNSUPPORTED, f"{value} {_REFUSED[word]}")
     name = _name(given)
     if name is None:
-        raise Unreadable(f"must be Adam, AdamW, SGD, Adagrad or Lion, got {value!r}; build it yourself for unishard.prepare(optimizer=...)")
+        raise Unreadable(f"must be Adam, AdamW, SGD, Adagrad or Lion, got {value!r}; build it in the training script")
     adam = word == "adam" and name == "adamw"
     note = 'DeepSpeed\'s "Adam" decouples the weight decay unless adam_w_mode is false, so it is AdamW' if adam else ""
     return Meaning(note=note, fields={"optimizer.name": name})
@@ -138,7 +137,7 @@ def _max_grad_norm(value: Any, given: Given) -> Meaning:
 
 
 def _fp32_states(value: Any, given: Given) -> Meaning:
-    return dropped("is on: the state is fp32") if boolean(value) else dropped("rounds DeepSpeedCPUAdam's state; unishard keeps it in fp32")
+    return dropped("is on: the state is fp32") if boolean(value) else dropped("rounds DeepSpeedCPUAdam's state; elsewhere it stays in fp32")
 
 
 KEYS: Mapping[str, Key] = {

@@ -21,10 +21,10 @@ from unishard_deepspeed.keys.values import dtype
 
 __all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 
-_ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32, and unishard parameters too"
+_ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32; parameters of these names stay in it as well"
 _ADDED_UP = "DeepSpeed accumulates in the dtype of compute; fp32 is more exact; set precision.accumulate for DeepSpeed's"
 _USUAL_HYSTERESIS = 2
-_AUTOCAST = "DeepSpeed casts operations (torch.autocast); unishard casts parameters"
+_AUTOCAST = "DeepSpeed casts operations (torch.autocast); here parameters are cast"
 
 
 def assumed(given: Given) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _masters(name: str) -> Key:
         if not may_compute(given, name):
             return dropped(f"{name} is off")
         states = name == "bf16" and not quiet(boolean, given.get("bf16.bf16_optimizer_states"), False)
-        note = "DeepSpeed keeps an fp32 state; unishard's state follows the master weights" if states else ""
+        note = "DeepSpeed keeps an fp32 state; elsewhere it has the dtype of the master weights" if states else ""
         return Meaning(Fit.APPROXIMATE if states else Fit.EXACT, note, {"precision.master": name})
 
     return Key(read, "precision.master")
@@ -130,8 +130,8 @@ def _loss_scale(value: Any, given: Given) -> Meaning:
 
 def _hysteresis(value: Any, given: Given) -> Meaning:
     if integer(1)(value) == 1:
-        return Meaning(note="each overflow halves the scale, as in unishard")
-    note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, unishard after each"
+        return Meaning(note="each overflow halves the scale, as elsewhere")
+    note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, others after each"
     if compute(given) != "fp16":
         return dropped(f"if precision.compute is fp16, {note}")
     # 2 is the default, which the examples of DeepSpeed also spell out: it is not a choice.
@@ -157,7 +157,7 @@ def _overflow(value: Any, given: Given) -> Meaning:
 
 _OFF = "fp16 is off"
 _STATIC = "fp16 is off, or its loss scale stays"
-_LEAST = "unishard raises an error if halving the scale does not end the overflows"
+_LEAST = "decides only when a run that overflows without end stops"
 _OF_AMP = "belongs to amp, and DeepSpeed 0.19.8 refuses it here; remove it"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
 

@@ -29,7 +29,7 @@ def _own(key: str, row: Row) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if value is None or value == AUTO:
             return dropped("DeepSpeed's default stands, or what transformers computes; affects only time and memory")
-        return dropped("as unishard has it") if convert(value) == usual else found.read(value, given)
+        return dropped("the usual value") if convert(value) == usual else found.read(value, given)
 
     return _limited(key, found._replace(read=read))
 
@@ -156,8 +156,8 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     **saved_by_script("engine.save_checkpoint(...)"),
     **logged_by_script(),
     **started_elsewhere(
-        nodes="pass deepspeed --num_nodes, or --hostfile: unishard launch --to-hostfile writes one",
-        processes_per_node="pass deepspeed --num_gpus, or --hostfile: unishard launch --to-hostfile writes one",
+        nodes="pass deepspeed --num_nodes, or --hostfile",
+        processes_per_node="pass deepspeed --num_gpus, or --hostfile",
         endpoint="pass deepspeed --master_addr and --master_port",
         rendezvous="DeepSpeed's launcher numbers the ranks itself; training is the same",
         rendezvous_id="DeepSpeed's launcher needs none",
@@ -165,6 +165,6 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         max_restarts="DeepSpeed's launcher does not restart (but with --elastic_training); start the script with torchrun --max-restarts",
         environment="write them into .deepspeed_env, which DeepSpeed's launcher sends to every host",
     ),
-    "strict": Rule(Fit.IGNORED, "", "only affects unishard's report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)),
+    "strict": Rule(Fit.IGNORED, "", "only affects this report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)),
     "native": Rule(Fit.EXACT, "any key", "native.deepspeed, as it is", to=lambda cfg, topology: dict(cfg.native.get("deepspeed", {}))),
 }

@@ -28,7 +28,7 @@ _SHAPES = {
 }
 _WARM = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _NEEDS = {"WarmupDecayLR": "total_num_steps", "WarmupCosineLR": "total_num_steps", "LinearLR": "total_iters", "CosineAnnealingLR": "T_max"}
-_SCRIPT = "use linear or cosine, or unishard.prepare(scheduler=...)"
+_SCRIPT = "use linear or cosine, or build the scheduler in the training script"
 _BEHIND = "DeepSpeed starts at 0 and warms up one update late; the cosine is the same"
 
 
@@ -53,7 +53,7 @@ def assumed(given: Given) -> dict[str, Any]:
 
 def _type(value: Any, given: Given) -> Meaning:
     if value in _ONLY:
-        note = f"unishard builds no {value}; pass your own to unishard.prepare(scheduler=...), or set constant, linear or cosine"
+        note = f"{value} is not supported; build the scheduler in the training script, or set constant, linear or cosine"
         return Meaning(Fit.NEEDS_INPUT, note, {"scheduler.name": Undecided(f"your training script, which builds {value}")}, kept=True)
     if not isinstance(value, str) or value not in _SHAPES:
         near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())

@@ -20,7 +20,7 @@ __all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 _Z = "zero_optimization."
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 _NOT_3 = "only used at stage 3"
-_BY_TRANSFORMERS = "transformers computes it from the hidden size; unishard uses its own default"
+_BY_TRANSFORMERS = "transformers computes it from the hidden size; affects only time and memory"
 _ONCE = 'in 0.19.8 this is an error; write {"stage": ...}'
 
 
@@ -58,7 +58,7 @@ def _mics(value: Any, given: Given) -> Meaning:
     size = _shards(given)
     if size is None:
         return Meaning(Fit.IGNORED, "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key", stale=True)
-    note = "MiCS was removed in DeepSpeed 0.19.8; unishard has the same groups"
+    note = "MiCS was removed in DeepSpeed 0.19.8; hybrid_shard has the same groups"
     return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size}, stale=True)
 
 
@@ -94,18 +94,18 @@ def _reuse(value: Any, given: Given) -> Meaning:
 def _leaves(value: Any, given: Given) -> Meaning:
     classes = [] if value == [] else listed(value)
     if not classes:
-        return dropped("names no class: unishard finds the model's blocks")
+        return dropped("names no class: the model's blocks are units")
     return Meaning(fields={"sharding.units": [name.rpartition(".")[2] for name in classes]})
 
 
 def _leaf_names(value: Any, given: Given) -> Meaning:
     if value == []:
         return dropped("names nothing")
-    return dropped("unishard names units by class; set sharding.units. Affects only memory")
+    return dropped("units are named by class; set sharding.units. Affects only memory")
 
 
 def _norm(value: Any, given: Given) -> Meaning:
-    note = "unishard always reports the norm"
+    note = "affects only logs: the norm is always computed"
     if boolean(value) or stage(given) in (1, 2):
         return dropped(note)
     return Meaning(Fit.IGNORED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3", stale=True)
@@ -133,7 +133,7 @@ def _at_3(read: Any, field: str = "") -> Key:
     return only(Key(read, field), lambda given: may_reach(given, 3), _NOT_3)
 
 
-_REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory; unishard uses its own default")
+_REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory")
 _PREFETCH = unless_auto(_at_3(_prefetch, "communication.prefetch_bucket_size"), _BY_TRANSFORMERS)
 _LIVE = drops("limits how much DeepSpeed gathers ahead; affects only memory")
 _HPZ = "affects only time and memory: copies parameters within a group; hybrid_shard shards gradients and optimizer there too"
@@ -160,7 +160,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}leaf_module.classes": _at_3(_leaves, "sharding.units"),
     f"{_Z}leaf_module.names": _at_3(_leaf_names),
     f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
-    f"{_Z}compute_grad_norm": Key(_norm, "", Fit.IGNORED, "unishard always reports the norm"),
+    f"{_Z}compute_grad_norm": Key(_norm, "", Fit.IGNORED, "affects only logs: the norm is always computed"),
     f"{_Z}zenflow": refuses(_ZENFLOW, lambda value: value is None),
     f"{_Z}zeropp_loco_param": refuses(
         "LoCo was removed in DeepSpeed 0.19.8; remove it, or set zero_quantized_gradients", lambda value: value is None
@@ -286,6 +286,6 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "communication.overlap": Rule(
         Fit.EXACT, "zero_optimization.overlap_comm", to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap)
     ),
-    "communication.desync_check": Rule(Fit.IGNORED, "", "a check of unishard's loop, which changes nothing in training"),
-    "communication.desync_timeout": Rule(Fit.IGNORED, "", "belongs to a check of unishard's loop"),
+    "communication.desync_check": Rule(Fit.IGNORED, "", "a check of the training loop, which changes nothing in training"),
+    "communication.desync_timeout": Rule(Fit.IGNORED, "", "belongs to a check of the training loop"),
 }

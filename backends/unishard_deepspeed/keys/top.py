@@ -9,7 +9,7 @@ from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decid
 
 __all__ = ["ROWS"]
 
-_PARALLEL = "splits ranks in other ways than data parallelism, which unishard does not track; remove it"
+_PARALLEL = "splits ranks in other ways than data parallelism; remove it"
 _LOADER = "only affects the DataLoader that deepspeed.initialize makes; use unishard.dataloader"
 _CPU_ADAM = "unishard steps the torch optimizer"
 _SCALE = "sets DeepSpeed's loss scale, and unishard scales the loss itself; remove it"
@@ -28,7 +28,7 @@ _LOOP: dict[str, Row] = {
         why="a call of step is the end of a window, as in torch",
         ignored="unishard's loop decides where an accumulation window ends",
     ),
-    "dataloader_drop_last": refused(_LOADER, ignored="only affects a DataLoader that DeepSpeed makes; unishard takes yours"),
+    "dataloader_drop_last": refused(_LOADER, ignored="only affects a DataLoader that DeepSpeed makes"),
     "data_efficiency": refused(_LOADER, v.MAPPING),
     "optimizer": decided("optimizer"),
     "scheduler": decided("scheduler"),
@@ -57,18 +57,18 @@ _PRECISION: dict[str, Row] = {
         v.SWITCH,
         False,
         "unishard casts inputs, at the units as well as at the root",
-        "unishard casts floating inputs to precision.compute either way",
+        "floating inputs are cast to precision.compute either way",
     ),
     "fp16.fp16_master_weights_and_grads": decided("precision.master", v.SWITCH, False, f"needs DeepSpeedCPUAdam, and {_CPU_ADAM}"),
     "fp16.initial_scale_power": decided("precision.initial_loss_scale", v.count()),
     "fp16.loss_scale_window": decided("precision.loss_scale_growth_interval", v.count()),
     "fp16.hysteresis": refused(_SCALE, v.count()),
-    "fp16.consecutive_hysteresis": refused(_SCALE, v.SWITCH, ignored="when DeepSpeed forgives an overflow; unishard tolerates none"),
+    "fp16.consecutive_hysteresis": refused(_SCALE, v.SWITCH, ignored="when DeepSpeed forgives an overflow"),
     "fp16.min_loss_scale": refused(_SCALE, v.count()),
     "torch_autocast": refused(_CAST, constant={"enabled": False}, why="parameters are cast, not operations"),
     "torch_autocast.dtype": refused(_CAST, v.AUTOCAST, ignored="the dtype for torch_autocast.enabled"),
     "torch_autocast.lower_precision_safe_modules": refused(
-        _CAST, v.MODULES, ignored="which modules reduce gradients in that dtype; unishard treats all alike"
+        _CAST, v.MODULES, ignored="which modules reduce gradients in that dtype; here all do"
     ),
     "bfloat16": decided("precision.compute"),
     "bf16.enabled": decided("precision.compute"),

@@ -9,7 +9,7 @@ from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decid
 
 __all__ = ["ROWS"]
 
-_NVME = "belongs to an optimizer in files, which unishard refuses; remove it"
+_NVME = "belongs to an optimizer in files, which is not supported; remove it"
 _SWAPS = "how an optimizer in files is read and written; affects only time"
 _CPU_ADAM = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"
 
@@ -37,7 +37,7 @@ _STAGES: dict[str, Row] = {
         v.SWITCH,
         False,
         "corrupts the map from parameters to master weights",
-        "order in which ranks copy gradients; affects only time, off in unishard",
+        "order in which ranks copy gradients; affects only time",
     ),
     "ignore_unused_parameters": same(v.SWITCH, True, "unishard leaves parameters without gradient out of the update"),
     "stage3_param_persistence_threshold": same(v.count(0), 0, "stage 3 shards small parameters too"),

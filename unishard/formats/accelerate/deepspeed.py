@@ -29,10 +29,10 @@ NAMES: Mapping[str, str] = {
 }
 """DeepSpeed's argument by the name that Accelerate gives it (utils/launch.py, utils/dataclasses.py)."""
 
-_STARTS = "launcher setting; start unishard with torchrun or srun"
+_STARTS = "launcher setting; start the ranks with torchrun or srun"
 
 LAUNCHER: Mapping[str, str] = {
-    "zero3_init_flag": "affects only where the model is created; unishard shards a model on any device",
+    "zero3_init_flag": "affects only where the model is created: a model on any device can be sharded",
     "deepspeed_multinode_launcher": _STARTS,
     "deepspeed_hostfile": _STARTS,
     "deepspeed_exclusion_filter": _STARTS,
@@ -57,7 +57,7 @@ _CLIPS = f"{TOOL} clips to 1.0 where the file has no gradient_clipping; so does 
 OF_THE_FILE = ("sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name")
 """What only DeepSpeed's own file says, once a document names one."""
 _NVME = "used as meant; Accelerate 1.15.0 never passes it on: use a deepspeed_config_file"
-_CPU_ADAM = "unishard steps your optimizer; Accelerate 1.15.0 may swap it for DeepSpeedCPUAdam"
+_CPU_ADAM = "Accelerate 1.15.0 may swap the optimizer for DeepSpeedCPUAdam"
 _NO_CLIPPING = "0 is left out, so DeepSpeed clips to 1.0; write a very large norm for no clipping"
 
 

@@ -35,7 +35,7 @@ KINDS: Mapping[str, DistributedType] = {
     "MULTI_GPU": _REPLICAS,
     "NO": DistributedType("none", "one process", {"backend": "fsdp", "sharding.strategy": "no_shard"}),
     **{f"MULTI_{device}": _REPLICAS for device in ("CPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")},
-    "XLA": DistributedType("none", "refused", fit=Fit.UNSUPPORTED, note="unishard does not train on TPUs; write FSDP, for GPUs"),
+    "XLA": DistributedType("none", "refused", fit=Fit.UNSUPPORTED, note="training on TPUs is not supported; write FSDP, for GPUs"),
     "MEGATRON_LM": DistributedType(
         "none", "refused", fit=Fit.UNSUPPORTED, note="Megatron-LM's tensor and pipeline parallelism has no equivalent; write FSDP"
     ),

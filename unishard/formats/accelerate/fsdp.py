@@ -38,7 +38,7 @@ _NULLABLE = names(
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
-_AUTOCAST = f"{TOOL} also runs FSDP1 in torch.autocast: some operations stay in fp32; unishard runs all in this dtype"
+_AUTOCAST = f"{TOOL} also runs FSDP1 in torch.autocast: some operations stay in fp32; without it all run in this dtype"
 _LIST = "read as class names; write them comma-separated, Accelerate 1.15.0 takes no list"
 
 

@@ -21,7 +21,7 @@ __all__ = ["KEYS", "TOOL"]
 
 TOOL = "Accelerate 1.15.0"
 
-_LAUNCHER = "launcher setting; start unishard with `unishard launch`, torchrun or srun"
+_LAUNCHER = "launcher setting; start the ranks with torchrun or srun"
 _ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"
 _TPU = "only used on TPUs"
 _FP8 = "only used with fp8, which becomes bf16"
@@ -35,12 +35,12 @@ _GONE: Mapping[str, str] = {
 }
 """Keys with which Accelerate refuses a file, though nothing is lost without them."""
 _RANKS = "num_processes divided by num_machines"
-_ONE_HOST = "only used with several hosts; on one host unishard takes a free port"
-_NUMBERED = "differs by host: unishard launch --node-rank, where launch.rendezvous is static; c10d numbers the hosts as they meet"
+_ONE_HOST = "only used with several hosts; one host takes a free port"
+_NUMBERED = "differs by host: pass --node-rank to the launcher, where launch.rendezvous is static; c10d numbers the hosts as they meet"
 _BACKENDS = ("static", "c10d", "etcd-v2", "etcd")
 PORT = 29500
 """Of the rendezvous, in Accelerate as in torchrun."""
-_UNSUPPORTED = "neither engine does this within unishard; train without it and set it to 1"
+_UNSUPPORTED = "is not supported with data parallelism of either engine; train without it and set it to 1"
 
 
 def _environment(value: Any, given: Given) -> Meaning:
@@ -84,8 +84,8 @@ def _gone(why: str) -> Key:
 
 def _use_cpu(value: Any, given: Given) -> Meaning:
     if not boolean(value):
-        return Meaning(Fit.IGNORED, "unishard computes on the accelerator where there is one", kept=True)
-    note = "unishard uses the CPU only without a visible GPU; set CUDA_VISIBLE_DEVICES="
+        return Meaning(Fit.IGNORED, "computes on the accelerator where there is one", kept=True)
+    note = "the CPU computes only without a visible GPU; set CUDA_VISIBLE_DEVICES="
     if given.get("distributed_type") == "FSDP":
         note += "; Accelerate 1.15.0 does not shard on the CPU"
     return Meaning(Fit.APPROXIMATE, note, kept=True)
@@ -208,7 +208,7 @@ _DYNAMO_KEYS: Mapping[str, Key] = {
     "dynamo_config.dynamo_backend": Key(_compile_backend, "compile.mode, compile.backend"),
     "dynamo_config.dynamo_use_regional_compilation": Key(_compile_regional, "compile.mode"),
     "dynamo_config.dynamo_mode": _dropped(
-        f"{_TIME}; unishard compiles in torch's default mode",
+        f"{_TIME}; compiled in torch's default mode",
         one_of(dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))),
     ),
     "dynamo_config.dynamo_use_fullgraph": _dropped("only makes a break in the graph an error; the engines break it at each unit", boolean),
@@ -254,14 +254,14 @@ KEYS: Mapping[str, Key] = {
     "fp16": Key(_fp16, "precision"),
     "num_processes": Key(_count, "launch.processes_per_node", note=_RANKS),
     "num_machines": Key(_machines, "launch.nodes"),
-    "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "unishard computes on the accelerator where there is one"),
+    "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "computes on the accelerator where there is one"),
     **{name: drops(_LAUNCHER) for name in names("same_network enable_cpu_affinity mpirun_config")},
     "machine_rank": drops(_NUMBERED),
     "rdzv_backend": Key(_rendezvous, "launch.rendezvous", note="with several machines"),
     "gpu_ids": Key(_gpus, "launch.environment", note="CUDA_VISIBLE_DEVICES"),
     "main_process_ip": Key(lambda value, given: _endpoint(given), "launch.endpoint", note="with several machines"),
     "main_process_port": Key(_port, "launch.endpoint", note="with several machines"),
-    "debug": drops("Accelerate's check of its collectives; unishard has communication.desync_check"),
+    "debug": drops("Accelerate's own check of its collectives; see communication.desync_check"),
     **{
         name: drops(_TPU)
         for name in names(

@@ -25,8 +25,8 @@ _BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
 _PREFIXED = ("dynamo_config", "fp8_config")
 """Blocks whose keys Accelerate also takes without their prefix."""
 _SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
-_FP8 = "unishard has no fp8: matrix products run in bf16; slower, and closer to fp32"
-_AUTOCAST = "torch.autocast keeps some operations in fp32; unishard runs the full model in this dtype"
+_FP8 = "fp8 is not supported: matrix products run in bf16; slower, and closer to fp32"
+_AUTOCAST = "torch.autocast keeps some operations in fp32; without it all run in this dtype"
 
 
 def ranks_of(document: Mapping[str, Any]) -> Topology | None:

@@ -97,7 +97,7 @@ _GROUPS: Mapping[str, str] = {
         "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes expert_parallel_token_capacity "
         "expert_parallel_fallback_on_unsupported"
     ),
-    "belongs to an optimizer or a schedule that unishard does not build": (
+    "belongs to an optimizer or a schedule that is not used here": (
         "torchdistx_path adam_epsilon2 adam_beta3 dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank "
         "qgalore_update_proj_gap qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
         "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size lr_div_factor jagged_restart_warmup_steps "
@@ -107,9 +107,9 @@ _GROUPS: Mapping[str, str] = {
     "names what fp8 switches on": "fp8_enable_fsdp_float8_all_gather",
 }
 
-_GROUPED = "gives some parameters another rate; write it as optimizer.groups of unishard"
+_GROUPED = "gives some parameters another rate; make parameter groups of it"
 _RESTARTS = "restarts the schedule during training; build the scheduler in the training script"
-_PARALLEL = "unishard has no parallelism within a model; write 1 and use more ranks"
+_PARALLEL = "parallelism within a model is not supported; write 1 and use more ranks"
 
 
 def _is_one(value: object) -> bool:
@@ -126,8 +126,8 @@ IGNORED: Mapping[str, Key] = {
     "jagged_restart_steps": refuses(_RESTARTS, off),
     "relora": refuses(_RESTARTS, off),
     "relora_steps": refuses(_RESTARTS, off),
-    "lr_quadratic_warmup": refuses("unishard has no quadratic warmup; build the scheduler in the script", off),
-    "fp8": refuses("unishard has no fp8; write bf16", off),
+    "lr_quadratic_warmup": refuses("a quadratic warmup is not supported; build the scheduler in the script", off),
+    "fp8": refuses("fp8 is not supported; write bf16", off),
     "tensor_parallel_size": refuses(_PARALLEL, _is_one),
     "context_parallel_size": refuses(_PARALLEL, _is_one),
     "sequence_parallel_degree": refuses(_PARALLEL, _is_one),

@@ -93,7 +93,7 @@ def _tf32(value: Any, given: Given) -> Meaning:
     return matmul(value)
 
 
-_FALLS = "unishard's cosine falls until the end; build the scheduler in the training script"
+_FALLS = "a cosine falls until the end; build the scheduler in the training script"
 _UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
 
 
@@ -113,7 +113,7 @@ def _checkpointing(value: Any, given: Given) -> Meaning:
 
 def _schedule(value: Any, given: Given) -> Meaning:
     if str(value).lower() in ("one_cycle", "rex"):
-        why = f"unishard has no {value} schedule; pass one to unishard.prepare(scheduler=...)"
+        why = f"the schedule {value} is not supported; build the scheduler in the training script"
         return Meaning(Fit.UNSUPPORTED, why)
     meaning = ARGUMENTS["lr_scheduler_type"].read("cosine" if value is None else value, given)
     end = given.get("cosine_min_lr_ratio")

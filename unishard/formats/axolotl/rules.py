@@ -89,7 +89,7 @@ _OWN: Mapping[str, Rule] = {
             "fp16 and no_shard",
             lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
             Fit.EQUIVALENT,
-            "torch.autocast keeps some operations in fp32; unishard runs all in this dtype",
+            "torch.autocast keeps some operations in fp32; without it all run in this dtype",
         ),
         to=_precision,
     ),

@@ -144,7 +144,7 @@ def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:
 
 _VARIABLE = drops("holds a value that other keys refer to")
 _STRANGE = drops("not a key of Composer; llm-foundry 0.22 takes such keys only below variables", unknown=True)
-_ALGORITHM = refuses("unishard has no such algorithm, which changes the training; remove it")
+_ALGORITHM = refuses("changes the training, and only Composer has it; remove it")
 
 
 def _of_this_file(written: Mapping[str, Any], shaped: Mapping[str, Any]) -> Iterator[tuple[str, Key]]:

@@ -38,7 +38,7 @@ _DTYPES = {
     "float32": "fp32",
     "torch.float32": "fp32",
 }
-_AUTOCAST = "autocast keeps norms, softmax and losses in fp32; unishard runs all in this dtype"
+_AUTOCAST = "autocast keeps norms, softmax and losses in fp32; without it all runs in this dtype"
 
 
 def _compute_of(value: Any) -> str:
@@ -150,7 +150,7 @@ def _least(value: Any, given: Given) -> Meaning:
     size = integer(0)(value)
     if str(given.get("fsdp_config.sharding_strategy")).upper() == "NO_SHARD":
         return Meaning(Fit.IGNORED, "nothing is sharded")
-    note = "FSDP cuts at any module of this size, unishard at blocks of this size"
+    note = "FSDP cuts at any module of this size, not only at blocks"
     return Meaning(Fit.EQUIVALENT, note, {"sharding.min_unit_params": size})
 
 
@@ -172,10 +172,10 @@ FSDP: Mapping[str, Key] = {
     "fsdp_config.flatten_parameters": _drops("FSDP2 keeps the parameters as they are"),
     "fsdp_config.backward_prefetch_limit": _drops(_MEMORY),
     "fsdp_config.forward_prefetch_limit": _drops(_MEMORY),
-    "fsdp_config.te_checkpoint_wrapper": _drops("the same results; unishard checkpoints with torch"),
-    "fsdp_config.te_shard_fp8_weight": refuses("unishard has no fp8; remove it", _off),
+    "fsdp_config.te_checkpoint_wrapper": _drops("the same results with torch's own checkpointing"),
+    "fsdp_config.te_shard_fp8_weight": refuses("fp8 is not supported; remove it", _off),
     "fsdp_config.keep_low_precision_grads": refuses("gradients keep the dtype of the master weights; remove it", _off),
-    "fsdp_config.process_group": refuses("unishard makes its own groups; use HYBRID_SHARD and data_parallel_shard_degree", _off),
+    "fsdp_config.process_group": refuses("groups of one's own are not supported; use HYBRID_SHARD and data_parallel_shard_degree", _off),
     "fsdp_config.load_planner": _drops("affects only how a checkpoint is read"),
     "fsdp_config.save_planner": _drops("affects only how a checkpoint is written"),
     "fsdp_config.sharded_ckpt_prefix_dir": _drops("affects only the files of checkpoints"),

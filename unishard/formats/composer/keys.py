@@ -45,7 +45,7 @@ def _seed(value: Any, given: Given) -> Meaning:
     return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
-_WHOLE = "unishard splits no layer between ranks; remove it and use only fsdp_config"
+_WHOLE = "layers that are split between ranks are not supported; remove it and use only fsdp_config"
 
 
 def _tensor_parallel(value: Any, given: Given) -> Meaning:
@@ -90,7 +90,7 @@ KEYS: Mapping[str, Key] = {
     "lr_scheduler": refuses("belongs to a script with a schedule of its own; write scheduler with a name", lambda value: not value),
     "compile_config": Key(_compiled, "compile.mode, compile.backend"),
     "deterministic_mode": Key(_deterministic),
-    "algorithms": refuses("unishard has no algorithms of Composer's but gradient clipping; remove it", lambda value: not value),
+    "algorithms": refuses("only Composer has them, but for gradient clipping; remove it", lambda value: not value),
     "scheduler": drops("is empty"),
     "optimizer": drops("is empty"),
     **ignored(_REASONS),

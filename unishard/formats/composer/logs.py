@@ -114,7 +114,7 @@ LOGGED: Mapping[str, Key] = {
     "loggers": Key(_to, "", Fit.EQUIVALENT, "logging.to: wandb, tensorboard, mlflow; logging.dir and the names of the run"),
     "run_name": _counts("counts in loggers, and names checkpoints"),
     "console_log_interval": Key(_console, "", Fit.EQUIVALENT, "logging.every_steps"),
-    **{name: _counts("unishard shows progress where logging.to has it") for name in ("progress_bar", "log_to_console", "console_stream")},
+    **{name: _counts("affects only what is shown") for name in ("progress_bar", "log_to_console", "console_stream")},
     "profiler": Key(_profiled, "", Fit.APPROXIMATE, "profile.steps, profile.dir"),
 }
 """What each key says."""

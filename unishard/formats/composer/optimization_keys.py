@@ -160,14 +160,14 @@ def _only(expected: float, why: str) -> Key:
 def _clipping(value: Any, given: Given) -> Meaning:
     kind = str(value).strip().lower()
     if kind != "norm":
-        return Meaning(Fit.UNSUPPORTED, f"unishard clips by the global norm, not by {kind}; write norm")
+        return Meaning(Fit.UNSUPPORTED, f"only clipping by the global norm is supported, not by {kind}; write norm")
     return Meaning(Fit.IGNORED, "is what gradient_clipping does")
 
 
 def _threshold(value: Any, given: Given) -> Meaning:
     kind = given.get("algorithms.gradient_clipping.clipping_type")
     if kind is not None and str(kind).strip().lower() != "norm":
-        return Meaning(Fit.UNSUPPORTED, "belongs to a clipping_type that unishard does not have; write clipping_type: norm")
+        return Meaning(Fit.UNSUPPORTED, "belongs to a clipping_type that is not supported; write clipping_type: norm")
     return _clip(value, given)
 
 
@@ -178,7 +178,7 @@ def _clip(value: Any, given: Given) -> Meaning:
 
 def _scaled(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Fit.UNSUPPORTED, "unishard does not scale the warmup with the run; write a number of steps")
+        return Meaning(Fit.UNSUPPORTED, "a warmup that scales with the run is not supported; write a number of steps")
     return Meaning(Fit.IGNORED, "is off")
 
 
@@ -214,8 +214,8 @@ OPTIMIZATION: Mapping[str, Key] = {
     "scheduler.warmup_time": Key(_warmup, "scheduler.warmup_steps", note="an older name of t_warmup"),
     "scheduler.t_max": Key(_end, "scheduler.total_steps"),
     "scheduler.alpha_f": Key(_least, "scheduler.min_lr_ratio"),
-    "scheduler.alpha_i": _only(1, "unishard's schedules begin at the learning rate; multiply optimizer.lr instead"),
-    "scheduler.alpha": _only(1, "unishard's constant schedule keeps the learning rate; multiply optimizer.lr instead"),
+    "scheduler.alpha_i": _only(1, "a schedule begins at the learning rate; multiply that instead"),
+    "scheduler.alpha": _only(1, "a constant schedule keeps the learning rate; multiply that instead"),
     "scheduler.scale_warmup": Key(_scaled),
     "max_duration": Key(_duration, "scheduler.total_steps", Fit.EXACT, "t_max is by default the full training"),
     "algorithms.gradient_clipping.clipping_type": Key(_clipping),

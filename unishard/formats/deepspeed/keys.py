@@ -23,9 +23,9 @@ MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": "json
 _JOB = "DeepSpeedJobName"
 _PROJECT = "deepspeed"
 _CSV = "JSON lines here, a file with commas for each value there"
-_PRINTS = "DeepSpeed prints steps, rates and speed; unishard the values of logging"
-_BREAKDOWN = "unishard logs step_seconds; profile.steps traces what a step consists of"
-_FLOPS = "unishard logs mfu; profile.steps traces a step"
+_PRINTS = "DeepSpeed prints steps, rates and speed"
+_BREAKDOWN = "affects only logs; a trace shows what a step consists of"
+_FLOPS = "affects only logs"
 
 
 def _section(given: Given, name: str) -> Mapping[str, Any]:
@@ -87,7 +87,7 @@ def _off(value: Any) -> bool:
 KEYS: Mapping[str, Key] = {
     "steps_per_print": Key(_prints, "", Fit.EQUIVALENT, "logging.every_steps, and logging.to progress"),
     **{name: _monitor(name) for name in MONITORS},
-    "comet": without_field("unishard does not write to Comet; set logging.to", _off),
+    "comet": without_field("logs to Comet are not supported; log to another destination", _off),
     "wall_clock_breakdown": without_field(_BREAKDOWN, _off),
     "flops_profiler": without_field(_FLOPS, _off),
 }

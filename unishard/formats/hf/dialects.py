@@ -98,7 +98,7 @@ _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel_size "
     "tensor_parallel_size pipeline_parallel_size expert_parallel_size virtual_pipeline_model_parallel_size"
 )
-_WHOLE = "unishard splits no layer or sequence between ranks; write 1 and use fsdp or deepspeed"
+_WHOLE = "layers or sequences that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
 
 
 def _one(value: Any) -> bool:
@@ -109,12 +109,12 @@ DIALECT: Mapping[str, Key] = {
     **ignored(_GROUPS),
     "torch_dtype": Key(_dtype, "precision.compute"),
     "pure_bf16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
-    "fp8": refuses("unishard has no fp8; write bf16", off),
+    "fp8": refuses("fp8 is not supported; write bf16", off),
     "fp8_backend": drops("names what fp8 switches on"),
     "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
     "zero_hpz_partition_size": drops("goes into the DeepSpeed config"),
     **{
-        f"use_{name.lower().replace('-', '_')}": refuses(f"unishard builds no {name}; build the optimizer in the training script", off)
+        f"use_{name.lower().replace('-', '_')}": refuses(f"{name} is not supported; build the optimizer in the training script", off)
         for name in _OPTIMIZERS
     },
     **{name: refuses(_WHOLE, _one) for name in _DEGREES},

@@ -81,5 +81,5 @@ IGNORED: Mapping[str, Key] = {
     "neftune_noise_alpha": refuses(_NOISE, off),
     "sharded_ddp": refuses("transformers removed fairscale's sharded DDP; write fsdp: true", off),
     "torchdynamo": refuses("transformers calls it torch_compile_backend now; write that", off),
-    "tp_size": refuses("unishard has no tensor parallelism; remove it", lambda value: off(value) or value == 1),
+    "tp_size": refuses("tensor parallelism is not supported; remove it", lambda value: off(value) or value == 1),
 }

@@ -12,7 +12,7 @@ from unishard.mapping.rules import Fit
 
 __all__ = ["LOOP", "checkpointing", "clipping", "compute", "matmul", "off"]
 
-_AUTOCAST = "Trainer also runs FSDP1 in torch.autocast: some operations stay in fp32; unishard runs all in this dtype"
+_AUTOCAST = "Trainer also runs FSDP1 in torch.autocast: some operations stay in fp32; without it all run in this dtype"
 _KWARGS = "affects only memory and time: losses are the same"
 
 
@@ -42,7 +42,7 @@ def compute(dtype: str) -> Key:
             first = isinstance(config, Mapping) and str(config.get("version", config.get("fsdp_version"))) == "1"
             fit, note = (Fit.APPROXIMATE, _AUTOCAST) if first else (Fit.EXACT, "")
             return Meaning(fit, note, {**fields, "precision.reduce": dtype})
-        note = f"torch.autocast keeps some operations in fp32; unishard runs all in {dtype}"
+        note = f"torch.autocast keeps some operations in fp32; without it all run in {dtype}"
         return Meaning(Fit.EQUIVALENT, note, fields)
 
     return Key(read, "precision.compute, precision.reduce")
@@ -105,7 +105,7 @@ def _tf32(value: Any, given: Given) -> Meaning:
 def _compile_mode(value: Any, given: Given) -> Meaning:
     if value is None:
         return Meaning(Fit.IGNORED, "is off", kept=True)
-    note = f"mode {text(value)} affects only time and memory; unishard uses the default mode"
+    note = f"mode {text(value)} affects only time and memory; compiled in the default mode"
     return Meaning(Fit.EQUIVALENT, note, {"compile.mode": "full"})
 
 
@@ -166,10 +166,10 @@ LOOP: Mapping[str, Key] = {
         "training.seed",
         integer(0),
         Fit.EQUIVALENT,
-        "the same number; Trainer's sampler draws another order from it than unishard's",
+        "the same number; Trainer's sampler draws an order of its own from it",
         silent=42,
     ),
-    "data_seed": drops("seeds only the data order; unishard uses training.seed"),
+    "data_seed": drops("seeds only the data order, which training.seed does here"),
     "full_determinism": drops("is a switch of torch (torch.use_deterministic_algorithms) for your training script"),
     "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "affects only how Accelerate loads data"),
     "parallelism_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),

@@ -70,7 +70,7 @@ def named(value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, ot
         found, fit, note = known[name]
         return Meaning(fit, note, {"optimizer.name": found}, stale=name in _REMOVED)
     if name in (*_OTHERS, *others):
-        why = f"unishard has no {name}; build it and pass it to unishard.prepare(optimizer=...)"
+        why = f"{name} is not supported; build the optimizer in the training script"
         return Meaning(Fit.UNSUPPORTED, why)
     raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch or sgd")
 
@@ -135,7 +135,7 @@ def _arguments(value: Any, given: Given) -> Meaning:
     known = {**_ARGUMENTS.get(name, {})}
     strange = [key for key in pairs if key not in known]
     if strange:
-        return Meaning(Fit.UNSUPPORTED, f"{', '.join(strange)}: not supported; build it and pass it to unishard.prepare(optimizer=...)")
+        return Meaning(Fit.UNSUPPORTED, f"{', '.join(strange)}: not supported; build the optimizer in the training script")
     return Meaning(fields={known[key][0]: known[key][1](text) for key, text in pairs.items()})
 
 
@@ -185,7 +185,5 @@ OPTIMIZER: Mapping[str, Key] = {
     **_fields_of_optimizer("optim"),
     "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, silent=0.0),
     "optim_target_modules": Key(_targets, "", Fit.UNSUPPORTED, _TARGETS),
-    "adafactor": refuses(
-        "unishard has no adafactor; build it and pass it to unishard.prepare(optimizer=...)", lambda value: value in (None, False)
-    ),
+    "adafactor": refuses("adafactor is not supported; build the optimizer in the training script", lambda value: value in (None, False)),
 }

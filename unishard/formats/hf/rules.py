@@ -71,7 +71,7 @@ _OWN: Mapping[str, Rule] = {
             "no_shard on torch",
             lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
             Fit.EQUIVALENT,
-            "torch.autocast keeps some operations in fp32; unishard runs all in this dtype",
+            "torch.autocast keeps some operations in fp32; without it all run in this dtype",
         ),
         to=_compute,
     ),
@@ -126,7 +126,7 @@ _OWN: Mapping[str, Rule] = {
     "training.seed": Rule(
         Fit.EQUIVALENT,
         "seed",
-        "the same number; Trainer's sampler draws another order from it than unishard's",
+        "the same number; Trainer's sampler draws an order of its own from it",
         lambda cfg, topology: {"seed": cfg.training.seed},
     ),
     "compile.mode": exact(

@@ -104,7 +104,7 @@ def _at_signal(value: Any, given: Given) -> Meaning:
     return Meaning(Fit.EQUIVALENT, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
 
 
-_EXIT = "Trainer saves and returns from train(); unishard saves and exits with code 85"
+_EXIT = "Trainer saves and returns from train(); here a save exits with code 85"
 
 SAVED: Mapping[str, Key] = {
     "output_dir": Key(_directory, "checkpoint.dir", note=f"Trainer saves every {_STEPS} updates where nothing else is said"),

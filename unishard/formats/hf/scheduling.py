@@ -26,7 +26,7 @@ _SHAPES: Mapping[str, str] = {
     "constant_with_warmup": "constant",
 }
 _OTHERS = ("inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
-_INSTEAD = "pass one to unishard.prepare(scheduler=...), or write linear or cosine"
+_INSTEAD = "build the scheduler in the training script, or write linear or cosine"
 
 
 def _shape_of(value: Any) -> str:
@@ -45,17 +45,17 @@ def _type(value: Any, given: Given) -> Meaning:
     if word in _SHAPES:
         return _shaped(word, _kwargs_of(given), given)
     if word in _OTHERS:
-        return Meaning(Fit.UNSUPPORTED, f"unishard has no {word} schedule; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"the schedule {word} is not supported; {_INSTEAD}")
     raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine")
 
 
 def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
     if word == "cosine_with_restarts" and number()(kwargs.get("num_cycles", 1)) != 1:
-        return Meaning(Fit.UNSUPPORTED, f"unishard's cosine does not restart; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"a cosine that restarts is not supported; {_INSTEAD}")
     if word in ("cosine", "cosine_with_min_lr") and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
-        return Meaning(Fit.UNSUPPORTED, f"unishard's cosine falls once, over half a wave; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"only a cosine that falls once, over half a wave, is supported; {_INSTEAD}")
     if word == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
-        return Meaning(Fit.UNSUPPORTED, f"unishard has no polynomial other than the straight line of power 1; {_INSTEAD}")
+        return Meaning(Fit.UNSUPPORTED, f"of polynomials only the straight line of power 1 is supported; {_INSTEAD}")
     shape = _SHAPES[word]
     fields: dict[str, Any] = {"scheduler.name": shape}
     if shape != "constant":

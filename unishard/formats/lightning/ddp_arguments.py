@@ -16,7 +16,7 @@ _LAUNCH = "the launcher decides it"
 _BYTES = 4
 _CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
 _TIME = "affects only time and memory"
-_HOOK = "unishard has no hooks; use precision.reduce for a smaller dtype, and remove it"
+_HOOK = "hooks are not supported; use a smaller dtype to reduce gradients in, and remove it"
 
 
 def _bucket(value: Any, given: Given) -> Meaning:
@@ -49,7 +49,7 @@ DDP: Mapping[str, Key] = {
 """The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""
 
 _WRITTEN = "configure_model calls fully_shard there; here every block is a unit"
-_TENSOR = "unishard has no tensor parallelism; write tensor_parallel_size: 1"
+_TENSOR = "tensor parallelism is not supported; write tensor_parallel_size: 1"
 
 
 def _tensor(value: Any, given: Given) -> Meaning:

@@ -127,7 +127,7 @@ _LAUNCH = "the launcher decides it"
 OWN: Mapping[str, Key] = {
     **dict.fromkeys(("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout"), left(_LAUNCH)),
     "logging_level": left("affects only logs"),
-    "remote_device": left("where the parameters lie while the model is made; see unishard.init"),
+    "remote_device": left("where the parameters lie while the model is made"),
     "load_full_weights": left("affects only how a checkpoint is read"),
     "exclude_frozen_parameters": left("affects only the files of checkpoints"),
     **dict.fromkeys(("precision_plugin", "precision"), left("precision beside the strategy counts")),

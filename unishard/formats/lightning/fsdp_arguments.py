@@ -135,6 +135,6 @@ OWN: Mapping[str, Key] = {
         ("precision_plugin", "precision"), refuses("a plugin cannot be read from a file; write precision beside the strategy", off)
     ),
     "process_group": refuses("process groups are objects; write device_mesh: [replicas, ranks in each]", off),
-    "param_init_fn": refuses("a function cannot be read from a file; build the model inside unishard.init", off),
+    "param_init_fn": refuses("a function cannot be read from a file; build the model on the meta device", off),
 }
 """The arguments that concern only Lightning, with those that no file can say."""

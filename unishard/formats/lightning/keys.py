@@ -61,14 +61,14 @@ def _accumulation(value: Any, given: Given) -> Meaning:
 
 
 _TAIL = "alike in full windows; Lightning divides the last one by the full window"
-_SHARDS = "Lightning 2.6.6 cannot clip by norm with FSDP; unishard clips on every engine"
+_SHARDS = "Lightning 2.6.6 cannot clip by norm with FSDP"
 
 
 def _clipping(value: Any, given: Given) -> Meaning:
     largest = number(0)(value)
     fields = {"training.gradient_clipping": largest or None}
     if str(given.get("gradient_clip_algorithm")).lower() == "value" and largest:
-        return Meaning(Fit.UNSUPPORTED, "unishard clips only by the global norm; write gradient_clip_algorithm: norm")
+        return Meaning(Fit.UNSUPPORTED, "only clipping by the global norm is supported; write gradient_clip_algorithm: norm")
     if str(given.get("strategy")).startswith("FSDPStrategy") and largest:
         return Meaning(Fit.EQUIVALENT, _SHARDS, fields)
     return Meaning(fields=fields)
@@ -79,7 +79,7 @@ def _algorithm(value: Any, given: Given) -> Meaning:
     if not given.get("gradient_clip_val"):
         return Meaning(Fit.IGNORED, "nothing is clipped without gradient_clip_val")
     if word == "value":
-        return Meaning(Fit.UNSUPPORTED, "every engine of unishard clips by the global norm, not each value; write norm")
+        return Meaning(Fit.UNSUPPORTED, "every engine clips by the global norm, not each value; write norm")
     return Meaning(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
 
 
@@ -90,7 +90,7 @@ def _accelerator(value: Any, given: Given) -> Meaning:
     found = built(value)
     word = short(found.path).removesuffix("Accelerator").lower() if found else str(value).lower()
     if word not in _DEVICES:
-        return Meaning(Fit.UNSUPPORTED, f"unishard trains on CUDA devices and CPUs, not on {word}; write gpu or cpu")
+        return Meaning(Fit.UNSUPPORTED, f"only CUDA devices and CPUs are supported, not {word}; write gpu or cpu")
     return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
 
 
@@ -219,7 +219,7 @@ TRAINER: Mapping[str, Key] = {
     "callbacks": optional(_callbacks, SCRIPT, Fit.NEEDS_INPUT, "your loop does what callbacks do beyond logging"),
     "enable_checkpointing": optional(_saving, "checkpoint.every_steps", note="true leaves it to the callbacks"),
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
-    "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before unishard.prepare"),
+    "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before the model is wrapped"),
     "deterministic": _script("call torch.use_deterministic_algorithms(True); Lightning's value is {value}"),
     "benchmark": left("affects only time; set torch.backends.cudnn.benchmark in your training script"),
     "use_distributed_sampler": Key(

@@ -89,7 +89,7 @@ def _logger(value: Any, given: Given) -> Meaning:
     return said._replace(fields=fields)
 
 
-_CSV = "JSON lines here, a table with commas there; the same values under unishard's names"
+_CSV = "JSON lines here, a table with commas there; the same values under other names"
 
 
 def _texts(name: str, found: Built) -> dict[str, Any]:

@@ -53,8 +53,8 @@ def _gpus(value: Any, given: Given) -> Meaning:
 OLDER: Mapping[str, Key] = {
     **ignored(_GROUPS),
     "amp_backend": refuses("Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"),
-    "tpu_cores": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
-    "ipus": refuses("unishard trains on CUDA devices and CPUs; write devices", off),
+    "tpu_cores": refuses("only CUDA devices and CPUs are supported; write devices", off),
+    "ipus": refuses("only CUDA devices and CPUs are supported; write devices", off),
     "gpus": Key(_gpus, "launch.processes_per_node, launch.environment"),
     "replace_sampler_ddp": TRAINER["use_distributed_sampler"],
     "terminate_on_nan": Key(_nonfinite, "training.nonfinite"),

@@ -17,10 +17,10 @@ _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mi
 _FORMATS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
 _NEVER = {
     "64-true": "nothing trains in double precision here; write 32-true",
-    "transformer-engine": "unishard has no FP8; write bf16-mixed",
-    "transformer-engine-float16": "unishard has no FP8; write 16-mixed",
+    "transformer-engine": "FP8 is not supported; write bf16-mixed",
+    "transformer-engine-float16": "FP8 is not supported; write 16-mixed",
 }
-_AUTOCAST = "autocast keeps norms, softmax and losses in fp32; unishard runs all in this dtype"
+_AUTOCAST = "autocast keeps norms, softmax and losses in fp32; without it all runs in this dtype"
 _UNSCALED = "without fp32 master weights and loss scale, as in Lightning: small gradients are lost"
 
 
@@ -33,7 +33,7 @@ def word_of(value: Any) -> str:
     text = DEFAULT if value is None else str(value).strip().lower()
     word = _ALIASES.get(text, text)
     if word in _NEVER:
-        raise Unreadable(f"must be a dtype that unishard has, got {word}: {_NEVER[word]}")
+        raise Unreadable(f"must be a dtype that is supported, got {word}: {_NEVER[word]}")
     if word not in _FORMATS:
         raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them")
     return word

@@ -87,7 +87,7 @@ def _buffers(cfg: Config, topology: Topology) -> Native:
     return _format("buffer_dtype", cfg.precision.buffers) if _sharded(cfg) and cfg.precision.buffers != "keep" else {}
 
 
-_AUTOCAST = "{word} also uses torch.autocast: norms, softmax and losses in fp32; unishard does not"
+_AUTOCAST = "{word} also uses torch.autocast: norms, softmax and losses in fp32"
 _NOT_SCALED = unless("nothing is scaled", lambda cfg: cfg.precision.compute != "fp16")
 _NEVER_SCALED = When(
     "16-true",

@@ -23,7 +23,7 @@ _NAMES = {
     "FusedAdam": "adamw",
     "DeepSpeedCPUAdam": "adamw",
 }
-_OTHER = "unishard does not build this optimizer; pass it to unishard.prepare(optimizer=...)"
+_OTHER = "this optimizer is not supported; build it in the training script"
 _THEIRS: Mapping[str, Mapping[str, Any]] = {"adagrad": {"lr": 1e-2}, "lion": {"lr": 1e-4}, "adamw": {}}
 """Defaults of the classes that are not unishard's."""
 
@@ -77,8 +77,8 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
         yield Entry((*path, *found.inside[key], key), found.arguments[key], Meaning(Fit.IGNORED, "is the default", kept=True))
 
 
-_EPOCHS = "LightningCLI steps it each epoch, unishard each step; write scheduler.total_steps"
-_OWN = "steps once an epoch there; pass one to unishard.prepare(scheduler=...), once a step"
+_EPOCHS = "LightningCLI steps it each epoch, and here it steps each update; write scheduler.total_steps"
+_OWN = "steps once an epoch there; build one in the training script that steps once an update"
 
 
 def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:

@@ -50,15 +50,15 @@ _FORMER: Mapping[str, str] = {
 }
 """Names of Lightning 1 that 2.6.6 does not know any more, and what they are called now."""
 
-_NO_DEVICE = "unishard trains only on CUDA devices and CPUs; write ddp, fsdp or deepspeed"
+_NO_DEVICE = "only CUDA devices and CPUs are supported; write ddp, fsdp or deepspeed"
 _NEVER: Mapping[str, str] = {
     "dp": "Lightning has removed DataParallel too; write ddp",
     "ddp_sharded": "Lightning has removed FairScale; write deepspeed_stage_2, which shards the same",
     "ddp_sharded_spawn": "Lightning has removed FairScale; write deepspeed_stage_2, which shards the same",
     "fsdp_fairscale": "Lightning has removed FairScale; write fsdp",
     "horovod": "Lightning has removed Horovod; write ddp",
-    "colossalai": "Colossal-AI is no engine of unishard; write deepspeed_stage_3 or fsdp",
-    "bagua": "Bagua is no engine of unishard; write ddp",
+    "colossalai": "Colossal-AI is not supported; write deepspeed_stage_3 or fsdp",
+    "bagua": "Bagua is not supported; write ddp",
     **dict.fromkeys(("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu", "tpu_spawn", "hpu_parallel", "hpu_single"), _NO_DEVICE),
 }
 
@@ -104,7 +104,7 @@ def strategy_of(found: Built | None, value: Any, *, fabric: bool) -> Strategy:
         runs, stands_for = NAMES[name]
         return Strategy(runs, fabric or name == "deepspeed_stage_1_offload", stands_for, name if name != found.path.lower() else "")
     if name in _NEVER:
-        raise Unreadable(f"must be a strategy that unishard has: {_NEVER[name]}")
+        raise Unreadable(f"must be a strategy that is supported: {_NEVER[name]}")
     near = get_close_matches(class_, [*NAMES, *CLASSES], 1, 0.75)
     hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(('ddp', 'fsdp', 'deepspeed_stage_2', *CLASSES))}"
     raise Unreadable(f"must be a strategy of Lightning 2.6.6, got {shown(found.path)}; {hint}")

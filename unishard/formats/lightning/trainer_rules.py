@@ -77,7 +77,7 @@ TRAINING: Mapping[str, Rule] = {
     "training.seed": Rule(
         Fit.EXACT,
         "seed_everything",
-        "every rank draws the same random numbers in Lightning; unishard adds the rank",
+        "every rank draws the same random numbers in Lightning",
         lambda cfg, topology: {"seed_everything": cfg.training.seed},
     ),
 }

@@ -91,7 +91,7 @@ def _shape(value: Any, given: Given) -> Meaning:
     if _constant(given):
         return Meaning(fields={"scheduler.name": "constant"})
     if name == "sqrt":
-        return Meaning(Fit.UNSUPPORTED, "unishard has no sqrt decay; write linear, or pass a scheduler to prepare")
+        return Meaning(Fit.UNSUPPORTED, "a sqrt decay is not supported; write linear, or build the scheduler in the training script")
     return Meaning(fields={"scheduler.name": name})
 
 
@@ -104,7 +104,7 @@ def _decay(value: Any, given: Given) -> Meaning:
     steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
     if round(steps * ratio) + warmup >= steps:
         return Meaning(Fit.IGNORED, "the rate falls from the end of the warm-up on in any case")
-    return Meaning(Fit.UNSUPPORTED, "unishard's schedules fall right after the warmup; remove it, or pass a scheduler")
+    return Meaning(Fit.UNSUPPORTED, "schedules fall right after the warmup; remove it, or build the scheduler in the training script")
 
 
 def _least(value: Any, given: Given) -> Meaning:
@@ -153,13 +153,13 @@ def _master(value: Any, given: Given) -> Meaning:
 def _checkpointing(value: Any, given: Given) -> Meaning:
     mode = one_of({word: word for word in ("none", "full", "selective", "memory_budget")})(value)
     if mode == "memory_budget":
-        note = "torch's compiler chooses there; unishard keeps the results of matrix products"
+        note = "torch's compiler chooses there; here the results of matrix products are kept"
         return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
     if mode != "selective":
         return Meaning(fields={"activation_checkpointing": mode})
     option = str(given.get("activation_checkpoint.selective_ac_option"))
     if option == "op":
-        note = "torchtitan keeps every second matrix product, unishard all: only memory differs"
+        note = "torchtitan keeps every second matrix product, here all are kept: only memory differs"
     else:
         note = f"torchtitan recomputes one block in {option}: only memory differs"
     return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
@@ -190,7 +190,7 @@ def _deterministic(value: Any, given: Given) -> Meaning:
 
 def _only_1(what: str) -> Key:
     """A degree of a parallelism that unishard does not have."""
-    note = f"unishard has no {what} parallelism; write 1, use data_parallel_shard_degree"
+    note = f"{what} parallelism is not supported; write 1, use data_parallel_shard_degree"
 
     def read(value: Any, given: Given) -> Meaning:
         if degree(value) == 1:
@@ -204,7 +204,7 @@ def _off(value: Any) -> bool:
     return value in (False, None, "", []) or value == "false"
 
 
-_EARLY = "unishard steps after backward: the same math, more memory; nothing is clipped"
+_EARLY = "here the step comes after backward: the same math, more memory; nothing is clipped"
 
 
 def _steps_early(given: Given) -> bool:
@@ -223,7 +223,7 @@ def _sharded(value: Any) -> bool:
     return str(value).lower() != "ddp"
 
 
-_FLOAT8 = refuses("it computes products in float8, which unishard does not; remove it", _off)
+_FLOAT8 = refuses("it computes products in float8, which is not supported; remove it", _off)
 _PIPELINE = "belongs to pipeline parallelism"
 _TIME = drops("affects only time")
 
@@ -268,7 +268,7 @@ KEYS: Mapping[str, Key] = {
     "optimizer.eps": _field("optimizer.eps", number(0), 1e-8),
     "optimizer.weight_decay": _field("optimizer.weight_decay", number(0), 0.1),
     "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Fit.EQUIVALENT, _EARLY),
-    "experimental.torch_spmd": refuses("torchtitan has no such engine any more, nor has unishard; remove it", _off),
+    "experimental.torch_spmd": refuses("torchtitan has no such engine any more; remove it", _off),
     "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _WARMUP, silent=200),
     "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
     "lr_scheduler.decay_type": Key(_shape, "scheduler.name", silent="linear"),
@@ -290,7 +290,7 @@ KEYS: Mapping[str, Key] = {
     "compile.enable": Key(_compiled, "compile.mode"),
     "compile.backend": Key(_compiler, "compile.backend"),
     "activation_checkpoint.mode": Key(_checkpointing, "activation_checkpointing", silent="selective"),
-    "model.converters": refuses("they change the model's dtypes, which unishard does not; remove them", _off),
+    "model.converters": refuses("they change the model's dtypes, which is not supported; remove them", _off),
     "parallelism.tensor_parallel_degree": _only_1("tensor"),
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
@@ -300,7 +300,7 @@ KEYS: Mapping[str, Key] = {
     "training.data_parallel_type": refuses(
         "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1", _sharded
     ),
-    "fault_tolerance.enable": refuses("unishard has no groups that come and go; remove it", _off),
+    "fault_tolerance.enable": refuses("groups that come and go are not supported; remove it", _off),
     **SAVED,
     **LOGGED,
     **ignored(_REST),

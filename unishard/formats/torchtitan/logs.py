@@ -36,7 +36,7 @@ _FREQUENCY, _ACTIVE = 10, 1
 """torchtitan's cycle of profiled steps if it is not set."""
 _AGAIN = "torchtitan traces the last steps of every cycle, here those of the first; set profile.steps"
 _ENVIRONMENT = "its project, team and run name are WANDB_PROJECT, WANDB_TEAM and WANDB_RUN_NAME"
-_NAMES = "the same values under unishard's names"
+_NAMES = "the same values under other names"
 
 
 def _on(given: Given, key: str) -> bool:
