@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from unishard.cli import app
+from unishard.cli.report_text import write_text
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog, translate
 from unishard.formats.catalog import recognise
@@ -63,6 +65,11 @@ def test_what_people_write_translates_without_a_fault(name: str, to: str) -> Non
         assert faults_of(outcome) == []
         again = translate(data, to, from_=name)
         assert (again.items, again.text) == (outcome.items, outcome.text)
+        report = io.StringIO()
+        write_text(outcome, report, full=True)
+        said = report.getvalue().splitlines()
+        assert [line for line in said if len(line) > 80 and " " in line.strip()] == []
+        assert "unishard" in (name, to) or [line for line in said if "unishard" in line] == []
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -73,7 +73,7 @@ def test_the_report_ends_with_it() -> None:
     outcome = translate({**FILE, "num_processes": 4}, "unishard")
     out = io.StringIO()
     write_report(outcome, ReportForm.TEXT, out)
-    assert "\nlaunch: torchrun --nproc-per-node 4 train.py\n" in out.getvalue()
+    assert "\nlaunch:\n  torchrun --nproc-per-node 4 train.py\n" in out.getvalue()
     out = io.StringIO()
     write_report(outcome, ReportForm.JSON, out)
     assert json.loads(out.getvalue())["launch"] == outcome.launch
@@ -206,7 +206,7 @@ def test_what_the_section_cannot_hold_is_said(tmp_path: Path) -> None:
     assert "--node-rank" in notes["torchrun --node-rank"][1]
     gone = launched("deepspeed --hostfile gone --exclude a:0 train.py", tmp_path)
     notes = {item.key: item.note for item in gone.items if item.beside}
-    assert notes["deepspeed --hostfile"] == "file not found: its hosts are unknown; set launch.nodes, or unishard launch --hostfile gone"
+    assert notes["deepspeed --hostfile"] == "file not found: its hosts are unknown; set launch.nodes"
     assert "launch.processes_per_node" in notes["deepspeed --exclude"]
 
 

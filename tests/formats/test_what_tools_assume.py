@@ -40,7 +40,7 @@ def report(outcome: Outcome) -> str:
 def test_clipping_that_deepspeed_applies_by_default_is_a_line_of_the_default_report(to: str) -> None:
     text = report(translate(ZERO_3, to))
     assert "gradient_clipping = 1.0" in text
-    assert "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did not clip" in text
+    assert "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did not clip" in " ".join(text.split())
 
 
 def test_so_is_clipping_that_accelerate_applies_and_what_the_file_says_is_not_said_twice() -> None:
@@ -73,7 +73,7 @@ def test_fsdp_1_with_mixed_precision_also_runs_in_autocast(version: int, fit: Fi
 def test_parameters_of_a_schedule_that_has_no_field_are_known(kind: str, params: list[str]) -> None:
     outcome = translate({**ZERO_3, "scheduler": {"type": kind, "params": dict.fromkeys(params, 1)}}, "unishard")
     assert not outcome.of(Fit.UNSUPPORTED)
-    assert "unishard.prepare(scheduler=...)" in item(outcome, "scheduler.type").note
+    assert "in the training script" in item(outcome, "scheduler.type").note
     assert list(outcome.reading.undecided) == ["scheduler.name"]
     assert item(outcome, params[0]).note == f"belongs to {kind}"
 

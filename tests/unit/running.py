@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
@@ -25,3 +26,14 @@ class Terminal(io.StringIO):
 
 def plain(shown: str) -> str:
     return re.sub(r"\x1b\[\d*(?:;\d+)*m", "", shown)
+
+
+def one_line(text: str) -> str:
+    """A text without its line breaks."""
+    return " ".join(text.split())
+
+
+def pasted(text: str) -> list[list[str]]:
+    """The words of each `unishard translate` in a text, as a shell takes them."""
+    lines = text.replace("\\\n", "").splitlines()
+    return [shlex.split(line) for line in lines if line.strip().startswith("unishard translate ")]

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-from running import Terminal, plain, run
+from running import Terminal, one_line, pasted, plain, run
 
 from unishard.cli.migrate import migrate
 
@@ -43,22 +42,24 @@ def project(config: Path) -> Path:
 def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     result = run("migrate", "project")
     assert (result.exit_code, result.stderr) == (0, "")
-    header, *rows, broken, command, hint, counts = [re.split(r"  +", line) for line in result.stdout.splitlines()]
-    assert header == ["config", "format", "engine", "strategy", "precision", "to unishard", "keys"]
-    assert [row[:6] for row in rows] == [
-        ["project/conf/ds.json", "deepspeed", "deepspeed", "shard_grad_op", "needs input", "translates"],
-        ["project/conf/mine.yaml", "unishard", "fsdp", "full_shard", "bf16", "refused"],
+    lines = result.stdout.splitlines()
+    assert (lines[0], lines[5]) == ("project/conf/ds.json", "project/conf/mine.yaml")
+    assert lines[1] == "  deepspeed: engine deepspeed, strategy shard_grad_op, precision needs input"
+    assert (lines[2].startswith("  translates: "), max(map(len, lines)) <= 80) == (True, True)
+    assert lines[6] == "  unishard: engine fsdp, strategy full_shard, precision bf16"
+    assert re.match("  refused: .*2 unsupported", lines[7])
+    assert [" ".join(words) for words in pasted(result.stdout)] == [
+        "unishard translate project/conf/ds.json --to unishard -o project/conf/ds.unishard.yaml"
     ]
-    assert "2 unsupported" in rows[1][6]
-    assert broken[0].startswith("cannot be read: project/conf/broken.json: 1: is not ")
-    assert command == ["unishard translate project/conf/ds.json --to unishard -o project/conf/ds.unishard.yaml"]
-    assert hint[0].startswith("needs input: add --with and your launch script (train.sh)")
-    assert counts == ["10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)"]
+    told = one_line(result.stdout)
+    assert " cannot be read: project/conf/broken.json: 1: is not " in told
+    assert " needs input: add --with and your launch script (train.sh)" in told
+    assert told.endswith(" 10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)")
 
 
 def test_the_commands_work(project: Path) -> None:
     (project / "conf/one bit.json").write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}')
-    commands = [shlex.split(line) for line in run("migrate", "project").stdout.splitlines() if line.startswith("unishard translate ")]
+    commands = pasted(run("migrate", "project").stdout)
     assert [command[-1] for command in commands] == ["project/conf/ds.unishard.yaml", "project/conf/one bit.unishard.yaml"]
     for _, *arguments in commands:
         result = run(*arguments)
@@ -91,10 +92,8 @@ def test_every_file_is_counted_once(project: Path) -> None:
     listed = [one["path"] for kind in ("configs", "unreadable", "skipped") for one in said[kind]]
     assert sorted(listed) == sorted(there)
     assert {one["path"]: one["why"] for one in said["skipped"]}["project/large.json"] == "above 1 MiB"
-    shown = run("migrate", "project").stdout.splitlines()[-1]
-    assert shown.startswith(
-        "11 files: 1 translates to unishard, 1 refused, 1 only approximate, and strict is on, 1 cannot be read, 7 skipped"
-    )
+    shown = one_line(run("migrate", "project").stdout)
+    assert " 11 files: 1 translates to unishard, 1 refused, 1 only approximate, and strict is on, 1 cannot be read, 7 skipped" in shown
 
 
 def test_a_file_that_cannot_be_opened_is_counted(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +129,8 @@ def test_nothing_is_written(project: Path) -> None:
 
 
 def test_a_project_without_configs(config: Path) -> None:
-    said = "0 files: 0 translate to unishard, 0 refused, 0 cannot be read, 0 skipped (no configs, or above 1 MiB)\n"
-    assert run("migrate", ".").stdout == said
+    said = "0 files: 0 translate to unishard, 0 refused, 0 cannot be read, 0 skipped (no configs, or above 1 MiB)"
+    assert one_line(run("migrate", ".").stdout) == said
 
 
 def test_what_is_no_folder_and_what_is_no_format(config: Path) -> None:
@@ -149,7 +148,8 @@ def test_on_a_narrow_terminal(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     migrate(Path("project"))
     lines = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
     assert "project/conf/ds.json" in lines
-    assert "  strategy     shard_grad_op" in lines
+    assert "strategy shard_grad_op, precision needs input" in one_line("\n".join(lines))
+    assert max(map(len, lines)) <= 60
 
 
 def test_a_launch_script_that_names_a_config_fills_it(project: Path) -> None:
@@ -158,10 +158,10 @@ def test_a_launch_script_that_names_a_config_fills_it(project: Path) -> None:
     (project / "b.sh").write_text(launch.format(5))  # contradicts the 4 of the config
     (project / "run train.sh").write_text(launch.format(4))
     lines = run("migrate", "project").stdout.splitlines()
-    (command,) = [line for line in lines if line.startswith("unishard translate ")]
-    assert " --with 'project/run train.sh' -o " in command
+    (command,) = pasted("\n".join(lines))
+    assert command[command.index("--with") + 1] == "project/run train.sh"
     assert not any(line.startswith("needs input:") for line in lines)
-    result = run(*shlex.split(command)[1:])
+    result = run(*command[1:])
     assert result.exit_code == 0, result.stderr
     assert "compute: bf16" in Path("project/conf/ds.unishard.yaml").read_text()
     said = json.loads(run("migrate", "project", "--report", "json").stdout)
@@ -173,11 +173,10 @@ def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:
     (project / "neox.yml").write_text("pipe-parallel-size: 1\nmodel-parallel-size: 2\nzero_optimization: {stage: 1}\nnum-layers: 2\n")
     (project / "tulu.yaml").write_text("with_tracking: true\nper_device_train_batch_size: 1\n")
     (project / "config.json").write_text('{"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8, "num_attention_heads": 2}')
-    lines = run("migrate", "project").stdout.splitlines()
-    shown = [" ".join(line.split()) for line in lines]
+    shown = one_line(run("migrate", "project").stdout)
     assert "project/neox.yml not read: a GPT-NeoX config" in shown
     assert "project/tulu.yaml not read: an open-instruct config" in shown
-    assert lines[-1].startswith("13 files: 1 translates to unishard, 1 refused, 2 of other tools, 1 cannot be read, 8 skipped")
+    assert " 13 files: 1 translates to unishard, 1 refused, 2 of other tools, 1 cannot be read, 8 skipped" in shown
     said = json.loads(run("migrate", "project", "--report", "json").stdout)
     assert said["other_tools"] == [
         {"path": "project/neox.yml", "tool": "GPT-NeoX"},

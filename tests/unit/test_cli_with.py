@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from running import run
+from running import pasted, run
 
 DEEPSPEED = '{"zero_optimization": {"stage": 2},\n"gradient_clipping": "auto",\n"train_micro_batch_size_per_gpu": "auto"}'
 SCRIPT = "deepspeed --num_gpus 2 train.py \\\n  --per_device_train_batch_size 4 --mine 3 \\\n  --save_steps 10 --save_strategy no --bf16\n"
@@ -23,11 +23,15 @@ def test_the_report_names_each_value_and_its_place() -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout)["train_micro_batch_size_per_gpu"] == 4
     assert result.stderr == (
+        "ds.json, with train.sh\n"
         "filled in:\n"
-        "  per_device_train_batch_size = 4 -> train_micro_batch_size_per_gpu  (train.sh:2)\n"
-        "  max_grad_norm = 1.0 -> gradient_clipping  (default of TrainingArguments (transformers 5.23))\n"
+        "  per_device_train_batch_size = 4 -> train_micro_batch_size_per_gpu\n"
+        "      (train.sh:2)\n"
+        "  max_grad_norm = 1.0 -> gradient_clipping  (default of TrainingArguments\n"
+        "      (transformers 5.23))\n"
         "not understood in train.sh: mine\n"
-        "launch: torchrun --nproc-per-node 2 train.py\n"
+        "launch:\n"
+        "  torchrun --nproc-per-node 2 train.py\n"
         "deepspeed -> deepspeed: 3 of 3 keys carried over (--report full lists all)\n"
     )
 
@@ -48,13 +52,13 @@ def test_arguments_behind_a_double_dash(words: list[str]) -> None:
     )
     assert result.exit_code == 0
     assert "micro_batch_size: 3\n" in result.stdout
-    assert "  per_device_train_batch_size = 3 -> training.micro_batch_size  (the command line)\n" in result.stderr
+    assert "  per_device_train_batch_size = 3 -> training.micro_batch_size  (the command\n      line)\n" in result.stderr
 
 
 def test_a_line_that_starts_a_training_behind_a_double_dash() -> None:
     result = run("translate", "ds.json", "--to", "unishard", "--", *SCRIPT.replace("\\\n", "").split())
     assert result.exit_code == 0
-    assert "launch: torchrun --nproc-per-node 2 train.py\n" in result.stderr
+    assert "launch:\n  torchrun --nproc-per-node 2 train.py\n" in result.stderr
 
 
 def test_what_is_no_argument() -> None:
@@ -71,7 +75,7 @@ def test_the_command_that_works_has_them_too(words: list[str], end: str) -> None
     Path("ds.json").write_text(DEEPSPEED.replace('"auto",', "0.5,"))
     result = run("translate", "ds.json", "--to", "unishard", *words)
     assert result.exit_code == 1
-    command = result.stderr.splitlines()[-1].strip()
+    command = " ".join(pasted(result.stderr)[0])
     assert command.endswith(end)
     assert ("--with train.sh" in command) is not end
     again = run(*command.replace("unishard ", "", 1).split())

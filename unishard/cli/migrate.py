@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli.completion import formats as formats_like
-from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo, emit
+from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
 from unishard.errors import UnishardError
 from unishard.mapping.rules import Fit
+from unishard.printable import in_one_line
 
 if TYPE_CHECKING:
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig
@@ -65,12 +65,23 @@ def migrate(
         left = {"unreadable": list(map(_why, broken)), "skipped": list(map(_why, skipped))}
         emit(json.dumps({"to": to, "counts": _counts(configs, others, broken, skipped), **whole, **left}, indent=2))
         return
-    _show(configs, others, broken, to)
-    for line in _commands(configs, to, catalog.get(to).suffix):
-        echo(line)
+    for path, lines in sorted(_blocks(configs, others, to, catalog.get(to).suffix)):
+        _say(path)
+        for line in lines:
+            echo(line, laid_out=True)
+    for one in broken:
+        _say(f"cannot be read: {one.path}: {one.why}")
     if any(one.open_fields and not one.script for one in configs):
-        echo("needs input: add --with and your launch script (train.sh), TrainingArguments or -- --learning_rate ..., or --set FIELD=VALUE")
-    echo(_in_words(_counts(configs, others, broken, skipped), to))
+        _say("needs input: add --with and your launch script (train.sh), TrainingArguments or -- --learning_rate ..., or --set FIELD=VALUE")
+    _say(_in_words(_counts(configs, others, broken, skipped), to))
+
+
+def _say(text: str) -> None:
+    echo(_fitted(text), laid_out=True)
+
+
+def _fitted(text: str) -> str:
+    return wrapped(in_one_line(text), report_width(sys.stdout), hanging="      ")
 
 
 def _counts(
@@ -97,34 +108,26 @@ def _in_words(counts: dict[str, int], to: str) -> str:
     return f"{count_of(files, 'file')}: {', '.join(parts)}"
 
 
-def _show(configs: list[FoundConfig], others: list[ForeignConfig], broken: list[UnreadableConfig], to: str) -> None:
-    columns = ("config", "format", "engine", "strategy", "precision", f"to {to}", "keys")
-    rows = sorted([*map(_cells, configs), *((one.path, _not_read(one), *[""] * 5) for one in others)])
-    if rows and is_narrow(len(columns), sys.stdout):
-        filled = ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows)
-        show_blocks(filled, sys.stdout)
-    elif rows:
-        show(columns, rows, sys.stdout)
-    for one in broken:
-        echo(f"cannot be read: {one.path}: {one.why}")
+def _blocks(configs: list[FoundConfig], others: list[ForeignConfig], to: str, suffix: str) -> Iterator[tuple[str, list[str]]]:
+    """The path of each file, and what is known about it, the command to paste last."""
+    for other in others:
+        yield other.path, [_fitted(f"  not read: {'an' if other.tool[0] in 'AEIOUaeiou' else 'a'} {other.tool} config")]
+    for one in configs:
+        counts = ", ".join(f"{count} {fit}" for fit, count in one.counts.items() if count)
+        what = f"  {one.format}: engine {one.backend}, strategy {one.strategy}, precision {one.precision}"
+        yield (
+            one.path,
+            [_fitted(what), _fitted(f"  {_OUTCOMES[one.status]}: {counts}"), *([_command(one, to, suffix)] if one.format != to else [])],
+        )
 
 
-def _not_read(one: ForeignConfig) -> str:
-    return f"not read: {'an' if one.tool[0] in 'AEIOUaeiou' else 'a'} {one.tool} config"
-
-
-def _commands(configs: list[FoundConfig], to: str, suffix: str) -> Iterator[str]:
-    """What to type for each file; a refused one is translated without the keys that have no equivalent."""
-    for one in (config for config in configs if config.format != to):
-        new = str(Path(one.path).with_suffix(f".{to}{suffix}"))
-        options = f" --with {shlex.quote(one.script)}" if one.script else ""
-        options += " --drop-unsupported" if one.status == _REFUSED else ""
-        yield f"unishard translate {shlex.quote(one.path)} --to {to}{options} -o {shlex.quote(new)}"
-
-
-def _cells(one: FoundConfig) -> tuple[str, ...]:
-    counts = ", ".join(f"{count} {fit}" for fit, count in one.counts.items() if count)
-    return (one.path, one.format, one.backend, one.strategy, one.precision, _OUTCOMES[one.status], counts)
+def _command(one: FoundConfig, to: str, suffix: str) -> str:
+    """What to type for a file; a refused one is translated without the keys that have no equivalent."""
+    options = ["--with", one.script] if one.script else []
+    options += ["--drop-unsupported"] if one.status == _REFUSED else []
+    new = str(Path(one.path).with_suffix(f".{to}{suffix}"))
+    words = ("unishard", "translate", one.path, "--to", to, *options, "-o", new)
+    return shell_lines(map(shlex.quote, words), report_width(sys.stdout), indent="    ")
 
 
 def _object(one: FoundConfig) -> dict[str, object]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from unishard.cli.table import FIT_STYLES
-from unishard.cli.wrapping import width_of, wrapped
+from unishard.cli.wrapping import report_width, shell_lines, width_of, wrapped
 from unishard.config.describe import bare
 from unishard.mapping.rules import Fit
 from unishard.printable import in_one_line
@@ -22,6 +24,8 @@ LOUD = (Fit.UNSUPPORTED, Fit.NEEDS_INPUT, Fit.APPROXIMATE)
 _ORDER = (*LOUD, Fit.EQUIVALENT, Fit.IGNORED, Fit.EXACT)
 _LONGEST = 60
 _RANKS = "--world-size"
+_HANGING = {0: 4, 2: 6, 4: 4}
+"""How far the continuations of a line are indented, by its own indent: those of a key farther than the note below it."""
 
 
 class _Line(NamedTuple):
@@ -30,28 +34,34 @@ class _Line(NamedTuple):
     text: str
     indent: int = 0
     style: str = ""
+    whole: bool = False
+    """Whether it is a command, which stays on one line."""
 
 
 def write_text(outcome: Outcome, file: TextIO, *, full: bool) -> None:
-    """Write the report to a stream: wrapped and with emphasis on a terminal, elsewhere one line for each line.
+    """Write the report to a stream, with emphasis on a terminal.
 
     Args:
         outcome: A translation.
         file: The stream.
         full: Whether to list what is exact, and all defaults of the tool.
     """
-    lines = [line._replace(text=in_one_line(line.text)) for line in _lines(outcome, full=full)]
+    width = report_width(file)
+    lines = [(_laid_out(line, width), line.style) for line in _lines(outcome, full=full)]
     if not file.isatty():
-        file.writelines(f"{' ' * line.indent}{line.text}\n" for line in lines)
+        file.writelines(f"{text}\n" for text, _ in lines)
         return
     from rich.console import Console
     from rich.text import Text
 
-    width = width_of(file)
-    console = Console(file=file, width=width)
-    for line in lines:
-        start, hanging = " " * line.indent, " " * (line.indent + 2)
-        console.print(Text(wrapped(start + line.text, width, hanging=hanging), style=line.style), soft_wrap=True)
+    console = Console(file=file, width=width_of(file))
+    for text, style in lines:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+
+def _laid_out(line: _Line, width: int) -> str:
+    text = " " * line.indent + in_one_line(line.text)
+    return text if line.whole else wrapped(text, width, hanging=" " * _HANGING[line.indent])
 
 
 def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
@@ -88,6 +98,8 @@ def needs_input(outcome: Outcome) -> dict[str, str]:
 
 
 def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
+    if names := list(filter(None, (outcome.reading.source.name, outcome.filling and outcome.filling.name))):
+        yield _Line(", with ".join(names), style="bold")
     for warning in outcome.warnings:
         yield _Line(f"warning: {warning}")
     items = listed(outcome, full=full)
@@ -95,18 +107,44 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
         here = [item for item in items if item.fit is fit and (full or fit is not Fit.EXACT or (item.assumed and not item.place))]
         if here:
             yield _Line(f"{fit}:", style=FIT_STYLES[fit])
-        for item in here:
-            yield from _item(item, outcome)
+        yield from _noted(here, outcome)
     yield from _changes(outcome)
     if outcome.filling:
         yield from _filled(outcome.filling, [] if full else items, outcome)
-    for one in outcome.dropped:
-        yield _Line(f"dropped: {one.key} = {value_of(one.value)}{f' (line {one.line})' if one.line else ''}")
+    yield from _dropped(outcome)
     if open_ := needs_input(outcome):
         yield _Line(f"needs input: {' '.join(f'--set {path}=VALUE' for path in open_)}", style=FIT_STYLES[Fit.NEEDS_INPUT])
-    if outcome.launch:
-        yield _Line(f"launch: {outcome.launch}")
+    yield from _launched(outcome.launch)
     yield _Line(_sentence(outcome, items, full=full), style="bold")
+
+
+def _launched(command: str) -> Iterator[_Line]:
+    """The line that starts the processes, to paste."""
+    line, _, where = command.partition("  # ")
+    if line:
+        yield _Line(f"launch{where and f' {where}'}:")
+        yield from (_Line(part, whole=True) for part in shell_lines(line.split()).split("\n"))
+
+
+def _noted(items: Sequence[Item], outcome: Outcome) -> Iterator[_Line]:
+    """The keys, those with the same note together above it; last those that need none."""
+    notes = dict.fromkeys(sorted((item.note for item in items), key=lambda note: not note))
+    for note in notes:
+        alike = [item for item in items if item.note == note]
+        for item in alike:
+            yield _item(item, outcome)
+        if note:
+            yield _Line(note, 4, FIT_STYLES[alike[0].fit] if alike[0].fit in LOUD else "dim")
+
+
+def _dropped(outcome: Outcome) -> Iterator[_Line]:
+    """What was left out, and what that changes in the training."""
+    if outcome.dropped:
+        yield _Line("dropped:", style="bold")
+    for one, after in zip_longest(outcome.dropped, outcome.dropped[1:]):
+        yield _Line(f"{one.key}{f':{one.line}' if one.line else ''} = {value_of(one.value)}", 2)
+        if one.effect and (after is None or after.effect != one.effect):
+            yield _Line(one.effect, 4)
 
 
 def _changes(outcome: Outcome) -> Iterator[_Line]:
@@ -132,31 +170,28 @@ def _filled(filling: Filling, items: Sequence[Item], outcome: Outcome) -> Iterat
     if found:
         yield _Line("filled in:", style="bold")
     for item in found:
-        yield from _item(item._replace(note=""), outcome)
+        yield _item(item, outcome)
     if not filling.whose and needs_input(outcome):
         yield _Line(f"{filling.name} is not known to be TrainingArguments, so their defaults fill nothing")
     if filling.unknown:
         yield _Line(f"not understood in {filling.name}: {', '.join(filling.unknown)}")
 
 
-def _item(item: Item, outcome: Outcome) -> Iterator[_Line]:
+def _item(item: Item, outcome: Outcome) -> _Line:
     becomes = f" -> {item.becomes}" if item.becomes and item.fit is not Fit.UNSUPPORTED else ""
-    yield _Line(f"{key_value(item)}{becomes}  ({_where(item, outcome)})", 2)
-    if item.note:
-        yield _Line(item.note, 4, FIT_STYLES[item.fit] if item.fit in LOUD else "dim")
+    line = f":{item.line}" if item.line else ""
+    where = ", from ".join(filter(None, (_assumed(item, outcome), _place(item, outcome))))
+    return _Line(f"{item.key}{line} = {value_of(item.value)}{becomes}{where and f'  ({where})'}", 2)
 
 
-def _where(item: Item, outcome: Outcome) -> str:
-    if item.beside:
-        return item.place
-    return f"{_in_file(item, outcome)}, from {item.place}" if item.place else _in_file(item, outcome)
+def _assumed(item: Item, outcome: Outcome) -> str:
+    return f"default of {outcome.reading.format}" if item.assumed and not item.beside else ""
 
 
-def _in_file(item: Item, outcome: Outcome) -> str:
-    if item.assumed:
-        return f"default of {outcome.reading.format}"
-    name = outcome.reading.source.name
-    return f"{name}:{item.line}" if item.line else name or "given"
+def _place(item: Item, outcome: Outcome) -> str:
+    """Where the value stands beside the document; the report begins with the whole path."""
+    name = outcome.filling.name if outcome.filling else ""
+    return item.place.replace(name, Path(name).name) if name else item.place
 
 
 def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:

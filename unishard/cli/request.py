@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from unishard.cli.wrapping import shell_lines
 from unishard.config.topology import Topology
+from unishard.errors import ConfigError
 
 if TYPE_CHECKING:
     from unishard.formats import Outcome
@@ -37,11 +39,24 @@ class TranslateRequest(NamedTuple):
         from unishard.formats import translate
 
         found = self._remedy(only_drop=True) if drop_unsupported else None
-        if found:
-            return found.outcome
-        return translate(
-            self.source, self.to, from_=self.from_, overrides=self.overrides, topology=self.topology, drop=self.drop, with_=self.with_
+        outcome = (
+            found.outcome
+            if found
+            else translate(
+                self.source, self.to, from_=self.from_, overrides=self.overrides, topology=self.topology, drop=self.drop, with_=self.with_
+            )
         )
+        return self._with_effects(outcome) if outcome.dropped else outcome
+
+    def _with_effects(self, outcome: Outcome) -> Outcome:
+        from unishard.formats import read
+        from unishard.formats.drop_effects import with_effects
+
+        try:
+            whole = read(self.source, self.from_, (), self.topology)
+        except ConfigError:
+            return outcome  # only without these keys does it say anything
+        return with_effects(outcome, whole)
 
     def working(self) -> TranslateRequest | None:
         """The nearest request in which nothing is refused; None if there is none."""
@@ -68,8 +83,8 @@ class TranslateRequest(NamedTuple):
         )
 
     def command(self) -> str:
-        """The command line, quoted for a shell."""
-        return shlex.join(["unishard", "translate", str(self.source), *self._options()])
+        """The command to paste into a shell."""
+        return shell_lines(map(shlex.quote, ("unishard", "translate", str(self.source), *self._options())))
 
     def _options(self) -> Iterator[str]:
         yield from ("--to", self.to)

@@ -16,7 +16,7 @@ from unishard.cli.notes import collected
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.request import TranslateRequest
 from unishard.cli.saving import save
-from unishard.cli.wrapping import echo, emit
+from unishard.cli.wrapping import echo, emit, report_width, wrapped
 from unishard.errors import ConfigError, Problem
 from unishard.mapping.rules import Fit
 
@@ -101,9 +101,14 @@ def translate(
     status = outcome.status(strict=strict or outcome.reading.config.strict)
     if status:
         _say(outcome, status, report)
-        _say_what_works(request, status, report)
+        _say_what_works(request, outcome, report)
         raise typer.Exit(status)
-    formats.check(outcome, topology)
+    try:
+        formats.check(outcome, topology)
+    except ConfigError as error:
+        echo(error, err=True)
+        _say_what_works(request, outcome, report)
+        raise typer.Exit(1) from None
     if verify:
         _verify(outcome, request)
     if output is None:
@@ -123,14 +128,16 @@ def _verify(outcome: Outcome, request: TranslateRequest) -> None:
         raise typer.Exit(DIFFERENT)
 
 
-def _say_what_works(request: TranslateRequest, status: int, form: ReportForm) -> None:
-    """Print a command that translates the rest of a refused file."""
-    if status == APPROXIMATE or form not in (ReportForm.NONE, ReportForm.TEXT, ReportForm.FULL):
+def _say_what_works(request: TranslateRequest, outcome: Outcome, form: ReportForm) -> None:
+    """Print a command that translates the rest of a refused file, or one that is not strict."""
+    if form not in (ReportForm.NONE, ReportForm.TEXT, ReportForm.FULL):
         return
+    if outcome.reading.config.strict:
+        request = request._replace(overrides=(*request.overrides, "strict=false"))
     with collected():
         working = request.working()
     if working:
-        echo(f"this works:\n  {working.command()}", err=True, laid_out=True)
+        echo(f"this works:\n{working.command()}", err=True, laid_out=True)
 
 
 def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
@@ -143,4 +150,5 @@ def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
             problems = [Problem(item.key, item.note or why, f"{name}:{item.line}" if item.line else name) for item in found]
             echo(ConfigError(problems), err=True, laid_out=True)
         case ReportForm.TEXT | ReportForm.FULL:
-            echo(f"nothing written: {len(found)} {why}; {instead}", err=True, laid_out=True)
+            said = wrapped(f"nothing written: {len(found)} {why}; {instead}", report_width(sys.stderr), hanging="    ")
+            echo(said, err=True, laid_out=True)

@@ -1,10 +1,12 @@
-"""Lines for a terminal, broken between words only; elsewhere a line stays one line."""
+"""Lines that fit a terminal, broken between words only. A command, an option with its value and a path stay whole."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from textwrap import TextWrapper
 from typing import Any, TextIO
@@ -13,10 +15,16 @@ import typer
 
 from unishard.printable import printable
 
-__all__ = ["Prose", "echo", "emit", "keep_words_whole", "width_of", "wrapped"]
+__all__ = ["Prose", "echo", "emit", "keep_words_whole", "report_width", "shell_lines", "width_of", "wrapped"]
 
 _HYPHEN = "\ue000"
 """Stands for a hyphen while a help text is wrapped, because click breaks lines after hyphens."""
+_SPACE = "\ue001"
+"""Stands for a space at which no line breaks."""
+_WHOLE = re.compile(r"`[^`\n]{1,60}`|--[a-z][\w-]* (?=[\w/.~$'\"-])")
+"""What people paste: code in backticks, and an option with its value."""
+_READABLE = 80
+"""Columns of a report, on a wider terminal too."""
 
 
 def width_of(file: TextIO) -> int:
@@ -27,8 +35,34 @@ def width_of(file: TextIO) -> int:
     return columns or 80
 
 
+def report_width(file: TextIO) -> int:
+    """Columns of a report: those of a narrow terminal, else 80, as in a file or a pipe."""
+    return min(_READABLE, width_of(file)) if file.isatty() else _READABLE
+
+
+def shell_lines(words: Iterable[str], width: int = _READABLE, *, indent: str = "  ") -> str:
+    """A command to paste, continued where the shell allows it: before an option, and at no other place.
+
+    Args:
+        words: Of the command, quoted.
+        width: Of a line. A word that is longer stays whole.
+        indent: Begins each line.
+    """
+    parts: list[str] = []
+    for word in words:
+        if parts and not word.startswith("-") and parts[-1].startswith("-") and " " not in parts[-1]:
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    lines = [indent + parts[0]]
+    for part in parts[1:]:
+        fits = len(lines[-1]) + len(part) + len("  \\") <= width
+        lines[-1:] = [f"{lines[-1]} {part}"] if fits else [f"{lines[-1]} \\", f"{indent}  {part}"]
+    return "\n".join(lines)
+
+
 def wrapped(text: str, width: int, *, start: str = "", hanging: str | None = None) -> str:
-    """Break lines that are too long between words. A word that is longer than a line stays whole.
+    """Break lines that are too long between words. A word that is longer than a line stays whole, and so does what people paste.
 
     Args:
         text: One or more lines.
@@ -45,7 +79,9 @@ def wrapped(text: str, width: int, *, start: str = "", hanging: str | None = Non
         replace_whitespace=False,
         drop_whitespace=True,
     )
-    return "\n".join(wrapper.fill(line) if len(start) + len(line) > width else start + line for line in text.split("\n"))
+    whole = _WHOLE.sub(lambda found: found[0].replace(" ", _SPACE), text)
+    lines = (wrapper.fill(line) if len(start) + len(line) > width else start + line for line in whole.split("\n"))
+    return "\n".join(lines).replace(_SPACE, " ")
 
 
 class Prose:

@@ -22,6 +22,8 @@ class DroppedKey(NamedTuple):
     line: int | None
     pattern: str
     """The pattern that matches it."""
+    effect: str = ""
+    """What the training does otherwise without it, in words."""
 
 
 def drop_keys(source: Source, patterns: Sequence[str]) -> tuple[Source, list[DroppedKey]]:

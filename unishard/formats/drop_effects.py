@@ -1,0 +1,66 @@
+"""What a training does otherwise without the keys that were dropped on request, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unishard.config import Config, leaves, value_at
+from unishard.config.describe import shown
+from unishard.formats.reading import ReadDocument
+from unishard.formats.translating import Outcome
+from unishard.mapping.entries import Entry, Undecided
+from unishard.mapping.rules import Fit
+
+__all__ = ["with_effects"]
+
+_FIELDS = frozenset(path for path, _ in leaves(Config))
+
+
+def with_effects(outcome: Outcome, whole: ReadDocument) -> Outcome:
+    """The outcome, where each dropped key says what its absence changes.
+
+    Args:
+        outcome: The translation without the keys.
+        whole: The document with them.
+    """
+    return outcome._replace(dropped=tuple(one._replace(effect=_effect(list(_said(one.key, whole)), outcome)) for one in outcome.dropped))
+
+
+def _said(key: str, whole: ReadDocument) -> Iterator[Entry]:
+    """What a key says: its entry and those below it, or that of the block around it which is one value."""
+    for entry in whole.entries:
+        if not entry.assumed and (f"{entry.key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{entry.key}.")):
+            yield entry
+
+
+def _effect(entries: list[Entry], outcome: Outcome) -> str:
+    if not entries:
+        return ""
+    meaning = entries[0].meaning
+    why = meaning.note.partition("; ")[0]
+    now = ", ".join(dict.fromkeys(said for entry in entries for said in _now(entry, outcome)))
+    if meaning.fit is Fit.UNSUPPORTED:
+        return f"the training goes without it{now and f': {now}'}{why and f'; {why}'}"
+    if now:
+        return f"changes the training: {now}"
+    if meaning.fields or not meaning.native:
+        return f"the translation means the same{'' if meaning.fields or not why else f': {why}'}"
+    return f"left to the default of {next(iter(meaning.native)).partition('.')[0]}{why and f' ({why})'}"
+
+
+def _now(entry: Entry, outcome: Outcome) -> Iterator[str]:
+    """Each field that the key decides, and what holds now, where that is something else."""
+    reading, meaning = outcome.reading, entry.meaning
+    others = {change.field: change.after for change in outcome.changes}
+    for field in dict.fromkeys(path for path in (*meaning.fields, *meaning.decides) if path in _FIELDS):
+        before = meaning.fields.get(field)
+        after = others.get(field, value_at(reading.config, field))
+        if field in reading.undecided and field not in others:
+            if not isinstance(before, Undecided):
+                yield f"{field} comes from {reading.undecided[field].who}"
+        elif field not in meaning.fields:
+            yield f"{field} is {shown(after)}"
+        elif isinstance(before, Undecided):
+            yield f"{field} is {shown(after)}, no longer from {before.who}"
+        elif after != (tuple(before) if isinstance(after, tuple) and isinstance(before, list) else before):
+            yield f"{field} is {shown(after)} instead of {shown(before)}"
