@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from unishard.formats import Outcome, translate
+from unishard.formats.surveying import FoundConfig, survey
 from unishard.mapping.rules import Fit
 
 RECIPE = "per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nmax_steps: 100\nwarmup_steps: 10\nbf16: true\noutput_dir: out\n"
@@ -67,14 +68,107 @@ def test_an_engine_that_the_recipe_names_stays(project: Path) -> None:
     assert (outcome.reading.config.backend, outcome.reading.config.sharding.strategy) == ("fsdp", "full_shard")
 
 
-def test_a_file_that_is_not_there_is_said(project: Path) -> None:
+def test_a_launchers_file_that_is_not_there_is_refused_unless_the_strategy_is_said(project: Path) -> None:
     outcome = launched(project, "--config_file recipes/launch/absent.yaml")
-    (item,) = [item for item in outcome.of(Fit.APPROXIMATE) if item.key == "accelerate --config-file"]
+    (item,) = outcome.of(Fit.UNSUPPORTED)
+    assert item.key == "accelerate --config-file"
     assert "was not found" in item.note
+    assert "--set backend=... --set sharding.strategy=..." in item.note
     assert item.place.endswith("run.sh:1")
+    script, recipe = project / "scripts/run.sh", project / "recipes/sft/config.yaml"
+    said = translate(recipe, "unishard", with_=script, overrides=["backend=deepspeed", "sharding.strategy=zero2"])
+    assert (said.reading.config.sharding.strategy, said.status(strict=False)) == ("shard_grad_op", 0)
+    assert not translate(recipe, "unishard", with_=script, drop=["accelerate --config-file"]).status(strict=False)
+    recipe.write_text(RECIPE + "fsdp: full_shard\n")
+    assert not translate(recipe, "unishard", with_=script).of(Fit.UNSUPPORTED)
 
 
 def test_options_of_the_launch_line_count_more_than_the_file(project: Path) -> None:
     outcome = launched(project, "--config_file recipes/launch/zero3.yaml --num_processes 4")
     assert outcome.reading.config.launch.processes_per_node == 4
     assert outcome.launch == "torchrun --nproc-per-node 4 train.py"
+
+
+def test_the_command_line_counts_more_than_the_recipe_that_it_names(project: Path) -> None:
+    outcome = launched(project, "--config_file recipes/launch/zero3.yaml", to="unishard")
+    assert outcome.reading.config.optimizer.lr == 1e-4
+    script = project / "scripts/run.sh"
+    script.write_text(script.read_text().rstrip() + " --learning_rate 3e-4\n")
+    outcome = translate(project / "recipes/sft/config.yaml", "unishard", with_=script)
+    assert outcome.reading.config.optimizer.lr == 3e-4
+    (file, line) = [item for item in outcome.items if item.key == "learning_rate"]
+    assert file.note.endswith("run.sh:1 says 0.0003")
+    assert line.place.endswith("run.sh:1")
+    same = translate(project / "recipes/sft/config.yaml", "hf", from_="hf", with_=script)
+    notes = {item.key: item.note for item in same.items if item.beside}
+    assert "stays on the launch line" in notes["learning_rate"]
+    assert "stays the launcher's" in notes["accelerate --config-file"]
+    assert same.document["learning_rate"] == 1e-4
+
+
+@pytest.mark.parametrize("named", ["recipes/sft/config.yaml", "--config recipes/sft/config.yaml", "--config=recipes/sft/config.yaml"])
+def test_the_recipe_fills_the_engines_config(project: Path, named: str) -> None:
+    (project / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}'
+    )
+    (project / "scripts/run.sh").parent.mkdir()
+    (project / "scripts/run.sh").write_text(f"deepspeed --num_gpus 2 run.py {named} --deepspeed ds.json --learning_rate 3e-4\n")
+    outcome = translate(project / "ds.json", "unishard", with_=project / "scripts/run.sh")
+    config = outcome.reading.config
+    assert (config.training.micro_batch_size, config.precision.compute, config.optimizer.lr) == (2, "bf16", 3e-4)
+    places = {item.key: item.place for item in outcome.items}
+    assert places["learning_rate"].endswith("run.sh:1")
+    assert places["train_micro_batch_size_per_gpu"].endswith("config.yaml:1")
+
+
+def test_the_engines_file_is_found_from_the_script_and_from_the_recipe(project: Path) -> None:
+    (project / "engines").mkdir()
+    (project / "engines/z2.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}')
+    line = "torchrun --nproc-per-node 2 run.py {}--config recipes/sft/config.yaml\n"
+    script, recipe = project / "run.sh", project / "recipes/sft/config.yaml"
+    script.write_text(line.format("--deepspeed engines/z2.json "))
+    assert translate(recipe, "unishard", with_=script).reading.config.sharding.strategy == "shard_grad_op"
+    recipe.write_text(RECIPE + "deepspeed: engines/z2.json\n")
+    assert translate(recipe, "unishard").reading.config.sharding.strategy == "shard_grad_op"
+
+
+def test_keys_of_the_launchers_file_can_be_dropped(project: Path) -> None:
+    (project / "recipes/launch/zero3.yaml").write_text(ZERO + "  offload_param_device: nvme\n  offload_param_nvme_path: files\n")
+    launched(project, "--config_file recipes/launch/zero3.yaml")
+    recipe, script = project / "recipes/sft/config.yaml", project / "scripts/run.sh"
+    outcome = translate(recipe, "unishard", with_=script, drop=["deepspeed_config.offload_param_*"])
+    assert (outcome.reading.config.offload.params, outcome.status(strict=False)) == ("none", 0)
+
+
+def test_a_line_that_starts_another_recipe_is_said(project: Path) -> None:
+    other = project / "recipes/dpo.yaml"
+    other.write_text(RECIPE)
+    launched(project, "--config_file recipes/launch/zero3.yaml")
+    (item,) = translate(other, "unishard", with_=project / "scripts/run.sh").of(Fit.APPROXIMATE)
+    assert (item.key, item.value) == ("--config", "recipes/sft/config.yaml")
+
+
+README = """Train *every* model of the author's:
+
+```python
+print("don't")
+```
+
+```bash
+# ZeRO-3
+$ accelerate launch --config_file recipes/launch/{name}.yaml run.py --config recipes/{{task}}/config.yaml
+```
+"""
+
+
+def test_migrate_takes_the_strategy_from_the_line_of_a_page(project: Path) -> None:
+    (project / "README.md").write_text(README.format(name="zero3"))
+    (project / "other").mkdir()
+    (project / "other/recipe.yaml").write_text(RECIPE)
+    found = {Path(one.path).name: one for one in survey(project, "unishard") if isinstance(one, FoundConfig)}
+    recipe = found["config.yaml"]
+    assert (recipe.backend, recipe.strategy, recipe.script) == ("deepspeed", "full_shard", str(project / "README.md"))
+    assert (found["recipe.yaml"].backend, found["recipe.yaml"].strategy) == ("needs input", "needs input")  # two launchers' files, no line
+    (project / "recipes/launch/fsdp.yaml").unlink()
+    found = {Path(one.path).name: one for one in survey(project, "unishard") if isinstance(one, FoundConfig)}
+    assert found["recipe.yaml"].script == str(project / "recipes/launch/zero3.yaml")

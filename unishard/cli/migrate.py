@@ -44,8 +44,9 @@ def migrate(
     """Find the configs of a project.
 
     Shows the format of each, how it would translate, and the commands that do it. Writes nothing. Looks at YAML, JSON and TOML files up to
-    1 MiB, except in virtual environments, node_modules and .git. A launch script that names a config with open values is given to it
-    (--with). The last line counts all files: each translates, is refused, is another tool's, cannot be read, or is skipped.
+    1 MiB, except in virtual environments, node_modules and .git. A launch script or a line of a README that names a config with open
+    values is given to it (--with), as is the only config of Accelerate. The last line counts all files: each translates, is refused, is
+    another tool's, cannot be read, or is skipped.
 
     Example: unishard migrate . --to unishard
     """
@@ -72,7 +73,10 @@ def migrate(
     for one in broken:
         _say(f"cannot be read: {one.path}: {one.why}")
     if any(one.open_fields and not one.script for one in configs):
-        _say("needs input: add --with and your launch script (train.sh), TrainingArguments or -- --learning_rate ..., or --set FIELD=VALUE")
+        _say(
+            "needs input: add --with and your launch script (train.sh), Accelerate's config or TrainingArguments, "
+            "or -- --learning_rate ..., or --set FIELD=VALUE"
+        )
     _say(_in_words(_counts(configs, others, broken, skipped), to))
 
 

@@ -12,8 +12,9 @@ from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
-from unishard.formats.dropping import DroppedKey
+from unishard.formats.dropping import DroppedKey, drop_entries
 from unishard.formats.fills import fills, same_value
+from unishard.formats.following import LAUNCHER, missing
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
@@ -23,7 +24,7 @@ from unishard.mapping.entries import Entry, Meaning, Path, Undecided
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
 
-__all__ = ["Filling", "filled"]
+__all__ = ["Filling", "engine_is_open", "filled"]
 
 _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 """Arguments in which a script names the engine's config, which is the document itself."""
@@ -33,6 +34,10 @@ _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 _LOGS = "logging."
 _LOGGED = Meaning(Fit.IGNORED, "DeepSpeed's own logs, beside those of the arguments", kept=True)
 _PLAIN = "hf"
+_DECIDED = ("backend", "sharding.strategy")
+_ABSENT = "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set sharding.strategy=..."
+_STAYS = "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
+_OTHER = "starts the training with this file, not with the one that is translated; name a line that starts it: --with FILE:LINE"
 _STRATEGY = ("backend", "sharding.", "offload.")
 _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What a config of Accelerate says about the loop, whatever engine it drives; it also says how processes start."""
@@ -82,37 +87,66 @@ def filled(
     Raises:
         ConfigError: What is beside it cannot be read, or both name a number of ranks, and not the same.
     """
-    beside, dropped = supplied(with_).without(drop)
-    overrides = tuple(overrides)
-    format_ = catalog.get(reading.format)
+    drop, overrides = tuple(drop), tuple(overrides)
+    format_, same = catalog.get(reading.format), reading.format == to
+    beside, dropped = _with_recipe(supplied(with_), reading).without(drop)
     ranks = topology or _one_of(format_.ranks(reading.source), beside.topology, reading, beside) or reading.topology
-    launcher = _launcher_entries(reading, format_, beside, ranks, same=reading.format == to)
-    if beside.format == "accelerate" and reading.format in TRAINER:
-        beside = beside._replace(values={}, format="")
+    if reading.format in TRAINER and beside.format not in TRAINER:
+        beside = beside._replace(values={} if beside.format == "accelerate" else beside.values, format=reading.format)
     told = _Told(beside, ranks)
-    own, given = _merged(reading, format_, told) if reading.format in TRAINER else _beside(reading, format_, told)
+    own, given = _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
     own = _opened(_without_logs(own, given) if reading.format == "deepspeed" else own, given)
-    if reading.format != to:
-        given += beside.started
-    if launcher:  # decides the engine, which TrainingArguments leave to it
-        own = [entry for entry in own if not (entry.assumed and entry.path[0] in _ENGINES)]
-        said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
-        own += [_without(entry, said) for entry in launcher]
-    absent = [] if reading.format == "accelerate" else beside.missing
-    entries = [*own, *fills(own, given, reading, _changed(overrides), same=reading.format == to), *absent]
-    entries = _with_whole_batch(entries, ranks)
+    given += [] if same else beside.started
+    noted = [] if reading.format == "accelerate" else list(beside.missing)
+    if reading.format in TRAINER and engine_is_open(own):
+        noted = noted if same else [_deciding(entry) for entry in noted]
+        if beside.launcher and same:
+            noted.append(Entry((LAUNCHER,), beside.launcher.name, Meaning(Fit.IGNORED, _STAYS), place=beside.name, beside=True))
+        elif beside.launcher:
+            own = [entry for entry in own if not _leaves_engine(entry)]
+            said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
+            own += [_without(entry, said) for entry in _launcher_entries(beside.launcher, ranks)]
+    entries = [*own, *fills(own, given, reading, _changed(overrides), same=same), *noted]
+    entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
     found = assemble(reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto)
     whose = catalog.get(beside.format).tool if beside.format in TRAINER else ""
-    return Filled(found, Filling(beside.name, whose, unknown, beside.launch), dropped)
+    return Filled(found, Filling(beside.name, whose, unknown, beside.launch), [*dropped, *further])
 
 
-def _launcher_entries(reading: ReadDocument, format_: Format, beside: Supplied, ranks: Topology | None, *, same: bool) -> list[Entry]:
+def engine_is_open(entries: Iterable[Entry]) -> bool:
+    """Whether TrainingArguments leave the engine to the launcher, without which they mean plain data parallelism."""
+    return any(map(_leaves_engine, entries))
+
+
+def _leaves_engine(entry: Entry) -> bool:
+    return entry.assumed and entry.path[-1] == "fsdp" and entry.value is False
+
+
+def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
+    """What is beside a document, with the recipe that a launch line names; a document that is a recipe itself must be that one."""
+    if beside.recipe is None or reading.source.folder is None or _starts(beside, reading):
+        return beside
+    if reading.format not in TRAINER:
+        return beside.with_recipe()
+    return beside._replace(missing=(*beside.missing, missing(beside.recipe, beside.name, _OTHER)))
+
+
+def _starts(beside: Supplied, reading: ReadDocument) -> bool:
+    """Whether a launch line hands the document to its script, so that its own words count more than those of the document."""
+    return beside.recipe is not None and reading.source.folder is not None and beside.recipe.is_(FilePath(reading.source.name))
+
+
+def _deciding(entry: Entry) -> Entry:
+    """The entry, refused where it is the launcher's config: without it, nothing says how the training is sharded."""
+    if entry.path != (LAUNCHER,):
+        return entry
+    what = entry.meaning.note.partition(": ")[0]
+    return entry._replace(meaning=Meaning(Fit.UNSUPPORTED, f"{what}: {_ABSENT}", decides=_DECIDED))
+
+
+def _launcher_entries(source: Source, ranks: Topology | None) -> list[Entry]:
     """What Accelerate's config says where it decides the engine of TrainingArguments: they name none themselves."""
-    data = {**beside.values, **reading.source.data}
-    if beside.launcher is None or reading.format not in TRAINER or same or any(data.get(key) for key in _ENGINES[:2]):
-        return []
-    source = beside.launcher
     found = catalog.get("accelerate").entries(source, ranks)
     return [
         entry._replace(place="default of Accelerate" if entry.assumed else str(source.origins.of(entry.path)), beside=True)
@@ -166,19 +200,28 @@ class _Told(NamedTuple):
         return entry._replace(place=self.default if entry.assumed else self.supplied.place(entry.path[0]), beside=True)
 
 
-def _merged(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[Entry], list[Entry]]:
-    """A document that is a file of arguments itself: both are read as one."""
+def _merged(reading: ReadDocument, format_: Format, told: _Told, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+    """A document that is a file of arguments itself: both are read as one. A line that hands the file to its script counts more."""
     data, more = reading.source.data, told.supplied.values
-    found = format_.entries(reading.source._replace(data={**more, **data}), told.ranks)
-    own = [entry for entry in found if entry.path[0] in data or (entry.assumed and entry.path[0] not in more)]
-    given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in data]
-    twice = [key for key in data if key in more and key not in _ENGINES and not same_value(more[key], data[key])]
-    return own, [*given, *(_clash(key, more[key], data[key], reading, told) for key in twice)]
+    starts = _starts(told.supplied, reading)
+    twice = [key for key in data if key in more and (starts or key not in _ENGINES) and not same_value(more[key], data[key])]
+    yielding = twice if starts and not same else []
+    kept = {key: value for key, value in data.items() if key not in yielding}
+    found = format_.entries(reading.source._replace(data={**more, **kept}), told.ranks)
+    own = [entry for entry in found if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
+    own += [Entry((key,), data[key], Meaning(Fit.IGNORED, f"{told.supplied.place(key)} says {shown(more[key])}")) for key in yielding]
+    given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
+    return own, [*given, *((_stays if starts else _clash)(key, reading, told) for key in twice if key not in yielding)]
 
 
-def _clash(key: str, value: Any, other: Any, reading: ReadDocument, told: _Told) -> Entry:
-    place = str(reading.source.origins.of((key,)))
-    note = f"is {shown(other)} in {place or 'the config'}; make them equal, or leave one out"
+def _stays(key: str, reading: ReadDocument, told: _Told) -> Entry:
+    meaning = Meaning(Fit.IGNORED, "counts more than the file, and stays on the launch line", notable=True)
+    return Entry((key,), told.supplied.values[key], meaning, place=told.supplied.place(key), beside=True)
+
+
+def _clash(key: str, reading: ReadDocument, told: _Told) -> Entry:
+    place, value = str(reading.source.origins.of((key,))), told.supplied.values[key]
+    note = f"is {shown(reading.source.data[key])} in {place or 'the config'}; make them equal, or leave one out"
     return Entry((key,), value, Meaning(Fit.UNSUPPORTED, note), place=told.supplied.place(key), beside=True)
 
 

@@ -1,23 +1,27 @@
-"""Finds the files that a launch line names, such as the launcher's config."""
+"""Finds the files that a launch line names: the launcher's config, and the recipe of the training script."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 from unishard.errors import ConfigError
 from unishard.formats.launch_line import LaunchLine
 from unishard.formats.shell_words import Word
-from unishard.formats.source import Source, open_source
+from unishard.formats.source import Source, find_named, open_source
 from unishard.mapping.entries import Entry, Meaning
 from unishard.mapping.rules import Fit
 
-__all__ = ["Named", "found", "launcher_named", "opened"]
+__all__ = ["LAUNCHER", "Named", "launcher_named", "missing", "names", "opened", "recipe_named"]
 
-_LAUNCHER = "config_file"
-_ROOT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
-"""One of these is in the root of a project."""
+LAUNCHER = "accelerate --config-file"
+_RECIPE = "config"
+_CONFIGS = (".yaml", ".yml", ".json")
+_PLACEHOLDER = re.compile(r"\$\w+|\$?\{[^{}]*\}|<[^<>/]*>")
+"""As in the README of a project: `recipes/{model}/config.yaml`."""
 
 
 class Named(NamedTuple):
@@ -29,52 +33,56 @@ class Named(NamedTuple):
     path: Path | None
     """Where it is; None where it was not found."""
 
+    def is_(self, document: Path) -> bool:
+        """Whether it is a document; one that is not found is by the end of its path."""
+        return self.path.samefile(document) if self.path else names(self.word.text, document)
+
 
 def launcher_named(line: LaunchLine, script: str) -> Named | None:
     """The config of Accelerate that a line names; None where it names none."""
-    word = line.options.get(_LAUNCHER) if line.launcher == "accelerate" else None
-    return Named("accelerate --config-file", word, found(word.text, script)) if word else None
+    word = line.options.get("config_file") if line.launcher == "accelerate" else None
+    return Named(LAUNCHER, word, find_named(word.text, _folder(script))) if word else None
 
 
-def found(name: str, script: str) -> Path | None:
-    """The file of this name: in the working directory, beside the script, or in a folder above it up to the root of its project."""
-    return next((path for folder in (Path(), *_folders(script)) if _is_file(path := folder / Path(name).expanduser())), None)
+def recipe_named(line: LaunchLine, script: str) -> Named | None:
+    """The file of arguments that a line hands to its training script: behind `--config`, or before all options."""
+    option, word = next(_recipes(line), ("", None))
+    return Named(option, word, find_named(word.text, _folder(script))) if word else None
 
 
-def _folders(script: str) -> Iterator[Path]:
-    if not script or not _is_file(Path(script)):
-        return
-    here = Path().resolve()
-    for folder in Path(script).resolve().parents:
-        yield _short(folder)
-        if folder == here or any((folder / mark).exists() for mark in _ROOT):
-            return
+def _recipes(line: LaunchLine) -> Iterator[tuple[str, Word]]:
+    for at, word in enumerate(line.arguments):
+        name, equals, value = word.text.partition("=")
+        if at == 0 and word.text.lower().endswith(_CONFIGS) and not word.text.startswith("-"):
+            yield "config", word
+        elif name == f"--{_RECIPE}":
+            given = word._replace(text=value) if equals else next(iter(line.arguments[at + 1 :]), None)
+            if given and given.text.lower().endswith(_CONFIGS):
+                yield name, given
 
 
-def _short(folder: Path) -> Path:
-    """The folder as people write it, from the working directory where it is below that."""
-    here = Path().resolve()
-    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+def names(name: str, document: Path) -> bool:
+    """Whether a name, which may hold placeholders, is the end of a document's path; one of placeholders alone is none's."""
+    pattern = _PLACEHOLDER.sub("*", name.removeprefix("./"))
+    stem, dot, _ = pattern.rpartition(".")
+    return bool(dot and stem.strip("*/.")) and fnmatchcase(document.resolve().as_posix(), f"*/{pattern}")
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+def _folder(script: str) -> Path | None:
+    return Path(script).parent if Path(script).is_file() else None
 
 
 def opened(named: Named, place: str) -> Source | Entry:
     """What a named file says, or the entry that says why it counts for nothing."""
     if named.path is None:
         where = "in the working directory, beside the script and in the folders above it"
-        return _missing(named, place, f"was not found ({where}): what it says is unknown; add it, or run where it is started")
+        return missing(named, place, f"was not found ({where}): what it says is unknown; add it, or run where it is started")
     try:
         return open_source(named.path)
     except ConfigError as error:
-        return _missing(named, place, str(error))
+        return missing(named, place, str(error))
 
 
-def _missing(named: Named, place: str, note: str) -> Entry:
-    """The entry of a named file that cannot be read."""
+def missing(named: Named, place: str, note: str) -> Entry:
+    """The entry of a named file that counts for nothing."""
     return Entry((named.option,), named.word.text, Meaning(Fit.APPROXIMATE, note, notable=True), place=place, beside=True)

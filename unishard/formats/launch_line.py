@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unishard.formats.names import names
 from unishard.formats.shell_words import Word, commands
 
-__all__ = ["LaunchLine", "launch_lines", "options_of"]
+__all__ = ["LaunchLine", "code_in", "launch_lines", "options_of"]
 
 _MODULES = {
     "torch.distributed.run": "torchrun",
@@ -44,6 +44,8 @@ _STARTS_RANKS = ("srun", "mpirun", "mpiexec")
 _HARMLESS = names("echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps module export alias function install")
 """Commands that only name a launcher."""
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?PYTHON\w*\}?")
+_FENCE = re.compile(r"\s*(?:```|~~~)\s*(\w*)")
+_SHELL = ("", "bash", "sh", "shell", "zsh", "console")
 _SCRIPT = re.compile(r"\S+\.py")
 
 
@@ -59,6 +61,18 @@ class LaunchLine(NamedTuple):
     """What the training script gets."""
     settings: dict[str, Word]
     """Environment variables that the line sets."""
+
+
+def code_in(page: str) -> str:
+    """The blocks of shell commands of a Markdown page, each line in its place."""
+    found: list[str] = []
+    language: str | None = None
+    for line in page.splitlines():
+        fence = _FENCE.match(line)
+        found.append(line.strip().removeprefix("$ ") if language in _SHELL and not fence else "")
+        if fence:
+            language = fence[1] if language is None else None
+    return "\n".join(found)
 
 
 def launch_lines(text: str) -> list[LaunchLine]:

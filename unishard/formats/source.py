@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from unishard.loading import Origin, Origins
 from unishard.loading.document import from_text, text_of
 from unishard.loading.validation import Finding
 
-__all__ = ["Source", "open_named", "open_source"]
+__all__ = ["Source", "find_named", "open_named", "open_source"]
 
 _Parsed = tuple[Any, Origins, list[str], list[Problem]]
 """The data, the place of each key, what the file's own tool may not accept, and the keys that are written twice."""
@@ -26,6 +26,8 @@ _VALUE = re.compile(r"(?<=[:\[,=-])([ \t]*)(\{\{[^{}\n]*\}\}[^\s,\]}#]*)(?=[ \t]
 _PYTHON = "is Python, which unishard does not run; name a YAML, JSON or TOML file, or run `unishard init`"
 _TITAN = "is a Python config of torchtitan 0.3 or later, which unishard does not run; name the TOML of 0.2, or run `unishard init`"
 _YAML = (".yaml", ".yml")
+_ROOT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+"""One of these is in the root of a project."""
 _DEEPEST = 100
 _DOTTED = re.compile(rf"""(?<![\w"'.-])(?:(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 _LARGEST = 10**400
@@ -71,14 +73,29 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
 
 
 def open_named(name: str, folder: Path | None) -> Source | None:
-    """Open a file that a document names, beside the document or in the working directory; None where there is none.
+    """Open a file that a document names, where `find_named` finds it; None where there is none.
 
     Raises:
         ConfigError: It cannot be read, or is no mapping.
     """
-    path = Path(name).expanduser()
-    found = next((place / path for place in (folder, Path()) if place is not None and _is_file(place / path)), None)
+    found = find_named(name, folder)
     return open_source(found) if found else None
+
+
+def find_named(name: str, folder: Path | None) -> Path | None:
+    """A file that a document names: in its folder, in the working directory, or in a folder above its own up to the root of its project."""
+    path = Path(name).expanduser()
+    return next((place / path for place in (folder, Path(), *_above(folder)) if place is not None and _is_file(place / path)), None)
+
+
+def _above(folder: Path | None) -> Iterator[Path]:
+    """The folders around one, as people write them from the working directory; none outside a project."""
+    if folder is None or not folder.is_dir():
+        return
+    here, around = Path().resolve(), [folder.resolve(), *folder.resolve().parents]
+    last = next((at for at, one in enumerate(around) if one == here or any((one / mark).exists() for mark in _ROOT)), 0)
+    for one in around[1 : last + 1]:
+        yield one.relative_to(here) if one.is_relative_to(here) else one
 
 
 def _is_file(path: Path) -> bool:

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
-from unishard.formats.dropping import DroppedKey
-from unishard.formats.following import launcher_named, opened
+from unishard.formats.dropping import DroppedKey, drop_keys
+from unishard.formats.following import Named, launcher_named, opened, recipe_named
 from unishard.formats.launch_entries import launch_entries
-from unishard.formats.launch_line import LaunchLine, launch_lines
+from unishard.formats.launch_line import LaunchLine, code_in, launch_lines
 from unishard.formats.launch_ranks import launch_of, with_hosts
 from unishard.formats.launching import Launch
 from unishard.formats.names import names
 from unishard.formats.script_arguments import script_arguments, value_of_word
 from unishard.formats.shell_words import Word
-from unishard.formats.source import Source, open_source
+from unishard.formats.source import Source, find_named, open_source
 from unishard.loading.document import text_of
 from unishard.loading.hostfile import hosts_of
 from unishard.mapping.entries import Entry
 
-__all__ = ["TRAINER", "Supplied", "supplied", "trainer"]
+__all__ = ["PAGES", "TRAINER", "Supplied", "script_text", "supplied", "trainer"]
 
 TRAINER = ("hf", "trl", "llamafactory", "swift")
 """Formats whose arguments are those of TrainingArguments."""
@@ -42,6 +42,10 @@ _NEVER_TRAINER = names(
     "mixed_precision train_micro_batch_size_per_gpu"
 )
 """Arguments of scripts with a loop of their own."""
+PAGES = (".md", ".markdown")
+"""Whose code blocks may hold a launch line."""
+_NAMING = ("deepspeed", "fsdp_config")
+"""Arguments that name a file of the engine's."""
 _LINE = re.compile(r"(.+):(\d+)")
 _DIRECT = {"swift": "swift", "trl": "trl", "llamafactory-cli": "llamafactory"}
 _HERE = "the command line"
@@ -60,7 +64,8 @@ class Supplied(NamedTuple):
     name: str
     """Where they stand."""
     values: Mapping[str, Any]
-    lines: Mapping[str, int | None]
+    places: Mapping[str, str]
+    """Where each argument stands, where that is known more closely."""
     format: str
     """Whose arguments they are, with its defaults; empty where that is not known."""
     topology: Topology | None = None
@@ -71,17 +76,33 @@ class Supplied(NamedTuple):
     """The config of Accelerate from which the training is started."""
     missing: tuple[Entry, ...] = ()
     """Files that a launch line names and that cannot be read."""
+    recipe: Named | None = None
+    """The file of arguments that a launch line hands to its script."""
 
     def without(self, patterns: Iterable[str]) -> tuple[Supplied, list[DroppedKey]]:
         """The same without the arguments that match, and those."""
         found = {key: pattern for key in self.values for pattern in patterns if fnmatchcase(key, pattern)}
         dropped = [DroppedKey(key, self.values[key], None, pattern) for key, pattern in found.items()]
-        return self._replace(values={key: value for key, value in self.values.items() if key not in found}), dropped
+        launcher, further = drop_keys(self.launcher, tuple(patterns)) if self.launcher else (None, [])
+        values = {key: value for key, value in self.values.items() if key not in found}
+        return self._replace(values=values, launcher=launcher), [*dropped, *further]
+
+    def with_recipe(self) -> Supplied:
+        """The same with the arguments of the recipe, which yield to those of the line."""
+        file = opened(self.recipe, self.name) if self.recipe else None
+        if not isinstance(file, Source):
+            return self._replace(missing=(*self.missing, file)) if file else self
+        try:
+            recipe = _of_config(file)
+        except ConfigError:
+            return self  # a file of the script's own
+        values = {**recipe.values, **self.values}
+        places = {**dict.fromkeys(self.values, self.name), **recipe.places, **self.places}
+        return self._replace(values=values, places=places, format=recipe.format or self.format or _whose(values))
 
     def place(self, key: str) -> str:
         """Where an argument stands."""
-        line = self.lines.get(key)
-        return f"{self.name}:{line}" if line else self.name
+        return self.places.get(key, self.name)
 
 
 def supplied(where: str | Path | Sequence[str]) -> Supplied:
@@ -95,36 +116,35 @@ def supplied(where: str | Path | Sequence[str]) -> Supplied:
         ConfigError: It cannot be read, or holds none of these.
     """
     if isinstance(where, str | Path):
-        return _config(Path(where)) if Path(where).suffix.lower() in _CONFIGS else _script(str(where))
+        return _of_config(open_source(Path(where))) if Path(where).suffix.lower() in _CONFIGS else _script(str(where))
     return _of_words(list(where))
 
 
-def _config(path: Path) -> Supplied:
-    source = open_source(path)
-    lines = {key: source.origins.of((key,)).line for key in source.data}
+def _of_config(source: Source) -> Supplied:
+    places = {key: str(source.origins.of((key,))) for key in source.data}
     try:
         name = catalog.recognise(source).name
     except ConfigError:
         if not source.data.keys() & catalog.get("hf").keys.keys():
             raise
-        return Supplied(source.name, source.data, lines, "")
+        return Supplied(source.name, source.data, places, "")
     if name == "accelerate":
         format_ = catalog.get(name)
         ranks = format_.ranks(source)
-        return Supplied(source.name, source.data, lines, name, ranks, format_.launch(format_.read(source)), launcher=source)
+        return Supplied(source.name, source.data, places, name, ranks, format_.launch(format_.read(source)), launcher=source)
     if name == "hf":
         inner = trainer().arguments_in(source.data)
-        return Supplied(source.name, inner, lines, name)
+        return Supplied(source.name, inner, places, name)
     if name not in TRAINER:
         what = f"is a config of {catalog.get(name).tool}; give --with a launch script, TrainingArguments or a config of Accelerate"
         raise ConfigError([Problem("", what, source.name)])
-    return Supplied(source.name, source.data, lines, name)
+    return Supplied(source.name, source.data, places, name)
 
 
 def _script(name: str) -> Supplied:
     numbered = None if Path(name).is_file() else _LINE.fullmatch(name)
     path = Path(numbered.group(1) if numbered else name)
-    text = text_of(path)
+    text = script_text(path)
     found = launch_lines(text)
     if numbered:
         asked = int(numbered.group(2))
@@ -136,6 +156,12 @@ def _script(name: str) -> Supplied:
         lines = ", ".join(str(line.line) for line in found)
         raise ConfigError([Problem("", f"starts several trainings (lines {lines}); name one: --with {path}:{found[0].line}", name)])
     return _of_line(found[-1], str(path), text)
+
+
+def script_text(path: Path) -> str:
+    """The commands of a shell script, or of the code blocks of a Markdown page."""
+    text = text_of(path)
+    return code_in(text) if path.suffix.lower() in PAGES else text
 
 
 def _spans(line: LaunchLine, asked: int) -> bool:
@@ -164,7 +190,10 @@ def _quoted(word: str) -> str:
 
 def _of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True) -> Supplied:
     arguments = script_arguments(line.arguments)
-    values, lines = dict(arguments.values), dict(arguments.lines)
+    values, lines = {key: _named_here(key, value, name) for key, value in arguments.values.items()}, dict(arguments.lines)
+    recipe = recipe_named(line, name)
+    if recipe:
+        values.pop("config", None)
     whose = _DIRECT.get(line.launcher) or _whose(values)
     for key, value, at in _of_launcher(line):
         if key not in values:
@@ -174,7 +203,14 @@ def _of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True)
     if hosts := _hosts(launch, name):
         topology, launch = with_hosts(launch, hosts)
     started = launch_entries(line, launch, lambda word: f"{name}:{word.line}" if numbered else name)
-    return Supplied(name, values, lines if numbered else {}, whose, topology, launch, tuple(started), launcher, missing)
+    places = {key: f"{name}:{at}" for key, at in lines.items()} if numbered else {}
+    return Supplied(name, values, places, whose, topology, launch, tuple(started), launcher, missing, recipe)
+
+
+def _named_here(key: str, value: Any, script: str) -> Any:
+    """The value; that of a file's name as one can open it from here."""
+    found = find_named(value, Path(script).parent) if key in _NAMING and isinstance(value, str) else None
+    return str(found) if found else value
 
 
 def _launcher(line: LaunchLine, name: str, *, numbered: bool) -> tuple[Source | None, tuple[Entry, ...]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 
 from unishard.config import value_at
 from unishard.errors import ConfigError, UnishardError
 from unishard.formats import catalog
 from unishard.formats.checking import check
+from unishard.formats.filling import engine_is_open
+from unishard.formats.launch_scripts import LaunchScripts
 from unishard.formats.other_tools import named
 from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, translate
@@ -20,7 +22,6 @@ from unishard.mapping.rules import Fit
 __all__ = ["ForeignConfig", "FoundConfig", "SkippedFile", "UnreadableConfig", "survey"]
 
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
-_SCRIPTS = frozenset({".sh", ".bash", ".slurm", ".sbatch"})
 _OF_A_MODEL = {"architectures", "model_type", "transformers_version"}
 """Keys of a model's own config.json, which has sizes such as `num_layers` too."""
 _ELSEWHERE = frozenset(
@@ -28,6 +29,7 @@ _ELSEWHERE = frozenset(
 )
 _LARGEST = 2**20
 _TOLD = ("backend", "sharding.strategy", "precision.compute")
+_OPEN = "needs input"
 _LOUD_ENOUGH = 2
 """Of the keys that speak for a format, before a file counts as a config: files of other kinds have a word such as `optimizer` too."""
 
@@ -88,7 +90,8 @@ def survey(root: Path, to: str) -> Iterator[_Seen]:
     Yields:
         What each YAML, JSON and TOML file is, in the order of their paths: each exactly once.
     """
-    scripts = _Scripts(root)
+    small = partial(filter, _is_small)
+    scripts = LaunchScripts(small(_candidates(root, LaunchScripts.suffixes)), small(_candidates(root, _SUFFIXES)))
     for path in _candidates(root, _SUFFIXES):
         try:
             if path.stat().st_size > _LARGEST:
@@ -101,34 +104,14 @@ def survey(root: Path, to: str) -> Iterator[_Seen]:
             yield UnreadableConfig(str(path), f"cannot be opened ({error.strerror})")
 
 
+def _is_small(path: Path) -> bool:
+    return path.stat().st_size <= _LARGEST
+
+
 def _failed(path: Path, message: str) -> UnreadableConfig | SkippedFile:
     if not catalog.mentions(path.read_text(encoding="utf-8", errors="replace")):
         return SkippedFile(str(path), "not a config")
     return UnreadableConfig(str(path), message.splitlines()[0].removeprefix(str(path)).lstrip(": "))
-
-
-class _Scripts:
-    """The launch scripts of a project, looked for when a config needs one."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def filling(self, path: Path, to: str) -> str:
-        """The first script that starts a training with this config, and does not contradict it; empty where there is none."""
-        naming = (str(script) for script, text in self._texts.items() if path.name in text)
-        return next((script for script in naming if _fills(path, to, script)), "")
-
-    @cached_property
-    def _texts(self) -> dict[Path, str]:
-        small = (path for path in _candidates(self._root, _SCRIPTS) if path.stat().st_size <= _LARGEST)
-        return {path: path.read_text(encoding="utf-8", errors="replace") for path in small}
-
-
-def _fills(path: Path, to: str, script: str) -> bool:
-    try:
-        return not _status(translate(path, to, with_=script))
-    except ConfigError:
-        return False
 
 
 def _candidates(root: Path, suffixes: frozenset[str]) -> Iterator[Path]:
@@ -141,18 +124,22 @@ def _candidates(root: Path, suffixes: frozenset[str]) -> Iterator[Path]:
                 yield path
 
 
-def _look(path: Path, to: str, scripts: _Scripts) -> FoundConfig | ForeignConfig | None:
+def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignConfig | None:
     source = open_source(path)
     if (other := named(source.data)) and not source.data.keys() & _OF_A_MODEL:
         return ForeignConfig(str(path), other[0].name)
     if catalog.loudest(source)[1] < _LOUD_ENOUGH:
         return None
-    outcome = translate(path, to)
+    plain = translate(path, to)
+    decided = not engine_is_open(plain.reading.entries)
+    script, outcome = scripts.filling(path, to, plain) if plain.reading.undecided or not decided else ("", plain)
     reading, config = outcome.reading, outcome.reading.config
     counts = {fit: len(outcome.of(fit)) for fit in Fit}
-    backend, strategy, precision = ("needs input" if field in reading.undecided else value_at(config, field) for field in _TOLD)
-    open_ = tuple(reading.undecided)
-    script = scripts.filling(path, to) if open_ else ""
+    launched = () if decided or script or not scripts.launchers else _TOLD[:2]
+    open_ = (*launched, *plain.reading.undecided)
+    backend, strategy, precision = (
+        _OPEN if field in launched or field in reading.undecided else value_at(config, field) for field in _TOLD
+    )
     return FoundConfig(str(path), reading.format, backend, strategy, precision, counts, _status(outcome), open_, script)
 
 
