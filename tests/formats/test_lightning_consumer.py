@@ -202,7 +202,7 @@ def test_every_registered_name_is_known_or_refused_with_what_instead() -> None:
     for name in {*pytorch.StrategyRegistry, *FABRIC_REGISTRY}:
         if name in NAMES:
             continue
-        with pytest.raises(Unreadable, match="must be a strategy that unishard has"):
+        with pytest.raises(Unreadable, match="must be a strategy that is supported"):
             strategy_of(built(name), name, fabric=False)
 
 
