@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -120,10 +121,38 @@ def test_a_trainer_of_lightning_that_hydra_makes_is_read(document: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    ("document", "strategy"),
+    [
+        ({"defaults": ["default"], "strategy": "ddp", "accelerator": "gpu", "devices": 4, "num_nodes": 1}, "no_shard"),
+        ({"defaults": [{"override /trainer": "ddp"}], "trainer": {"devices": 2, "accelerator": "gpu", "strategy": "fsdp"}}, "full_shard"),
+    ],
+)
+def test_a_part_that_hydra_adds_to_is_read_and_says_what_is_not(document: dict[str, Any], strategy: str) -> None:
+    outcome = translate(document, "unishard")
+    assert (outcome.reading.format, outcome.reading.config.sharding.strategy) == ("lightning", strategy)
+    (item,) = [item for item in outcome.of(Fit.APPROXIMATE) if item.key == "defaults"]
+    assert "which is not read; translate what --cfg job prints" in item.note
+
+
+@pytest.mark.parametrize(
+    ("document", "strategy"),
+    [
+        ({"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 2}, "shard_grad_op"),
+        ({"lightning": {"trainer": {"devices": 2, "strategy": "STRATEGY"}}}, "shard_grad_op"),
+        ({"lightning": {"trainer": {"devices": 2, "accumulate_grad_batches": 2}, "strategy": "STRATEGY"}}, "shard_grad_op"),
+    ],
+)
+def test_a_strategy_as_hydra_and_latent_diffusion_write_it(document: dict[str, Any], strategy: str) -> None:
+    params = {"target": "pytorch_lightning.strategies.DeepSpeedStrategy", "params": {"stage": 2}}
+    outcome = translate(json.loads(json.dumps(document).replace('"STRATEGY"', json.dumps(params))), "unishard")
+    assert (outcome.reading.format, outcome.reading.config.sharding.strategy) == ("lightning", strategy)
+    assert not outcome.of(Fit.UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
     "document",
     [
         {"defaults": ["default"], "strategy": "ddp"},
-        {"defaults": [{"override /trainer": "ddp"}], "trainer": {"devices": 2, "accelerator": "gpu"}},
         {"_target_": "x.Net", "lr": 1},
         {"dist_config": {}},
         {"train": {"max_tokens": 1}, "out_dir": "o"},

@@ -45,6 +45,17 @@ def test_what_names_a_tool_is_no_key_of_a_format_that_is_read() -> None:
         assert not telling & keys, tool.name
 
 
+def test_a_tool_that_is_not_read_comes_with_the_format_that_its_keys_speak_for() -> None:
+    with pytest.raises(ConfigError, match="or read it with `unishard translate --from deepspeed`"):
+        recognized({"pipe_parallel_size": 1, "model_parallel_size": 2, "zero_optimization": {"stage": 1}})
+
+
+def test_the_manifest_of_a_checkpoint_is_no_config() -> None:
+    manifest = {"format": "unishard", "version": 1, "model": {"fingerprint": "0", "numel": 1}, "optimizer": {"groups": []}, "world_size": 2}
+    with pytest.raises(ConfigError, match=r"is the manifest of a checkpoint; .*name the config of the run"):
+        recognized(manifest)
+
+
 OWN = {f"my_{index}": index for index in range(12)}
 
 
@@ -65,7 +76,7 @@ OWN = {f"my_{index}": index for index in range(12)}
     ],
 )
 def test_a_file_most_keys_of_which_are_unknown_is_not_guessed(document: dict[str, Any], tool: str) -> None:
-    with pytest.raises(ConfigError, match=rf"resembles a config of {tool}.*most of its keys \(.*--from`") as caught:
+    with pytest.raises(ConfigError, match=rf"resembles a config of {tool}.*most of its keys \(.*`unishard translate --from \w+`") as caught:
         recognized(document)
     assert "my_3" in str(caught.value) or "my_0" not in document
 

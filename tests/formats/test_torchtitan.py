@@ -184,6 +184,12 @@ def test_what_cannot_be_had_is_refused(key, value):
     assert item.note
 
 
+@pytest.mark.parametrize("key", ["optimizer.muon_lr", "training.z_loss", "parallelism.my_fork_degree", "model.tokenizer_kind"])
+def test_a_key_of_a_fork_is_reported_and_not_refused(key):
+    item = items(changed(key, 2))[key]
+    assert (item.fit, "only a fork that adds it reads it" in item.note) == (Fit.APPROXIMATE, True)
+
+
 KEPT = ["job.description", "model.flavor", "training.seq_len", "compile.components", "checkpoint.initial_load_path"]
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
+from unishard.formats.hydra import composed, names_lightning
 from unishard.formats.other_tools import named
 from unishard.formats.signs import has
 from unishard.formats.source import Source
@@ -18,9 +19,6 @@ __all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
 
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra composes or builds."""
-_OF_HYDRA = ("_self_", "hydra/", "override hydra/", "override /hydra/")
-"""What a list of defaults may name without another file of the user's."""
-
 _LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
 """Arguments that only Lightning's Trainer has."""
 
@@ -69,7 +67,7 @@ def recognise(source: Source) -> Format:
         unknown = explained[likely[0]].unknown
         what = (
             f"resembles a config of {get(likely[0]).tool}, which does not know most of its keys "
-            f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); name its format with `unishard translate --from`"
+            f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate --from {likely[0]}`"
         )
     else:
         what = f"matches no known format (its keys: {keys}); name one with `unishard translate --from`: {', '.join(NAMES)}"
@@ -81,14 +79,24 @@ def _foreign(source: Source) -> str:
     if found := named(source.data):
         tool, keys = found
         return (
-            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {tool.instead}, "
-            "or read it as another format with `unishard translate --from`"
+            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {tool.instead}"
+            f"{_or_as(source) or ', or read it as another format with `unishard translate --from`'}"
         )
-    if _composes(source.data) and (_trains_with_lightning(source.data) or any(key in source.data for key in _LIGHTNING)):
-        return "is part of a Hydra config, which unishard does not read; translate what --cfg job prints"
-    if _composes(source.data) or (not _trains_with_lightning(source.data) and any(has(source.data, key) for key in _HYDRA)):
-        return "is a config of Hydra, which unishard does not read; run `unishard init`"
+    if source.data.get("format") == "unishard" and has(source.data, "model.fingerprint"):
+        return "is the manifest of a checkpoint; see it with `unishard checkpoint inspect`, and name the config of the run"
+    hydra = composed(source.data.get("defaults")) or any(has(source.data, key) for key in _HYDRA)
+    if hydra and not _trains_with_lightning(source.data):
+        return (
+            f"is a config of Hydra, which unishard does not read; run `unishard init`, or translate what --cfg job prints{_or_as(source)}"
+        )
     return ""
+
+
+def _or_as(source: Source) -> str:
+    """The format that the keys of a document speak for, as one asks for it; empty where they speak for none."""
+    weights = _weights(source.data)
+    best = max(weights, key=lambda name: weights[name])
+    return f", or read it with `unishard translate --from {best}`" if weights[best] >= _ENOUGH else ""
 
 
 def _explained(name: str, source: Source) -> Explained:
@@ -114,18 +122,7 @@ def _weights(data: Mapping[str, Any]) -> dict[str, int]:
     return {name: get(name).signs.weight(data) for name in NAMES}
 
 
-def _composes(data: Mapping[str, Any]) -> bool:
-    """Whether Hydra builds the config of this file and of others, which the file does not hold."""
-    defaults = data.get("defaults")
-    return isinstance(defaults, list) and any(not str(_group(item)).startswith(_OF_HYDRA) for item in defaults)
-
-
-def _group(item: Any) -> Any:
-    return next(iter(item), "") if isinstance(item, Mapping) else item
-
-
 def _trains_with_lightning(data: Mapping[str, Any]) -> bool:
-    """Whether Hydra makes a Trainer of Lightning's from the file, or of its `trainer`."""
-    named = str(data.get("_target_", "")).rpartition(".")[2]
+    """Whether Hydra makes a Trainer of Lightning's, or a part of one, from the file or of its `trainer`."""
     trainer = data.get("trainer")
-    return named in ("Trainer", "Fabric") or (isinstance(trainer, Mapping) and any(key in trainer for key in _LIGHTNING))
+    return names_lightning(data) or any(key in part for part in (data, trainer) if isinstance(part, Mapping) for key in _LIGHTNING)

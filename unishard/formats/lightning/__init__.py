@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
+from unishard.formats.hydra import names_lightning
 from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
@@ -20,4 +21,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("lightning", Signs(_SIGNS))
+FORMAT = Deferred("lightning", Signs(_SIGNS, lambda data: 5 if names_lightning(data) else 0))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.formats.hydra import composed
 from unishard.formats.lightning.logs import LOGGED
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
@@ -253,10 +254,19 @@ TRAINER: Mapping[str, Key] = {
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 
+
+def _composed(value: Any, given: Given) -> Meaning:
+    if not (files := composed(value)):
+        return Meaning(Fit.IGNORED, _LOGS, kept=True)
+    note = f"Hydra adds what other files say ({'; '.join(files)}), which is not read; translate what --cfg job prints"
+    return Meaning(Fit.APPROXIMATE, note, kept=True, notable=True)
+
+
 _OURS = "concerns the model or the data, which your training script builds"
 BESIDE: Mapping[str, Key] = {
     "seed_everything": optional(_seed, "training.seed"),
     **dict.fromkeys(("model", "data", "ckpt_path", "subcommand", "config", "weights_only"), left(_OURS)),
-    **dict.fromkeys(("print_config", "verbose", "hydra", "defaults"), left(_LOGS)),
+    **dict.fromkeys(("print_config", "verbose", "hydra"), left(_LOGS)),
+    "defaults": optional(_composed),
 }
 """LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own classes."""

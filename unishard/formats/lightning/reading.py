@@ -12,7 +12,7 @@ from unishard.formats.lightning.keys import BESIDE, PRECISIONS, TRAINER, UNSET
 from unishard.formats.lightning.older_keys import OLDER, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
 from unishard.formats.lightning.saving import saving_entries
-from unishard.formats.lightning.shape import CLASS, Built, Shape, built, short
+from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, built, short
 from unishard.formats.lightning.strategies import Strategy, strategy_of
 from unishard.formats.lightning.strategy_arguments import TOOL, StrategyArguments, entries_of
 from unishard.formats.source import Source
@@ -58,7 +58,7 @@ class LightningDocument:
     def without_its_class(self, entry: Entry) -> Entry:
         """The same, no more kept if it is an argument of the strategy's class, which another one would not take."""
         depth = len(self.shape.strategy)
-        inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in (("init_args",), ("dict_kwargs",))
+        inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in [(name,) for name in ARGUMENTS]
         return entry._replace(meaning=entry.meaning._replace(kept=False)) if inside else entry
 
     def speaks_for_lightning(self, entry: Entry) -> bool:
@@ -69,12 +69,14 @@ class LightningDocument:
 
     def _value(self) -> Any:
         trainer = self.shape.trainer_in(self.source.data)
+        if self.shape.apart:
+            return self.shape.apart_in(self.source.data)
         return trainer if self.shape.bare else strategy_in(trainer)
 
     def _formerly(self) -> str:
         """The argument that named the strategy before Lightning 1.5, where the file has it so; empty otherwise."""
         trainer = self.shape.trainer_in(self.source.data)
-        return "" if self.shape.bare or "strategy" in trainer else place_in(trainer)
+        return "" if self.shape.bare or self.shape.apart or "strategy" in trainer else place_in(trainer)
 
     def _built(self) -> Built | None:
         found = built(self._value())
@@ -91,7 +93,7 @@ class LightningDocument:
         path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
         if formerly := self._formerly():
             return Entry((*self.shape.trainer, formerly), self.shape.trainer_in(self.source.data)[formerly], Meaning(stale=True))
-        written = self.shape.bare or "strategy" in self.shape.trainer_in(self.source.data)
+        written = self.shape.bare or self.shape.apart or "strategy" in self.shape.trainer_in(self.source.data)
         return Entry(path, found.path if found else self._value(), Meaning(), assumed=not written)
 
     def _strategy(self) -> tuple[Strategy | None, list[Entry]]:
@@ -135,7 +137,7 @@ class LightningDocument:
         found, value = self._built(), self._value()
         if found is None or not isinstance(value, Mapping):
             return
-        for name in ("init_args", "dict_kwargs"):
+        for name in ARGUMENTS:
             if name in value and not (isinstance(value[name], Mapping) and value[name]):
                 yield Entry((*self.shape.strategy, name), value[name], _section(value[name]))
         for name in CLASS:
@@ -157,7 +159,7 @@ class LightningDocument:
         if self.shape.bare:
             found = self._built()
             theirs = {name for name in found.arguments if not found.inside[name]} if found else set()
-            said = {name: item for name, item in said.items() if name not in (*CLASS, "init_args", "dict_kwargs") and name not in theirs}
+            said = {name: item for name, item in said.items() if name not in (*CLASS, *ARGUMENTS) and name not in theirs}
         said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
         rows = {**TRAINER, **OLDER, "strategy": _ELSEWHERE}
         if formerly := self._formerly():

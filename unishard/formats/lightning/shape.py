@@ -1,7 +1,8 @@
 """Where a file has the Trainer's arguments, and where those of its strategy.
 
 LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write only the Trainer's arguments,
-or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the arguments beside it.
+or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the arguments beside it; latent-diffusion and its
+kin say `target` and `params`, and may have the strategy beside the Trainer.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple
 
 from unishard.mapping.entries import Path
 
-__all__ = ["CLASS", "Built", "Shape", "built", "short"]
+__all__ = ["ARGUMENTS", "CLASS", "Built", "Shape", "built", "short"]
 
-CLASS = ("class_path", "_target_")
-"""The keys that name a class: jsonargparse's and Hydra's."""
-_ARGUMENTS = ("init_args", "dict_kwargs")
+CLASS = ("class_path", "_target_", "target")
+"""The keys that name a class: jsonargparse's, Hydra's, and that of latent-diffusion."""
+ARGUMENTS = ("init_args", "dict_kwargs", "params")
+"""Sections with its arguments."""
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _ROOTS = ("trainer", "fabric")
 
@@ -39,7 +41,8 @@ class Shape(NamedTuple):
         inner = data[top[0]] if top else data
         root = next((word for word in _ROOTS if _section(inner.get(word))), None)
         if root:
-            return cls(top, (*top, root), (*top, root, "strategy"))
+            apart = top == ("lightning",) and "strategy" in inner and "strategy" not in inner[root]
+            return cls(top, (*top, root), (*top, "strategy") if apart else (*top, root, "strategy"))
         named = next((inner[word] for word in CLASS if isinstance(inner.get(word), str)), "")
         if named and short(named) not in ("Trainer", "Fabric"):
             return cls(top, top, top)
@@ -53,7 +56,16 @@ class Shape(NamedTuple):
         """What stands beside the Trainer's section; nothing where there is no such section."""
         if self.trainer == self.top:
             return {}
-        return {key: value for key, value in _at(data, self.top).items() if key != self.trainer[-1]}
+        return {key: value for key, value in _at(data, self.top).items() if (*self.top, key) not in (self.trainer, self.strategy)}
+
+    @property
+    def apart(self) -> bool:
+        """Whether the strategy stands beside the Trainer's section, as in latent-diffusion."""
+        return not self.bare and self.strategy[:-1] != self.trainer
+
+    def apart_in(self, data: Mapping[str, Any]) -> Any:
+        """The strategy that stands there."""
+        return _at(data, self.top)[self.strategy[-1]]
 
     @property
     def bare(self) -> bool:
@@ -83,8 +95,8 @@ def built(value: Any) -> Built | None:
     key = next((word for word in CLASS if isinstance(value.get(word), str)), None)
     if key is None:
         return None
-    beside = {str(name): item for name, item in value.items() if name not in (*CLASS, *_ARGUMENTS)}
-    sections = [word for word in _ARGUMENTS if word in value]
+    beside = {str(name): item for name, item in value.items() if name not in (*CLASS, *ARGUMENTS)}
+    sections = [word for word in ARGUMENTS if word in value]
     if not sections:
         return Built(value[key], key, beside, dict.fromkeys(beside, ()))
     arguments: dict[str, Any] = {}

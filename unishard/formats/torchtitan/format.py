@@ -14,7 +14,7 @@ from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
-from unishard.formats.torchtitan.custom_tables import own_of
+from unishard.formats.torchtitan.custom_tables import of_a_fork, own_of
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.torchtitan.older_keys import current_keys, placed
 from unishard.formats.torchtitan.rules import RULES
@@ -55,7 +55,8 @@ class TorchtitanFormat(Format):
         whole = {key: value for key, value in data.items() if key not in {entry.path[0] for entry in broken}}
         said = dict(flat({name: value for name, value in whole.items() if "." not in name and value != {}}))
         keys = {**KEYS, **own_of(whole)}
-        entries = [*interpret(keys, _rest(whole), tool=_TOOL, topology=topology), *broken, *_parallel(said, topology)]
+        own = (of_a_fork(entry, _HANDED) for entry in interpret(keys, _rest(whole), tool=_TOOL, topology=topology))
+        entries = [*own, *broken, *_parallel(said, topology)]
         entries += open_end(entries, ("training", "steps"))
         entries = [placed(entry, moved) for entry in entries]
         order = _order(dict(flat(source.data)))
