@@ -89,7 +89,7 @@ CAUSES: Mapping[str, Cause] = {
         "torch 2.13, distributed/fsdp/_fully_shard: a gradient has its parameter's dtype",
     ),
     "other parallelism than over data": Cause(
-        r"^\S+: (splits ranks in other ways than data parallelism|(tensor|context|sequence) parallelism is more than data parallelism)"
+        r"^\S+: (splits ranks in other ways than data parallelism|only data parallelism is supported, not \w+ parallelism)"
         r"|^distributed_type: Megatron-LM's tensor and pipeline parallelism"
         r"|^\S+: (\w+ )?parallelism( within a model)? is not supported",
         "sharding over data is the scope of both engines here (docs/sharding.md)",

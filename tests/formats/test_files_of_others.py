@@ -117,7 +117,9 @@ def test_what_lightning_1_knew_and_no_engine_has() -> None:
 )
 def test_a_trainer_of_lightning_that_hydra_makes_is_read(document: dict[str, Any]) -> None:
     assert recognise(open_source(document)).name == "lightning"
-    assert not translated(document, "lightning").of(Fit.UNSUPPORTED)
+    outcome = translated(document, "lightning")
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert not [item for item in outcome.items if "which is not read" in item.note]
 
 
 @pytest.mark.parametrize(

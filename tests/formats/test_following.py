@@ -89,6 +89,31 @@ def test_options_of_the_launch_line_count_more_than_the_file(project: Path) -> N
     assert outcome.launch == "torchrun --nproc-per-node 4 train.py"
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ("--use_deepspeed --zero_stage 3", ("deepspeed", "full_shard")),
+        ("--use_deepspeed", ("deepspeed", "shard_grad_op")),
+        ("--use_fsdp --fsdp_version 2", ("fsdp", "full_shard")),
+        ("--config_file recipes/launch/zero3.yaml --zero_stage 1", ("deepspeed", "shard_optimizer")),
+        ("--config_file recipes/launch/zero3.yaml --use_fsdp --fsdp-sharding-strategy NO_SHARD", ("fsdp", "no_shard")),
+        ("--multi_gpu", ("fsdp", "no_shard")),
+    ],
+)
+def test_options_of_the_launcher_decide_the_engine(project: Path, options: str, found: tuple[str, str]) -> None:
+    outcome = launched(project, f"--num_processes 2 {options}")
+    config = outcome.reading.config
+    assert (config.backend, config.sharding.strategy) == found
+    assert not outcome.status(strict=False)
+
+
+def test_options_of_the_launcher_that_contradict_its_translated_file_are_refused(project: Path) -> None:
+    launched(project, "--config_file recipes/launch/zero3.yaml --use_deepspeed --zero_stage 2")
+    (item,) = translate(project / "recipes/launch/zero3.yaml", "unishard", with_=project / "scripts/run.sh").of(Fit.UNSUPPORTED)
+    assert (item.key, item.value) == ("accelerate --zero-stage", 2)
+    assert "deepspeed_config.zero_stage is 3" in item.note
+
+
 def test_the_command_line_counts_more_than_the_recipe_that_it_names(project: Path) -> None:
     outcome = launched(project, "--config_file recipes/launch/zero3.yaml", to="unishard")
     assert outcome.reading.config.optimizer.lr == 1e-4
@@ -102,7 +127,8 @@ def test_the_command_line_counts_more_than_the_recipe_that_it_names(project: Pat
     same = translate(project / "recipes/sft/config.yaml", "hf", from_="hf", with_=script)
     notes = {item.key: item.note for item in same.items if item.beside}
     assert "stays on the launch line" in notes["learning_rate"]
-    assert "stays the launcher's" in notes["accelerate --config-file"]
+    assert "stays the launcher's" in notes["accelerate launch"]
+    assert not same.launch
     assert same.document["learning_rate"] == 1e-4
 
 

@@ -239,3 +239,30 @@ def test_a_second_translation_means_the_same(to: str, data: st.DataObject) -> No
     twice = translate(once.document, to, from_=to, topology=FOUR)
     found = differences(back_of(once), back_of(twice))
     assert {path: (one.a.value, one.b.value) for path, one in found.items()} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "key", "written"),
+    [
+        ("hf", {"output_dir": "o", "learning_rate": 1e-4, "optim": "adamw_hf"}, "optim", "adamw_torch"),
+        ("accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": False}, "mixed_precision", "no"),
+        ("accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 2, "env": {"A": "b"}}, "env", None),
+        ("deepspeed", {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"enabled": False}}, "tensor_parallel", None),
+    ],
+)
+def test_what_its_own_tool_refuses_is_not_written_again(name: str, document: dict[str, Any], key: str, written: object) -> None:
+    again = translate(document, name, from_=name)
+    assert again.document.get(key) == written
+    assert not verify(again).effective.refused
+
+
+@pytest.mark.parametrize(("size", "fit"), [(16, Fit.NEEDS_INPUT), (64, Fit.EXACT)])
+def test_a_global_batch_that_torchtitan_refuses_is_asked_for(size: int, fit: Fit) -> None:
+    document = {"train_batch_size": size, "train_micro_batch_size_per_gpu": "auto"}
+    eight = Topology(world_size=8, local_world_size=8)
+    (item,) = [
+        item
+        for item in translate(document, "torchtitan", from_="deepspeed", topology=eight, overrides=["backend=fsdp"]).items
+        if item.key == "train_batch_size"
+    ]
+    assert item.fit is fit

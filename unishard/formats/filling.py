@@ -14,8 +14,9 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, drop_entries
 from unishard.formats.fills import fills, same_value
-from unishard.formats.following import LAUNCHER, missing
+from unishard.formats.following import missing
 from unishard.formats.format import Format
+from unishard.formats.launcher_config import clashes, decided, deciding, engine_is_open, staying
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
@@ -24,7 +25,7 @@ from unishard.mapping.entries import Entry, Meaning, Path, Undecided
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit
 
-__all__ = ["Filling", "engine_is_open", "filled"]
+__all__ = ["Filling", "filled"]
 
 _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 """Arguments in which a script names the engine's config, which is the document itself."""
@@ -34,9 +35,6 @@ _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 _LOGS = "logging."
 _LOGGED = Meaning(Fit.IGNORED, "DeepSpeed's own logs, beside those of the arguments", kept=True)
 _PLAIN = "hf"
-_DECIDED = ("backend", "sharding.strategy")
-_ABSENT = "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set sharding.strategy=..."
-_STAYS = "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
 _OTHER = "starts the training with this file, not with the one that is translated; name a line that starts it: --with FILE:LINE"
 _STRATEGY = ("backend", "sharding.", "offload.")
 _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
@@ -98,29 +96,15 @@ def filled(
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
     own = _opened(_without_logs(own, given) if reading.format == "deepspeed" else own, given)
     given += [] if same else beside.started
-    noted = [] if reading.format == "accelerate" else list(beside.missing)
+    noted = list(clashes(reading, beside)) if reading.format == "accelerate" else list(beside.missing)
     if reading.format in TRAINER and engine_is_open(own):
-        noted = noted if same else [_deciding(entry) for entry in noted]
-        if beside.launcher and same:
-            noted.append(Entry((LAUNCHER,), beside.launcher.name, Meaning(Fit.IGNORED, _STAYS), place=beside.name, beside=True))
-        elif beside.launcher:
-            own = [entry for entry in own if not _leaves_engine(entry)]
-            said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
-            own += [_without(entry, said) for entry in _launcher_entries(beside.launcher, ranks)]
+        noted += staying(beside) if same else []
+        own, noted = (own, noted) if same else (decided(own, given, beside, ranks), list(map(deciding, noted)))
     entries = [*own, *fills(own, given, reading, _changed(overrides), same=same), *noted]
     entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
     found = assemble(reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto)
     whose = catalog.get(beside.format).tool if beside.format in TRAINER else ""
     return Filled(found, Filling(beside.name, whose, unknown, beside.launch), [*dropped, *further])
-
-
-def engine_is_open(entries: Iterable[Entry]) -> bool:
-    """Whether TrainingArguments leave the engine to the launcher, without which they mean plain data parallelism."""
-    return any(map(_leaves_engine, entries))
-
-
-def _leaves_engine(entry: Entry) -> bool:
-    return entry.assumed and entry.path[-1] == "fsdp" and entry.value is False
 
 
 def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
@@ -134,30 +118,7 @@ def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
 
 def _starts(beside: Supplied, reading: ReadDocument) -> bool:
     """Whether a launch line hands the document to its script, so that its own words count more than those of the document."""
-    return beside.recipe is not None and reading.source.folder is not None and beside.recipe.is_(FilePath(reading.source.name))
-
-
-def _deciding(entry: Entry) -> Entry:
-    """The entry, refused where it is the launcher's config: without it, nothing says how the training is sharded."""
-    if entry.path != (LAUNCHER,):
-        return entry
-    what = entry.meaning.note.partition(": ")[0]
-    return entry._replace(meaning=Meaning(Fit.UNSUPPORTED, f"{what}: {_ABSENT}", decides=_DECIDED))
-
-
-def _launcher_entries(source: Source, ranks: Topology | None) -> list[Entry]:
-    """What Accelerate's config says where it decides the engine of TrainingArguments: they name none themselves."""
-    found = catalog.get("accelerate").entries(source, ranks)
-    return [
-        entry._replace(place="default of Accelerate" if entry.assumed else str(source.origins.of(entry.path)), beside=True)
-        for entry in found
-    ]
-
-
-def _without(entry: Entry, said: Collection[str]) -> Entry:
-    """The entry without what the launch line or the arguments say otherwise, which count more."""
-    fields = {field: value for field, value in entry.meaning.fields.items() if field not in said or not field.startswith("launch.")}
-    return entry._replace(meaning=entry.meaning._replace(fields=fields))
+    return beside.recipe is not None and reading.source.folder is not None and beside.recipe.refers_to(FilePath(reading.source.name))
 
 
 def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Supplied) -> Topology | None:

@@ -33,8 +33,8 @@ class Named(NamedTuple):
     path: Path | None
     """Where it is; None where it was not found."""
 
-    def is_(self, document: Path) -> bool:
-        """Whether it is a document; one that is not found is by the end of its path."""
+    def refers_to(self, document: Path) -> bool:
+        """Whether it is this document; where the file was not found, the end of the path decides."""
         return self.path.samefile(document) if self.path else names(self.word.text, document)
 
 
@@ -62,7 +62,7 @@ def _recipes(line: LaunchLine) -> Iterator[tuple[str, Word]]:
 
 
 def names(name: str, document: Path) -> bool:
-    """Whether a name, which may hold placeholders, is the end of a document's path; one of placeholders alone is none's."""
+    """Whether a document's path ends in a name, which may have placeholders; a name that is only a placeholder matches nothing."""
     pattern = _PLACEHOLDER.sub("*", name.removeprefix("./"))
     stem, dot, _ = pattern.rpartition(".")
     return bool(dot and stem.strip("*/.")) and fnmatchcase(document.resolve().as_posix(), f"*/{pattern}")

@@ -84,4 +84,4 @@ def _words(line: LaunchLine) -> list[Word]:
 
 def _names(one: _Launching, path: Path) -> bool:
     recipe = recipe_named(one.line, one.place.rpartition(":")[0] or one.place)
-    return bool(recipe and recipe.is_(path)) or any(names(word.text.rpartition("=")[2], path) for word in _words(one.line))
+    return bool(recipe and recipe.refers_to(path)) or any(names(word.text.rpartition("=")[2], path) for word in _words(one.line))

@@ -12,6 +12,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, drop_keys
+from unishard.formats.engine_options import with_engine_options
 from unishard.formats.following import Named, launcher_named, opened, recipe_named
 from unishard.formats.launch_entries import launch_entries
 from unishard.formats.launch_line import LaunchLine, code_in, launch_lines
@@ -198,7 +199,8 @@ def _of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True)
     for key, value, at in _of_launcher(line):
         if key not in values:
             values[key], lines[key] = value, at
-    launcher, missing = _launcher(line, name, numbered=numbered)
+    file, missing = _launcher(line, name, numbered=numbered)
+    launcher = with_engine_options(line, file, name)
     topology, launch = launch_of(_with_options(line, launcher), script)
     if hosts := _hosts(launch, name):
         topology, launch = with_hosts(launch, hosts)

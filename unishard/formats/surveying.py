@@ -12,8 +12,8 @@ from unishard.config import value_at
 from unishard.errors import ConfigError, UnishardError
 from unishard.formats import catalog
 from unishard.formats.checking import check
-from unishard.formats.filling import engine_is_open
 from unishard.formats.launch_scripts import LaunchScripts
+from unishard.formats.launcher_config import engine_is_open
 from unishard.formats.other_tools import named
 from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, translate

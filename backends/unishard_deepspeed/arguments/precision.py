@@ -157,7 +157,7 @@ def _overflow(value: Any, given: Given) -> Meaning:
 
 _OFF = "fp16 is off"
 _STATIC = "fp16 is off, or its loss scale stays"
-_LEAST = "decides only when a run that overflows without end stops"
+_LEAST = "the scale at which DeepSpeed ends a run that keeps overflowing"
 _OF_AMP = "belongs to amp, and DeepSpeed 0.19.8 refuses it here; remove it"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
 

@@ -29,7 +29,7 @@ def _own(key: str, row: Row) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if value is None or value == AUTO:
             return dropped("DeepSpeed's default stands, or what transformers computes; affects only time and memory")
-        return dropped("the usual value") if convert(value) == usual else found.read(value, given)
+        return dropped("the value without the key") if convert(value) == usual else found.read(value, given)
 
     return _limited(key, found._replace(read=read))
 

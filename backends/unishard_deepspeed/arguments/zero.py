@@ -85,10 +85,11 @@ def _hpz(value: Any, given: Given) -> Meaning:
 
 def _reuse(value: Any, given: Given) -> Meaning:
     distance = integer(0)(value)
-    if distance >= fields.UNLIMITED or not distance:
-        return Meaning(fields={"sharding.reshard_after_forward": (_gathers_in_group(given) or True) if not distance else False})
+    if distance >= fields.UNLIMITED:
+        return Meaning(fields={"sharding.reshard_after_forward": False})
+    meaning = Meaning(fields={"sharding.reshard_after_forward": _gathers_in_group(given) or True})
     note = f"DeepSpeed keeps parameters used again within {distance:,} elements; same results"
-    return Meaning(Fit.EQUIVALENT, note, {"sharding.reshard_after_forward": _gathers_in_group(given) or True})
+    return meaning._replace(fit=Fit.EQUIVALENT, note=note) if distance else meaning
 
 
 def _leaves(value: Any, given: Given) -> Meaning:

@@ -40,7 +40,6 @@ _NUMBERED = "differs by host: pass --node-rank to the launcher, where launch.ren
 _BACKENDS = ("static", "c10d", "etcd-v2", "etcd")
 PORT = 29500
 """Of the rendezvous, in Accelerate as in torchrun."""
-_UNSUPPORTED = "is not supported with data parallelism of either engine; train without it and set it to 1"
 
 
 def _environment(value: Any, given: Given) -> Meaning:
@@ -171,7 +170,7 @@ def _compile_regional(value: Any, given: Given) -> Meaning:
 
 def _parallel(name: str) -> Key:
     """A size above 1 is not supported. None is repeated: sizes are written where groups are, or nowhere."""
-    why = f"{name} parallelism is more than data parallelism; {_UNSUPPORTED}"
+    why = f"only data parallelism is supported, not {name} parallelism; train without it and set it to 1"
 
     def read(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, "is off") if integer(1)(value) == 1 else Meaning(Fit.UNSUPPORTED, why)
@@ -208,7 +207,7 @@ _DYNAMO_KEYS: Mapping[str, Key] = {
     "dynamo_config.dynamo_backend": Key(_compile_backend, "compile.mode, compile.backend"),
     "dynamo_config.dynamo_use_regional_compilation": Key(_compile_regional, "compile.mode"),
     "dynamo_config.dynamo_mode": _dropped(
-        f"{_TIME}; compiled in torch's default mode",
+        f"{_TIME}; torch's default mode is used",
         one_of(dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))),
     ),
     "dynamo_config.dynamo_use_fullgraph": _dropped("only makes a break in the graph an error; the engines break it at each unit", boolean),

@@ -93,7 +93,7 @@ def _tf32(value: Any, given: Given) -> Meaning:
     return matmul(value)
 
 
-_FALLS = "a cosine falls until the end; build the scheduler in the training script"
+_FALLS = "a cosine that stops falling before the end is not supported; build the scheduler in the training script"
 _UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
 
 

@@ -175,7 +175,7 @@ FSDP: Mapping[str, Key] = {
     "fsdp_config.te_checkpoint_wrapper": _drops("the same results with torch's own checkpointing"),
     "fsdp_config.te_shard_fp8_weight": refuses("fp8 is not supported; remove it", _off),
     "fsdp_config.keep_low_precision_grads": refuses("gradients keep the dtype of the master weights; remove it", _off),
-    "fsdp_config.process_group": refuses("groups of one's own are not supported; use HYBRID_SHARD and data_parallel_shard_degree", _off),
+    "fsdp_config.process_group": refuses("custom process groups are not supported; use HYBRID_SHARD and data_parallel_shard_degree", _off),
     "fsdp_config.load_planner": _drops("affects only how a checkpoint is read"),
     "fsdp_config.save_planner": _drops("affects only how a checkpoint is written"),
     "fsdp_config.sharded_ckpt_prefix_dir": _drops("affects only the files of checkpoints"),

@@ -90,7 +90,7 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
 
 
 def _with_whole_batches(expressed: Expressed, topology: Topology) -> Expressed:
-    """The same; a global batch that is no multiple of the local ones, which torchtitan refuses, is refused or asked about."""
+    """The document; a global batch size that torchtitan refuses, no multiple of the local ones, is refused or asked for."""
     training = expressed.document.get("training", {})
     size, local = training.get("global_batch_size", -1), training.get("local_batch_size")
     each = (local or _LOCAL) * topology.world_size

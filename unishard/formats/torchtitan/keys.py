@@ -104,7 +104,7 @@ def _decay(value: Any, given: Given) -> Meaning:
     steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
     if round(steps * ratio) + warmup >= steps:
         return Meaning(Fit.IGNORED, "the rate falls from the end of the warm-up on in any case")
-    return Meaning(Fit.UNSUPPORTED, "schedules fall right after the warmup; remove it, or build the scheduler in the training script")
+    return Meaning(Fit.UNSUPPORTED, "a constant phase before the decay is not supported; remove it, or build the scheduler yourself")
 
 
 def _least(value: Any, given: Given) -> Meaning:

@@ -1,0 +1,81 @@
+"""Accelerate's config, from which a training is started whose TrainingArguments name no engine: it decides engine and strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from unishard.config.describe import shown
+from unishard.config.nested import flat
+from unishard.config.topology import Topology
+from unishard.formats import catalog
+from unishard.formats.following import LAUNCHER
+from unishard.formats.reading import ReadDocument
+from unishard.formats.supplied import Supplied
+from unishard.mapping.entries import Entry, Meaning
+from unishard.mapping.rules import Fit
+
+__all__ = ["clashes", "decided", "deciding", "engine_is_open", "staying"]
+
+_DECIDED = ("backend", "sharding.strategy")
+_ABSENT = "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set sharding.strategy=..."
+_STAYS = "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
+
+
+def engine_is_open(entries: Iterable[Entry]) -> bool:
+    """Whether TrainingArguments leave the engine to the launcher, without which they mean plain data parallelism."""
+    return any(map(_leaves_engine, entries))
+
+
+def _leaves_engine(entry: Entry) -> bool:
+    return entry.assumed and entry.path[-1] == "fsdp" and entry.value is False
+
+
+def decided(own: list[Entry], given: Iterable[Entry], beside: Supplied, ranks: Topology | None) -> list[Entry]:
+    """TrainingArguments with the launcher's engine, where there is one.
+
+    Args:
+        own: The entries of the document.
+        given: Those of what is beside it, which count more than the launcher's config.
+        beside: What is beside it.
+        ranks: The ranks, where they are known.
+    """
+    if beside.launcher is None:
+        return own
+    said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
+    origins = beside.launcher.origins
+    return [entry for entry in own if not _leaves_engine(entry)] + [
+        _without(entry, said)._replace(place="default of Accelerate" if entry.assumed else str(origins.of(entry.path)), beside=True)
+        for entry in catalog.get("accelerate").entries(beside.launcher, ranks)
+    ]
+
+
+def _without(entry: Entry, said: Collection[str]) -> Entry:
+    """The entry without what the launch line or the arguments say otherwise about the processes."""
+    fields = {field: value for field, value in entry.meaning.fields.items() if field not in said or not field.startswith("launch.")}
+    return entry._replace(meaning=entry.meaning._replace(fields=fields))
+
+
+def deciding(entry: Entry) -> Entry:
+    """The entry, refused where it is a launcher's config that is missing: nothing else says how the training is sharded."""
+    if entry.path != (LAUNCHER,):
+        return entry
+    what = entry.meaning.note.partition(": ")[0]
+    return entry._replace(meaning=Meaning(Fit.UNSUPPORTED, f"{what}: {_ABSENT}", decides=_DECIDED))
+
+
+def staying(beside: Supplied) -> list[Entry]:
+    """The line that says, where TrainingArguments are written again, that the launcher keeps the strategy."""
+    if beside.launcher is None:
+        return []
+    return [Entry(("accelerate launch",), beside.launcher.name, Meaning(Fit.IGNORED, _STAYS), place=beside.name, beside=True)]
+
+
+def clashes(reading: ReadDocument, beside: Supplied) -> Iterator[Entry]:
+    """The options of a launch line that say something else than the config of Accelerate that is translated."""
+    own = dict(flat(reading.source.data))
+    for key, value in flat(beside.launcher.data) if beside.launcher else ():
+        place = beside.launcher.origins.of(key)  # type: ignore[union-attr]
+        if place.source == beside.name and own.get(key) != value:
+            note = f"counts more than the file, where {key} is {shown(own.get(key))}; make them equal, or leave one out"
+            option = f"accelerate --{key.rpartition('.')[2].replace('_', '-')}"
+            yield Entry((option,), value, Meaning(Fit.UNSUPPORTED, note), place=str(place), beside=True)
