@@ -40,7 +40,7 @@ def _effect(entries: list[Entry], outcome: Outcome) -> str:
     why = meaning.note.partition("; ")[0]
     now = ", ".join(dict.fromkeys(said for entry in entries for said in _now(entry, outcome)))
     if meaning.fit is Fit.UNSUPPORTED:
-        return f"the training goes without it{now and f': {now}'}{why and f'; {why}'}"
+        return f"the training goes without it{now and f': {now}'}{why and f' ({why})'}"
     if now:
         return f"changes the training: {now}"
     if meaning.fields or not meaning.native:
