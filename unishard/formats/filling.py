@@ -104,7 +104,8 @@ def filled(
     entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
     found = assemble(reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto)
     whose = catalog.get(beside.format).tool if beside.format in TRAINER else ""
-    return Filled(found, Filling(beside.name, whose, unknown, beside.launch), [*dropped, *further])
+    launch = Launch() if same and beside.launcher else beside.launch  # which keeps the engine; torchrun would lose it
+    return Filled(found, Filling(beside.name, whose, unknown, launch), [*dropped, *further])
 
 
 def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:

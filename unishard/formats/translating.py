@@ -147,7 +147,7 @@ def translate(
         found = changes(different, reading, back, items)
         warnings += [*refusals(back, target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
     text = target.render(document, reading) if dropped or same is None else _text(target, document, reading)
-    launch = _launch(reading, to) or (filling.launch.torchrun() if filling and reading.format != to else "")
+    launch = _launch(reading, to) or (filling.launch.torchrun() if filling else "")
     return Outcome(reading, to, items, document, text, tuple(warnings), launch, tuple(dropped), filling, found)
 
 
