@@ -85,7 +85,7 @@ def test_a_key_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
     [
         ({"optimizer": "muon"}, "optimizer", "in the training script"),
         ({"lr_scheduler": "one_cycle"}, "lr_scheduler", "schedule one_cycle is not supported"),
-        ({"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.5}, "cosine_constant_lr_ratio", "falls until the end"),
+        ({"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.5}, "cosine_constant_lr_ratio", "stops falling before the end"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size", "parallelism within a model is not supported"),
         ({"context_parallel_size": 4}, "context_parallel_size", "parallelism within a model is not supported"),
         ({"lr_groups": [{"name": "a"}]}, "lr_groups", "parameter groups"),
