@@ -23,7 +23,7 @@ from unishard.launch.slurm import batch_script
 from unishard.loading import hostfile
 from unishard.loading.launched import CONFIG, OVERRIDES, variables
 
-SCRIPT = Script("train.py", ("--lr", "3"))
+SCRIPT = Script("train.py", ("--log", "3"))
 
 
 def config(**launch: Any) -> Config:
@@ -91,23 +91,23 @@ def test_training_does_not_depend_on_it() -> None:
 @pytest.mark.parametrize(
     ("launch", "place", "line"),
     [
-        ({}, Host(processes="2"), "torchrun --standalone --nproc-per-node 2 train.py --lr 3"),
+        ({}, Host(processes="2"), "torchrun --standalone --nproc-per-node 2 -- train.py --log 3"),
         (
             {"max_restarts": 2},
             None,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node gpu --max-restarts 2 train.py --lr 3",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node gpu --max-restarts 2 -- train.py --log 3",
         ),
         (
             {"nodes": "2:4", "processes_per_node": 8, "endpoint": "head", "rendezvous_options": {"join_timeout": 60, "read_timeout": 5}},
             None,
             "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id unishard "
-            "--rdzv-conf join_timeout=60,read_timeout=5 train.py --lr 3",
+            "--rdzv-conf join_timeout=60,read_timeout=5 -- train.py --log 3",
         ),
         (
             {"nodes": 2, "processes_per_node": 8, "endpoint": "[fd00::1]:7", "rendezvous": "static", "environment": {"A": "b c", "N": 3}},
             Host(node_rank=1),
             "A='b c' N=3 torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-backend static --rdzv-endpoint '[fd00::1]:7' "
-            "--rdzv-id unishard train.py --lr 3",
+            "--rdzv-id unishard -- train.py --log 3",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_signals_that_save_reach_the_ranks_and_leave_time_for_it() -> None:
     assert line.startswith("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 ")
 
 
-def test_torchrun_takes_it() -> None:
+def test_torchrun_takes_it_with_a_script_s_option_that_is_short_for_its_own() -> None:
     from torch.distributed.run import get_args_parser
 
     cfg = config(nodes="1:2", processes_per_node=2, endpoint="head:1", max_restarts=3, rendezvous_options={"join_timeout": 60})
@@ -132,7 +132,7 @@ def test_torchrun_takes_it() -> None:
         3,
         "join_timeout=60",
         "train.py",
-        ["--lr", "3"],
+        ["--log", "3"],
     )
     assert get_args_parser().parse_args(list(command_of(config(), SCRIPT, {}).words[1:])).standalone
 
@@ -176,9 +176,9 @@ def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
     assert result.exit_code == 0, result.output
     words = shlex.split(result.stdout)
     assert words[:2] == [f"UNISHARD_CONFIG={project.resolve()}", 'UNISHARD_OVERRIDES=["training.seed=1"]']
-    assert words[words.index("--standalone") :] == ["--standalone", "--nproc-per-node", "4", "train.py", "--set", "x", "-m"]
+    assert words[words.index("--standalone") :] == ["--standalone", "--nproc-per-node", "4", "--", "train.py", "--set", "x", "-m"]
     as_json = json.loads(run("launch", "--json", "c.yaml", "--dry-run", "-m", "pkg.train", "--help").stdout)
-    assert as_json["command"][-4:] == ["2", "-m", "pkg.train", "--help"]
+    assert as_json["command"][-4:] == ["-m", "--", "pkg.train", "--help"]
     assert as_json["environment"] == {"UNISHARD_CONFIG": str(project.resolve())}
     assert shlex.split(as_json["line"])[1:] == as_json["command"]
 

@@ -20,6 +20,7 @@ _HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """What torchrun passes on to the ranks unless `--signals-to-handle` says otherwise (torch 2.13, distributed/run.py)."""
 # With restarts each life of the ranks gets a store of its own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). torch 2.13 otherwise keeps one for all
 # (dynamic_rendezvous.py, next_rendezvous), in which ranks that start anew find the addresses of those that are gone.
+# `--` comes before a script with options: argparse of Python 3.11 takes its `--log` for an abbreviation of torchrun's `--log-dir`.
 _SAVING = "300"
 """Seconds that ranks have for a save after a signal; torchrun's own 30 are too few (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."""
 
@@ -34,7 +35,8 @@ class Script(NamedTuple):
 
     def words(self) -> list[str]:
         """As torchrun takes it."""
-        return [*(["-m"] if self.module else []), self.name, *self.arguments]
+        options = any(argument.startswith("--") for argument in self.arguments)
+        return [*(["-m"] if self.module else []), *(["--"] if options else []), self.name, *self.arguments]
 
 
 class ShellText(str):

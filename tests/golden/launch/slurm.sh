@@ -18,7 +18,7 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a node have different ones
 
 before=$(cat /data/runs/llama/latest 2>/dev/null)
-srun --no-kill --kill-on-bad-exit=0 torchrun --nnodes "2:$SLURM_JOB_NUM_NODES" --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID" --max-restarts 3 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 train.py --epochs 3
+srun --no-kill --kill-on-bad-exit=0 torchrun --nnodes "2:$SLURM_JOB_NUM_NODES" --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID" --max-restarts 3 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -- train.py --epochs 3
 code=$?
 if [ $code -ne 0 ] && [ "$(cat /data/runs/llama/latest 2>/dev/null)" != "$before" ]; then
     scontrol requeue "$SLURM_JOB_ID"  # a signal has ended them after a save: go on from there
