@@ -33,7 +33,11 @@ from unishard.testing.cells import BACKENDS
 
 WORLD = 2
 VICTIMS = ("rank 0", "rank 1", "all ranks", "launcher")
-_GONE = r"unishard: rank \d of 2 .*rank {} is gone: .*|unishard launch: (rank {} was killed by SIGKILL.*|starts all ranks anew .*)"
+_FAILED = "the save in the background failed: "
+_GONE = (
+    rf"(unishard: rank \d of 2 .*|{_FAILED})rank {{}} is gone: .*"
+    r"|unishard launch: (rank {} was killed by SIGKILL.*|starts all ranks anew .*)"
+)
 CAUSES = {
     "rank 0": _GONE.format(0, 0),
     "rank 1": _GONE.format(1, 1),
