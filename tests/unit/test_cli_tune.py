@@ -68,7 +68,7 @@ ASK = ("tune", "c.yaml", "--model", "factories:build", "--seq-len", "64", "--pro
         (["train.py"], "train.py: there is no such script"),
         (["--model", "nothing"], "--model: nothing is no folder"),
         (["--backends", "zero", "--model", "factories:build"], "--backends: 'zero' is unknown; write deepspeed or fsdp"),
-        (["--set", "training.global_batch_size=5", "-m", "x"], "training.global_batch_size: is 5, but"),
+        (["--set", "training.global_batch_size=5", "-m", "x"], "override: training.global_batch_size: is 5, but"),
         (["--set", "training.seed=1", "--write", "-m", "x"], "--write edits the file, which --set does not"),
     ],
 )

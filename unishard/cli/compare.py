@@ -69,7 +69,7 @@ def compare(
     from unishard.compare.measuring import Task
     from unishard.compare.text import distances, lines_of
 
-    cfg, changes = given(config, set_, processes_per_node)
+    cfg, changes, _ = given(config, set_, processes_per_node)
     rows = candidates_of(cfg, backends, strategies)
     task = Task(config, script_or_model(script, arguments, module, model, seq_len), steps, timeout, rounds=rounds)
     with folder_of(out) as folder:

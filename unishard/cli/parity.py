@@ -84,7 +84,7 @@ def parity(
 
     if golden is not None and write_golden is not None:
         raise UnishardError("--golden compares with a file and --write-golden writes one; give one of them")
-    cfg, changes = given(config, set_, processes_per_node)
+    cfg, changes, _ = given(config, set_, processes_per_node)
     expected = None if golden is None else read_golden(golden)
     one_engine = golden is not None or write_golden is not None
     rows = candidates_of(cfg, backends or (cfg.backend if one_engine else None), None)

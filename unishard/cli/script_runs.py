@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unishard.compare.measuring import Measured, Task
     from unishard.config.run_ranks import RunRanks
     from unishard.launch.command import Script
+    from unishard.loading.origins import Origins
 
 __all__ = [
     "AsJson",
@@ -83,6 +84,8 @@ class OverriddenConfig(NamedTuple):
     cfg: Config
     changes: list[str]
     """The overrides."""
+    origins: Origins
+    """Where each value comes from."""
 
 
 def given(config: Path, set_: Sequence[str] | None, processes_per_node: int | None) -> OverriddenConfig:
@@ -95,8 +98,8 @@ def given(config: Path, set_: Sequence[str] | None, processes_per_node: int | No
 
     changes = [*(set_ or []), *([f"launch.processes_per_node={processes_per_node}"] if processes_per_node else [])]
     with own_file(config):
-        cfg, _ = read(config, changes)
-    return OverriddenConfig(cfg, changes)
+        cfg, origins = read(config, changes)
+    return OverriddenConfig(cfg, changes, origins)
 
 
 def script_of(name: str, arguments: Sequence[str] | None, module: bool) -> Script:

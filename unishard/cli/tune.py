@@ -32,7 +32,7 @@ from unishard.cli.script_runs import (
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.config.batch_sizes import check_batch
-from unishard.errors import UnishardError
+from unishard.errors import ConfigError, UnishardError
 
 if TYPE_CHECKING:
     from unishard.compare.trials import Trials
@@ -83,11 +83,14 @@ def tune(
 
     if write and set_:
         raise UnishardError("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
-    cfg, changes = given(config, set_, processes_per_node)
+    cfg, changes, origins = given(config, set_, processes_per_node)
     what = script_or_model(script, arguments, module, model, seq_len)
     ranks = ranks_here(cfg)
     echo(f"note: for {ranks}" + _other_hosts(cfg), err=True)
-    check_batch(cfg.training, ranks.topology.world_size * cfg.launch.max_nodes)
+    try:
+        check_batch(cfg.training, ranks.topology.world_size * cfg.launch.max_nodes)
+    except ConfigError as error:
+        raise origins.locate(error) from None
     if cfg.training.global_batch_size is not None:  # of all hosts; the candidates take the same samples anyway
         changes = [*changes, "training.global_batch_size=null"]
         cfg = cfg.override(changes[-1])
