@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unishard.printable import in_one_line, printable
+from unishard.printable import in_one_line, printable, shortened
 
 __all__ = [
     "BackendError",
@@ -37,6 +37,12 @@ __all__ = [
     "TranslationError",
     "UnishardError",
 ]
+
+
+_MOST = 100
+"""Problems in one message."""
+_LONGEST = 2000
+"""Characters of a problem, which may quote a value from a file."""
 
 
 class UnishardError(Exception):
@@ -65,7 +71,9 @@ class ConfigError(UnishardError, ValueError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(map(str, self.problems)))
+        lines = [shortened(str(problem), _LONGEST) for problem in self.problems[:_MOST]]
+        more = [f"... and {len(self.problems) - _MOST} problems more"] if self.problems[_MOST:] else []
+        super().__init__("\n".join([*lines, *more]))
 
 
 class TranslationError(ConfigError):

@@ -99,6 +99,7 @@ ABSURD: dict[str, Callable[[], bytes]] = {
     "pairs of brackets": lambda: b"[" + b"[]," * (MEGABYTE // 3 - 1) + b"[]]",
     "objects": lambda: b'{"a":[' + b"{}," * (MEGABYTE // 3 - 4) + b"{}]}",
     "keys": lambda: b"{" + b",".join(b'"k%d":1' % number for number in range(80_000)) + b"}",
+    "keys of a section": lambda: b'{"zero_optimization": {' + b",".join(b'"k%d":1' % number for number in range(40_000)) + b"}}",
     "lines of keys": lambda: b"".join(b"k%d: 1\n" % number for number in range(90_000)),
     "digits": lambda: b"9" * MEGABYTE,
     "a key of digits": lambda: b'{"step": ' + b"9" * (MEGABYTE - 20) + b"}",

@@ -20,6 +20,7 @@ COSTLY = {
     "the tensors of another tool's checkpoint": tuple(name for name in ABSURD if "archive" in name),
     "DeepSpeed's optimizer": ("an archive with a key of 2^60 elements", "an archive with tensors of 2^24 elements", "a compressed archive"),
     "a config": ("aliases of aliases", "lines of keys", "tags", "digits"),
+    "a config of deepspeed": ("keys of a section",),
     "a config of hf": ("aliases of aliases", "merges of merges", "a key of digits", "tags"),
     "a manifest": ("digits", "keys", "braces"),
     "weights": ("headers", "a header of brackets"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unishard.printable import shortened
+
 __all__ = ["LONGEST", "errors_in", "readable", "text_of"]
 
 LONGEST = 4000
@@ -16,7 +18,7 @@ def text_of(error: BaseException) -> str:
         text = str(error)
     except Exception as broken:  # of the user's class
         return f"no text, since its __str__ raises {type(broken).__name__}"
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 100]} ... ({len(text)} characters)"
+    return shortened(text, LONGEST)
 
 
 def readable(error: BaseException) -> BaseException:

@@ -23,14 +23,22 @@ def with_effects(outcome: Outcome, whole: ReadDocument) -> Outcome:
         outcome: The translation without the keys.
         whole: The document with them.
     """
-    return outcome._replace(dropped=tuple(one._replace(effect=_effect(list(_said(one.key, whole)), outcome)) for one in outcome.dropped))
+    own = {entry.key: entry for entry in whole.entries if not entry.assumed}
+    within: dict[str, list[Entry]] = {}
+    for key, entry in own.items():
+        for name in _with_blocks(key):
+            within.setdefault(name, []).append(entry)
+
+    def said(key: str) -> list[Entry]:
+        """What a key says: its entry and those below it, or that of the block around it which is one value."""
+        return within.get(key) or [own[name] for name in _with_blocks(key) if name in own]
+
+    return outcome._replace(dropped=tuple(one._replace(effect=_effect(said(one.key), outcome)) for one in outcome.dropped))
 
 
-def _said(key: str, whole: ReadDocument) -> Iterator[Entry]:
-    """What a key says: its entry and those below it, or that of the block around it which is one value."""
-    for entry in whole.entries:
-        if not entry.assumed and (f"{entry.key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{entry.key}.")):
-            yield entry
+def _with_blocks(key: str) -> Iterator[str]:
+    """The key and the blocks around it."""
+    return (f"{key}."[:at] for at, character in enumerate(f"{key}.") if character == ".")
 
 
 def _effect(entries: list[Entry], outcome: Outcome) -> str:

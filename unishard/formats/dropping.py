@@ -36,16 +36,16 @@ def drop_keys(source: Source, patterns: Sequence[str]) -> tuple[Source, list[Dro
     if not patterns:
         return source, []
     dropped: list[DroppedKey] = []
-    data = _without(source, source.data, patterns, (), dropped)
+    data = _without(source, source.data, _Patterns.of(patterns), (), dropped)
     return source._replace(data=data), dropped
 
 
 def drop_entries(entries: Iterable[Entry], patterns: Sequence[str]) -> tuple[list[Entry], list[DroppedKey]]:
     """The entries, those that match said to be left out: of a file that the document names, or of a key that it lacks and needs."""
-    found, dropped = [], []
+    found, dropped, wanted = [], [], _Patterns.of(patterns)
     for entry in entries:
         refused = entry.meaning.fit is Fit.UNSUPPORTED
-        pattern = _match(entry.path, patterns) if refused or not entry.assumed else None
+        pattern = wanted.match(entry.path) if refused or not entry.assumed else None
         if pattern is None:
             found.append(entry)
             continue
@@ -67,11 +67,11 @@ def check_used(patterns: Iterable[str], dropped: Iterable[DroppedKey], source: S
         raise ConfigError([Problem(f"--drop {pattern}", what, source.name) for pattern in unused])
 
 
-def _without(source: Source, data: Mapping[str, Any], patterns: Sequence[str], above: Path, dropped: list[DroppedKey]) -> Mapping[str, Any]:
+def _without(source: Source, data: Mapping[str, Any], patterns: _Patterns, above: Path, dropped: list[DroppedKey]) -> Mapping[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in data.items():
         path = (*above, name)
-        if pattern := _match(path, patterns):
+        if pattern := patterns.match(path):
             dropped += _leaves(source, path, value, pattern)
         elif isinstance(value, Mapping) and value:
             inner = _without(source, value, patterns, path, dropped)
@@ -90,7 +90,19 @@ def _leaves(source: Source, path: Path, value: Any, pattern: str) -> Iterator[Dr
         yield DroppedKey(".".join(path), value, source.origins.of(path).line, pattern)
 
 
-def _match(path: Path, patterns: Sequence[str]) -> str | None:
-    """The pattern of a path: its own key, or that of a block around it."""
-    names = [".".join(path[: at + 1]) for at in range(len(path))]
-    return next((pattern for pattern in patterns for name in names if name == pattern or fnmatchcase(name, pattern)), None)
+class _Patterns(NamedTuple):
+    """What is dropped. Keys are looked up, since a remedy may name thousands."""
+
+    keys: frozenset[str]
+    globs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, patterns: Iterable[str]) -> _Patterns:
+        every = tuple(patterns)
+        return cls(frozenset(every), tuple(pattern for pattern in every if set(pattern) & set("*?[")))
+
+    def match(self, path: Path) -> str | None:
+        """The pattern of a path: its own key, or that of a block around it."""
+        names = [".".join(path[: at + 1]) for at in range(len(path))]
+        found = next((name for name in names if name in self.keys), None)
+        return found or next((pattern for pattern in self.globs for name in names if fnmatchcase(name, pattern)), None)

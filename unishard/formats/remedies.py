@@ -131,16 +131,17 @@ class _Search:
                 self.sets[field] = self._open[field].pop(0)
                 set_now.add(field)
                 changed = True
-            elif key and not any(key == other or _is_below(key, other) for other in self.drops):
-                self.drops = {other: None for other in self.drops if not _is_below(other, key)} | {key: None}
+            elif key and key not in self.drops and not self.drops.keys() & set(_above(key)):
+                self.drops[key] = None
                 self.sets = {field: value for field, value in self.sets.items() if field not in fields}
                 changed = True
+        self.drops = {key: None for key in self.drops if not self.drops.keys() & set(_above(key))}
         return changed
 
 
-def _is_below(key: str, other: str) -> bool:
-    """Whether `other` takes `key` along when it is dropped."""
-    return key.startswith((f"{other}.", f"{other}["))
+def _above(key: str) -> Iterator[str]:
+    """The keys that take this one along when they are dropped."""
+    return (key[:at] for at, character in enumerate(key) if character in ".[")
 
 
 def _refused(outcome: Outcome, topology: Topology | None) -> Iterator[_RefusedKey]:

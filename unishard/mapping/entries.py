@@ -32,6 +32,8 @@ __all__ = [
 
 Path = tuple[str, ...]
 _DOTTED = re.compile(r"[a-z_]+(\.[a-z_]+)+|backend|activation_checkpointing|strict")
+_MOST_HINTS = 200
+"""Unknown keys of a document that get a "did you mean"; comparing a word takes time, and a file with more has no slips."""
 
 
 class Unreadable(ValueError):
@@ -179,7 +181,7 @@ def interpret(
         assumed,
         topology,
     )
-    entries = []
+    entries, unknown = [], 0
     for path, value in values.items():
         key = _key(path)
         if key in keys:
@@ -189,7 +191,9 @@ def interpret(
         else:
             name = ".".join(path)
             overlooked = ignores_unknown(name) if callable(ignores_unknown) else ignores_unknown
-            meaning = _unknown(name, keys, tool, overlooked)
+            unknown += 1
+            hint = _hint(name, keys) if unknown <= _MOST_HINTS else ""
+            meaning = _unknown(tool, overlooked, hint)
         entries.append(Entry(path, value, meaning))
     for key, value in assumed.items():
         if key not in given and key in keys:
@@ -276,13 +280,16 @@ def _accepted(value: Any, accepts: Callable[[Any], Any]) -> bool:
     return True
 
 
-def _unknown(key: str, keys: Mapping[str, Key], tool: str, overlooked: bool) -> Meaning:
+def _hint(key: str, keys: Mapping[str, Key]) -> str:
     where, _, name = key.rpartition(".")
     beside = [other.rpartition(".")[2] for other in keys if other.rpartition(".")[0] == where]
-    near = get_close_matches(name, beside, 1, 0.75)
     nested_there = [other for other in keys if other.endswith(f".{key}")]
     elsewhere = nested_there or [other for other in keys if other.rpartition(".")[2] == name]
-    hint = f"; did you mean {near[0]!r}?" if near else f"; did you mean {elsewhere[0]!r}?" if elsewhere else ""
+    meant = get_close_matches(name, beside, 1, 0.75) or elsewhere
+    return f"; did you mean {meant[0]!r}?" if meant else ""
+
+
+def _unknown(tool: str, overlooked: bool, hint: str) -> Meaning:
     if overlooked:
         return Meaning(Fit.IGNORED, f"{tool} does not know this key and ignores it{hint}", kept=True, unknown=True)
     return Meaning(Fit.UNSUPPORTED, f"{tool} does not know this key{hint or '; remove it'}", unknown=True)
