@@ -19,8 +19,8 @@ def _exact(cfg: Config) -> bool:
     return cfg.precision.compute != "fp16"
 
 
-def _constant(cfg: Config) -> bool:
-    return cfg.scheduler.name == "constant"
+def _endless(cfg: Config) -> bool:
+    return not cfg.scheduler.ends
 
 
 _ADAM = ("adamw", "adam")
@@ -64,15 +64,15 @@ BY_SCRIPT: Mapping[str, Rule] = {
     "optimizer.groups": write("parameter groups of the optimizer", lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": write(
         "torch.optim.lr_scheduler.LambdaLR, stepped after each update",
-        lambda cfg: _constant(cfg) and not cfg.scheduler.warmup_steps,
+        lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps,
         "constant without warm-up",
     ),
     "scheduler.warmup_steps": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "0"),
     "scheduler.warmup_type": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
     "scheduler.warmup_start_ratio": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
     "scheduler.delay_steps": write("part of the schedule", lambda cfg: not cfg.scheduler.delay_steps, "0"),
-    "scheduler.total_steps": write("part of the schedule", _constant, "constant"),
-    "scheduler.min_lr_ratio": write("part of the schedule", _constant, "constant"),
+    "scheduler.total_steps": write("part of the schedule", _endless, "without an end"),
+    "scheduler.min_lr_ratio": write("part of the schedule", _endless, "without an end"),
     "communication.reduce_bucket_size": none("affects only time; FSDP2 reduces the gradients of a unit together"),
     "communication.prefetch_bucket_size": none("affects only time; FSDP2 prefetches the next unit"),
     "communication.overlap": none("affects only time; FSDP2 always overlaps", lambda cfg: cfg.communication.overlap, "true"),

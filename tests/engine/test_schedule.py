@@ -7,6 +7,7 @@ import torch
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
+    get_inverse_sqrt_schedule,
     get_linear_schedule_with_warmup,
 )
 
@@ -46,13 +47,15 @@ def theirs(make: object, updates: int) -> list[list[float]]:
     [
         ({"name": "constant", "warmup_steps": 4}, lambda o: get_constant_schedule_with_warmup(o, 4)),
         ({"name": "linear", "warmup_steps": 3, "total_steps": 12}, lambda o: get_linear_schedule_with_warmup(o, 3, 12)),
+        ({"name": "inverse_sqrt", "warmup_steps": 4}, lambda o: get_inverse_sqrt_schedule(o, 4)),
+        ({"name": "inverse_sqrt"}, lambda o: get_inverse_sqrt_schedule(o, 0)),
         ({"name": "linear", "total_steps": 12}, lambda o: get_linear_schedule_with_warmup(o, 0, 12)),
         (
             {"name": "cosine", "warmup_steps": 3, "total_steps": 12, "min_lr_ratio": 0.1},
             lambda o: get_cosine_with_min_lr_schedule_with_warmup(o, 3, 12, min_lr_rate=0.1),
         ),
     ],
-    ids=["constant", "linear with warm-up", "linear", "cosine"],
+    ids=["constant", "linear with warm-up", "inverse sqrt with warm-up", "inverse sqrt", "linear", "cosine"],
 )
 def test_equals_transformers(section: dict[str, object], make: object) -> None:
     for mine, other in zip(ours(section, 12), theirs(make, 12), strict=True):

@@ -120,7 +120,12 @@ def test_only_the_dataset_knows_how_many_updates_there_are() -> None:
         ({"optim": "adafactor"}, "optim", "in the training script"),
         ({"optim": "adam"}, "optim", "adamw_torch"),
         ({"optim": "sgd", "optim_args": "dampening=0.1"}, "optim_args", "dampening"),
-        ({"lr_scheduler_type": "inverse_sqrt"}, "lr_scheduler_type", "schedule inverse_sqrt is not supported"),
+        ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type", "schedule greedy is not supported"),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 4, "lr_scheduler_kwargs": {"timescale": 9}},
+            "lr_scheduler_type",
+            "a timescale of warmup_steps",
+        ),
         (
             {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}},
             "lr_scheduler_type",

@@ -102,8 +102,8 @@ def test_schedules_are_the_same_curve(arguments: Any) -> None:
     from unishard.config import Scheduler
     from unishard.engine.optim.schedule import factor
 
-    for name, end in [("constant", 0.0), ("linear", 0.0), ("linear", 0.2), ("cosine", 0.0), ("cosine", 0.1)]:
-        shape = {"total_steps": 20, "min_lr_ratio": end} if name != "constant" else {}
+    for name, end in [("constant", 0.0), ("linear", 0.0), ("linear", 0.2), ("cosine", 0.0), ("cosine", 0.1), ("inverse_sqrt", 0.0)]:
+        shape = {"total_steps": 20, "min_lr_ratio": end} if name in ("linear", "cosine") else {}
         section = {"name": name, "warmup_steps": 4, **shape}
         built = arguments(translate({"optimizer": {"lr": 0.5}, "scheduler": section}, "hf", from_="unishard").text)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)

@@ -80,9 +80,9 @@ def _optimizer(draw: Any) -> dict[str, Any]:
 
 
 def _scheduler(draw: Any) -> dict[str, Any]:
-    name = draw(st.sampled_from(["constant", "linear", "cosine"]))
+    name = draw(st.sampled_from(["constant", "linear", "cosine", "inverse_sqrt"]))
     scheduler: dict[str, Any] = {"name": name, "warmup_steps": draw(st.sampled_from([0, 1, 10]))}
-    if name != "constant":
+    if name in ("linear", "cosine"):
         scheduler |= {"total_steps": draw(st.integers(11, 5000)), "min_lr_ratio": draw(st.sampled_from([0.0, 0.1, 0.25]))}
     return scheduler
 

@@ -155,6 +155,6 @@ def _schedulers(draw: st.DrawFn) -> dict[str, Any]:
         kinds = ("linear", "log") if warmup > 1 else ("linear",)
         climb |= draw(some(warmup_type=st.sampled_from(kinds), warmup_start_ratio=st.floats(0, 1), delay_steps=st.integers(0, 3)))
     if draw(st.booleans()):
-        return {"name": "constant", **climb}
+        return {"name": draw(st.sampled_from(("constant", "inverse_sqrt"))), **climb}
     name = draw(st.sampled_from(("linear", "cosine")))
     return {"name": name, **climb, "total_steps": warmup + draw(positive), **draw(some(min_lr_ratio=st.floats(0, 1)))}

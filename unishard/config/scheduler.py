@@ -21,8 +21,11 @@ class Scheduler(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
-    name: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_lower), Spellings()] = Field(default="constant")
-    """Shape after the warm-up: constant, linear decay, or cosine decay."""
+    name: Annotated[Literal["constant", "linear", "cosine", "inverse_sqrt"], BeforeValidator(_lower), Spellings()] = Field(
+        default="constant"
+    )
+    """Shape after the warm-up: constant, linear decay, cosine decay, or the inverse square root of the updates over `warmup_steps` (10,000
+    without a warm-up), as in transformers."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises; update i uses i / warmup_steps of the range, as in transformers."""
     warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(_lower), Spellings()] = Field(default="linear")
@@ -37,17 +40,26 @@ class Scheduler(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
+    @property
+    def ends(self) -> bool:
+        """Whether the rate falls until `total_steps`; the other schedules have no end."""
+        return self.name in ("linear", "cosine")
+
+    @property
+    def _whose(self) -> str:
+        return f"{'an' if self.name.startswith('i') else 'a'} {self.name}"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems: list[tuple[str, str]] = []
-        if self.name == "constant":
+        if not self.ends:
             problems += [
-                (field, "is unused with a constant schedule; remove it or choose linear or cosine")
+                (field, f"is unused with {self._whose} schedule; remove it or choose linear or cosine")
                 for field in ("total_steps", "min_lr_ratio")
                 if field in self.changed
             ]
         elif self.total_steps is None:
-            problems.append(("total_steps", f"is required by a {self.name} schedule; write the number of updates"))
+            problems.append(("total_steps", f"is required by {self._whose} schedule; write the number of updates"))
         elif self.warmup_steps >= self.total_steps:
             problems.append(("warmup_steps", f"must be smaller than total_steps ({self.total_steps}), got {self.warmup_steps}"))
         if not self.warmup_steps:

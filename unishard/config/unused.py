@@ -44,7 +44,7 @@ _CASES = (
     _Case(("optimizer.amsgrad",), _optimizer_without("adamw", "adam"), "the optimizer has none"),
     _Case(("optimizer.momentum", "optimizer.nesterov"), _optimizer_without("sgd"), "only sgd has it"),
     _Case(("optimizer.no_decay",), lambda cfg: not cfg.optimizer.weight_decay, "there is no weight decay"),
-    _Case(("scheduler.total_steps", "scheduler.min_lr_ratio"), lambda cfg: cfg.scheduler.name == "constant", "the schedule is constant"),
+    _Case(("scheduler.total_steps", "scheduler.min_lr_ratio"), lambda cfg: not cfg.scheduler.ends, "the schedule has no end"),
     _Case(("scheduler.warmup_type", "scheduler.warmup_start_ratio"), lambda cfg: not cfg.scheduler.warmup_steps, "there is no warm-up"),
     _Case(
         ("scheduler.delay_steps",), lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, "the rate is constant"

@@ -82,8 +82,8 @@ def _lost(*notes: tuple[str, str]) -> dict[str, Rule]:
     return {path: Rule(Fit.IGNORED, NO_KEY, note) for path, note in notes}
 
 
-def _constant(cfg: Config) -> bool:
-    return cfg.scheduler.name == "constant"
+def _endless(cfg: Config) -> bool:
+    return not cfg.scheduler.ends
 
 
 def _no_warmup(cfg: Config) -> bool:
@@ -203,13 +203,13 @@ FALLBACKS: Mapping[str, Rule] = {
     "offload.nvme_path": row(Fit.UNSUPPORTED, NO_KEY, NO_FILES, when_default("offload.nvme_path")),
     "optimizer.betas": row(Fit.NEEDS_INPUT, SCRIPT, "betas of the optimizer", *_belongs("adamw", "adam", "lion")),
     "optimizer.eps": row(Fit.NEEDS_INPUT, SCRIPT, "eps of the optimizer", *_belongs("adamw", "adam", "adagrad")),
-    "scheduler.name": _scheduled("constant without warmup", lambda cfg: _constant(cfg) and _no_warmup(cfg)),
+    "scheduler.name": _scheduled("constant without warmup", lambda cfg: cfg.scheduler.name == "constant" and _no_warmup(cfg)),
     "scheduler.warmup_steps": _scheduled("0", _no_warmup),
     "scheduler.warmup_type": _scheduled("no warmup", _no_warmup),
     "scheduler.warmup_start_ratio": _scheduled("no warmup", _no_warmup),
     "scheduler.delay_steps": _scheduled("0", lambda cfg: not cfg.scheduler.delay_steps),
-    "scheduler.total_steps": _scheduled("constant", _constant),
-    "scheduler.min_lr_ratio": _scheduled("constant", _constant),
+    "scheduler.total_steps": _scheduled("without an end", _endless),
+    "scheduler.min_lr_ratio": _scheduled("without an end", _endless),
     "native": row(
         Fit.APPROXIMATE,
         NO_KEY,

@@ -52,7 +52,7 @@ def _gathered(cfg: Config) -> bool:
 
 
 def _falling(cfg: Config) -> bool:
-    return cfg.scheduler.name != "constant"
+    return cfg.scheduler.ends
 
 
 _QUESTIONS = (

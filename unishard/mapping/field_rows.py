@@ -88,6 +88,11 @@ RESHARDS_TO_ALL = When(
 MATMUL = write("call torch.set_float32_matmul_precision", lambda cfg: cfg.precision.matmul == "keep", "keep")
 """The row of `precision.matmul` where a tool has no key for it."""
 
+NO_INVERSE_SQRT = When(
+    "inverse_sqrt", lambda cfg: cfg.scheduler.name == "inverse_sqrt", Fit.UNSUPPORTED, "there is no such schedule; choose linear or cosine"
+)
+"""The case of `scheduler.name` where a tool has no inverse square root."""
+
 
 def lost(why: str, off: Holds, case: str) -> Rule:
     """A row for what the format does not support, unless a config does not need it."""

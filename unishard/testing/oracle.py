@@ -117,6 +117,9 @@ def rate(schedule: Scheduler, update: int) -> float:
     warm, end, floor = schedule.warmup_steps, schedule.total_steps, schedule.min_lr_ratio
     if update < warm:
         return update / warm
+    if schedule.name == "inverse_sqrt":
+        scale = warm or 10_000
+        return float(((update - warm + scale) / scale) ** -0.5)
     if schedule.name == "constant" or end is None:
         return 1.0
     left = max(0.0, (end - update) / (end - warm))

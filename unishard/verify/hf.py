@@ -22,6 +22,7 @@ _SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
     "polynomial": "linear",
+    "inverse_sqrt": "inverse_sqrt",
     "warmup_stable_decay": "warmup_stable_decay",
 }
 _WHOLE = {"output_dir", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps", "bf16", "fp16", "optim"}

@@ -176,7 +176,7 @@ def _name_of(cfg: Config, topology: Topology) -> Native:
 
 
 def _lr_of(cfg: Config, topology: Topology) -> Native:
-    warms = cfg.scheduler.warmup_steps and cfg.scheduler.name != "cosine"
+    warms = cfg.scheduler.warmup_steps and cfg.scheduler.name in ("constant", "linear")
     return _params(lr=cfg.optimizer.lr) | ({"scheduler": {"params": {"warmup_max_lr": cfg.optimizer.lr}}} if warms else {})
 
 

@@ -233,7 +233,7 @@ def _floor_of(cfg: Config, topology: Topology) -> Native:
 _AHEAD = When("cosine with a warm-up", lambda cfg: _type_of(cfg) == "WarmupCosineLR", Fit.APPROXIMATE, _BEHIND)
 _BUILT = When(
     "linear or cosine without a warm-up, but with no_shard in fp32",
-    lambda cfg: cfg.scheduler.name != "constant" and _type_of(cfg) is None,
+    lambda cfg: cfg.scheduler.ends and _type_of(cfg) is None,
     Fit.NEEDS_INPUT,
     "pass LinearLR or CosineAnnealingLR: deepspeed.initialize(lr_scheduler=lambda o: ...)",
 )
@@ -250,17 +250,27 @@ _TWO_ENDS = When(
     "WarmupDecayLR begins and ends at one rate; that of the end is written",
 )
 
+_NO_CLASS = When(
+    "inverse_sqrt",
+    lambda cfg: cfg.scheduler.name == "inverse_sqrt",
+    Fit.NEEDS_INPUT,
+    "DeepSpeed has none: deepspeed.initialize(lr_scheduler=lambda o: transformers.get_inverse_sqrt_schedule(o, num_warmup_steps))",
+)
+
 SCRIPT_RULES: Mapping[str, Rule] = {
-    "scheduler.name": Rule(Fit.EXACT, "scheduler.type", to=_name_of, when=(_BUILT, _AHEAD)),
+    "scheduler.name": Rule(Fit.EXACT, "scheduler.type", to=_name_of, when=(_NO_CLASS, _BUILT, _AHEAD)),
     "scheduler.warmup_steps": Rule(
         Fit.EXACT,
         f"{_P}warmup_num_steps",
         to=_warmup_of,
-        when=(When("1", lambda cfg: cfg.scheduler.warmup_steps == 1, Fit.APPROXIMATE, "DeepSpeed's warm-ups last at least two updates"),),
+        when=(
+            _NO_CLASS,
+            When("1", lambda cfg: cfg.scheduler.warmup_steps == 1, Fit.APPROXIMATE, "DeepSpeed's warm-ups last at least two updates"),
+        ),
         auto=True,
     ),
-    "scheduler.warmup_type": Rule(Fit.EXACT, f"{_P}warmup_type", to=_climb_of),
-    "scheduler.warmup_start_ratio": Rule(Fit.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_TWO_ENDS,)),
+    "scheduler.warmup_type": Rule(Fit.EXACT, f"{_P}warmup_type", to=_climb_of, when=(_NO_CLASS,)),
+    "scheduler.warmup_start_ratio": Rule(Fit.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_NO_CLASS, _TWO_ENDS)),
     "scheduler.delay_steps": Rule(
         Fit.EXACT,
         "scheduler.type",

@@ -11,18 +11,25 @@ from unishard.config import Scheduler
 
 __all__ = ["Schedule", "factor"]
 
+_SCALE = 10_000
+"""Updates over which `inverse_sqrt` falls to the square root of a half, without a warm-up that says it."""
+
 
 def factor(cfg: Scheduler, updates: int) -> float:
     """Factor of the learning rate after `updates` updates.
 
-    The same closed forms as `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup` of transformers 5.23
-    with `min_lr_ratio` as floor; the logarithmic warm-up is that of `WarmupLR` and `WarmupDecayLR` in DeepSpeed 0.19.8.
+    The same closed forms as `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` (both with `min_lr_ratio` as floor)
+    and `get_inverse_sqrt_schedule` of transformers 5.23; the
+    logarithmic warm-up is that of `WarmupLR` and `WarmupDecayLR` in DeepSpeed 0.19.8.
     """
     updates = max(0, updates - cfg.delay_steps)
     if updates < cfg.warmup_steps:
         linear = cfg.warmup_type == "linear"
         climbed = updates / cfg.warmup_steps if linear else math.log(updates + 1) / math.log(cfg.warmup_steps)
         return cfg.warmup_start_ratio + (1.0 - cfg.warmup_start_ratio) * climbed
+    if cfg.name == "inverse_sqrt":
+        scale = cfg.warmup_steps or _SCALE
+        return math.sqrt(scale / (updates - cfg.warmup_steps + scale))
     if cfg.total_steps is None:
         return 1.0
     progress = min(1.0, (updates - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps))

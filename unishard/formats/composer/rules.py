@@ -13,7 +13,7 @@ from unishard.formats.composer import groups
 from unishard.formats.composer.logs import LOGS
 from unishard.formats.composer.saving import SAVING
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
-from unishard.mapping.field_rows import RESHARDS_TO_ALL, lost, started_elsewhere, unlooked
+from unishard.mapping.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, lost, started_elsewhere, unlooked
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
@@ -77,8 +77,8 @@ def _total(cfg: Config, topology: Topology) -> Native:
     return {"scheduler": {"t_max": time}, "max_duration": time}
 
 
-def _constant(cfg: Config) -> bool:
-    return cfg.scheduler.name == "constant"
+def _endless(cfg: Config) -> bool:
+    return not cfg.scheduler.ends
 
 
 def _not_fp16(cfg: Config) -> bool:
@@ -228,7 +228,9 @@ _OWN: Mapping[str, Rule] = {
     ),
     "optimizer.no_decay": exact("optimizer.param_groups", *_GROUPS, to=groups.write),
     "optimizer.groups": exact("optimizer.param_groups", *_GROUPS, to=groups.write),
-    "scheduler.name": exact("scheduler.name", to=lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}),
+    "scheduler.name": exact(
+        "scheduler.name", NO_INVERSE_SQRT, to=lambda cfg, topology: {"scheduler": {"name": _SHAPES[cfg.scheduler.name]}}
+    ),
     "scheduler.warmup_steps": exact(
         "scheduler.t_warmup", to=lambda cfg, topology: {"scheduler": {"t_warmup": f"{cfg.scheduler.warmup_steps}ba"}}
     ),
@@ -239,9 +241,11 @@ _OWN: Mapping[str, Rule] = {
         Fit.APPROXIMATE, "none: always 0", "Composer warms up from 0", when_default("scheduler.warmup_start_ratio")
     ),
     "scheduler.delay_steps": row(Fit.APPROXIMATE, "none: always 0", "Composer begins at once", when_default("scheduler.delay_steps")),
-    "scheduler.total_steps": exact("scheduler.t_max, max_duration", unless("constant", _constant, "the loop decides how long"), to=_total),
+    "scheduler.total_steps": exact(
+        "scheduler.t_max, max_duration", unless("without an end", _endless, "the loop decides how long"), to=_total
+    ),
     "scheduler.min_lr_ratio": exact(
-        "scheduler.alpha_f", to=lambda cfg, topology: {} if _constant(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}}
+        "scheduler.alpha_f", to=lambda cfg, topology: {} if _endless(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}}
     ),
     "compile.mode": row(
         Fit.EQUIVALENT,

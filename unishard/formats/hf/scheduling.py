@@ -24,8 +24,11 @@ _SHAPES: Mapping[str, str] = {
     "polynomial": "linear",
     "constant": "constant",
     "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
 }
-_OTHERS = ("inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
+_ENDING = ("linear", "cosine")
+"""Shapes that fall until the end of the training."""
+_OTHERS = ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
 _INSTEAD = "build the scheduler in the training script, or write linear or cosine"
 
 
@@ -56,9 +59,8 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
         return Meaning(Fit.UNSUPPORTED, f"only a cosine that falls once, over half a wave, is supported; {_INSTEAD}")
     if word == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
         return Meaning(Fit.UNSUPPORTED, f"of polynomials only the straight line of power 1 is supported; {_INSTEAD}")
-    shape = _SHAPES[word]
-    fields: dict[str, Any] = {"scheduler.name": shape}
-    if shape != "constant":
+    fields: dict[str, Any] = {"scheduler.name": _SHAPES[word]}
+    if _SHAPES[word] in _ENDING:
         if _climbs(given):
             return Meaning(Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)})
         fields["scheduler.total_steps"] = updates(given)
@@ -71,6 +73,8 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
             return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who}", fields | {"scheduler.min_lr_ratio": Undecided(who)})
     else:
         fields["scheduler.warmup_steps"] = 0 if word == "constant" else warmup(given)
+        if word == "inverse_sqrt" and kwargs.get("timescale") not in (None, fields["scheduler.warmup_steps"] or 10_000):
+            return Meaning(Fit.UNSUPPORTED, "only a timescale of warmup_steps is supported (10000 without a warmup); remove timescale")
     return Meaning(fields=fields)
 
 
@@ -127,6 +131,11 @@ def _climbs(given: Given) -> bool:
     return isinstance(first, int) and isinstance(last, int) and first >= last
 
 
+def _ends(given: Given) -> bool:
+    """Whether the rate falls until the end of the training."""
+    return _SHAPES.get(_shape_of(given.get("lr_scheduler_type"))) in _ENDING
+
+
 def _constant(given: Given) -> bool:
     return _shape_of(given.get("lr_scheduler_type")) == "constant"
 
@@ -162,7 +171,7 @@ def _ratio(value: Any, given: Given) -> Meaning:
 def _max_steps(value: Any, given: Given) -> Meaning:
     if integer()(value) <= 0:
         return Meaning(Fit.IGNORED, "is off: num_train_epochs counts", kept=True)
-    if _SHAPES.get(_shape_of(given.get("lr_scheduler_type")), "constant") == "constant":
+    if not _ends(given):
         return Meaning(Fit.IGNORED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True)
     if _climbs(given):
         return Meaning(Fit.IGNORED, _CLIMBS, kept=True)
@@ -186,6 +195,7 @@ def _kwargs(value: Any, given: Given) -> Meaning:
         "polynomial": ("lr_end", "power"),
         "cosine": ("num_cycles",),
         "cosine_with_restarts": ("num_cycles",),
+        "inverse_sqrt": ("timescale",),
     }.get(_shape_of(given.get("lr_scheduler_type")), ())
     strange = [key for key in value if key not in known]
     if strange:
