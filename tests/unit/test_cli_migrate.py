@@ -183,3 +183,21 @@ def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:
         {"path": "project/tulu.yaml", "tool": "open-instruct"},
     ]
     assert said["counts"]["files"] == sum(said["counts"].values()) - said["counts"]["files"]
+
+
+def test_deepspeeds_config_in_the_file_of_another_tool_is_read(project: Path) -> None:
+    """Inline or named, in a tool's file that is not read and in one that nobody knows."""
+    (project / "conf/ppo.yaml").write_text(f"actor_rollout_ref: {{deepspeed_config: {DEEPSPEED}}}\n")
+    (project / "mine.yaml").write_text("trainer:\n  deepspeed: conf/ds.json\n")
+    told = one_line(run("migrate", "project").stdout)
+    assert "deepspeed (actor_rollout_ref.deepspeed_config): engine deepspeed, strategy shard_grad_op" in told
+    assert "deepspeed (trainer.deepspeed: conf/ds.json): engine deepspeed, strategy shard_grad_op" in told
+    commands = [command for command in pasted(run("migrate", "project").stdout) if "--from" in command]
+    assert len(commands) == 2
+    for _, *arguments in commands:
+        result = run(*arguments)
+        assert (result.exit_code, "what the other keys say is not translated" in one_line(result.stderr)) == (0, True)
+        assert "strategy: shard_grad_op" in Path(arguments[-1]).read_text()
+    assert "(trainer.deepspeed: conf/ds.json) is read with `unishard translate --from deepspeed`" in one_line(
+        run("translate", "project/mine.yaml", "--to", "unishard").stderr
+    )

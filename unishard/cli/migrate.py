@@ -45,7 +45,8 @@ def migrate(
 
     Shows the format of each, how it would translate, and the commands that do it. Writes nothing. Looks at YAML, JSON and TOML files up to
     1 MiB, except in virtual environments, node_modules and .git. A launch script or a line of a README that names a config with open
-    values is given to it (--with), as is the only config of Accelerate. The last line counts all files: each translates, is refused, is
+    values is given to it (--with), as is the only config of Accelerate. Of another tool's file only DeepSpeed's config in it counts, or the
+    one that it names. The last line counts all files: each translates, is refused, is
     another tool's, cannot be read, or is skipped.
 
     Example: unishard migrate . --to unishard
@@ -118,16 +119,21 @@ def _blocks(configs: list[FoundConfig], others: list[ForeignConfig], to: str, su
         yield other.path, [_fitted(f"  not read: {'an' if other.tool[0] in 'AEIOUaeiou' else 'a'} {other.tool} config")]
     for one in configs:
         counts = ", ".join(f"{count} {fit}" for fit, count in one.counts.items() if count)
-        what = f"  {one.format}: engine {one.backend}, strategy {one.strategy}, precision {one.precision}"
+        where = f" ({one.block})" if one.block else ""
+        what = f"  {one.format}{where}: engine {one.backend}, strategy {one.strategy}, precision {one.precision}"
         yield (
             one.path,
-            [_fitted(what), _fitted(f"  {_OUTCOMES[one.status]}: {counts}"), *([_command(one, to, suffix)] if one.format != to else [])],
+            [
+                _fitted(what),
+                _fitted(f"  {_OUTCOMES[one.status]}: {counts}"),
+                *([_command(one, to, suffix)] if one.format != to or one.block else []),
+            ],
         )
 
 
 def _command(one: FoundConfig, to: str, suffix: str) -> str:
     """What to type for a file; a refused one is translated without the keys that have no equivalent."""
-    options = ["--with", one.script] if one.script else []
+    options = ["--with", one.script] if one.script else ["--from", one.format] if one.block else []
     options += ["--drop-unsupported"] if one.status == _REFUSED else []
     new = str(Path(one.path).with_suffix(f".{to}{suffix}"))
     words = ("unishard", "translate", one.path, "--to", to, *options, "-o", new)
@@ -145,6 +151,7 @@ def _object(one: FoundConfig) -> dict[str, object]:
         "status": one.status,
         "needs_input": list(one.open_fields),
         "with": one.script or None,
+        "block": one.block or None,
     }
 
 

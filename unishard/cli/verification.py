@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from unishard.cli.wrapping import report_width, wrapped
 from unishard.config.describe import bare
 
 if TYPE_CHECKING:
@@ -13,29 +14,28 @@ if TYPE_CHECKING:
 
 __all__ = ["write_verification"]
 
-_COLUMNS = ("setting", "source", "written", "effective", "")
-_LONGEST = 22
-
 
 def write_verification(found: Verification, file: TextIO) -> None:
-    """Write the table and the result to a stream."""
-    rows = [_cells(row) for row in found.rows]
-    if rows:
-        widths = [max(len(row[at]) for row in (_COLUMNS, *rows)) for at in range(len(_COLUMNS))]
-        for row in (_COLUMNS, *rows):
-            file.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+    """Write the settings and the result to a stream: what all agree on once, and what differs with each side's value."""
+    width, longest = report_width(file), max((len(row.field) for row in found.rows), default=0)
+    for row in found.rows:
+        file.write(wrapped(f"{row.field.ljust(longest)}  {_said(row)}", width, hanging=" " * (longest + 2)) + "\n")
     for line in _closing(found):
-        file.write(f"{line}\n")
+        file.write(wrapped(line, width, hanging="    ") + "\n")
 
 
-def _cells(row: ComparedSetting) -> tuple[str, ...]:
-    result = "" if not row.differs else "reported" if row.reported else "NOT REPORTED"
-    return (row.field, _shown(row.source), _shown(row.written), _shown(row.effective), result)
+def _said(row: ComparedSetting) -> str:
+    written = "not written" if row.written is None else f"written {bare(row.written)}"
+    if row.differs:
+        result = "reported" if row.reported else "NOT REPORTED"
+        return f"source {_shown(row.source)}, {written}, in effect {_shown(row.effective)}: {result}"
+    if row.effective is None:
+        return f"source {_shown(row.source)}, {written}"
+    return bare(row.effective) if row.written == row.effective else f"{bare(row.effective)} ({written})"
 
 
 def _shown(value: Any) -> str:
-    text = "-" if value is None else bare(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return "-" if value is None else bare(value)
 
 
 def _closing(found: Verification) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from unishard.errors import BackendError, ConfigError, Problem
+from unishard.formats.blocks import Block, block_in
 from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
 from unishard.formats.hydra import composed, names_lightning
@@ -15,7 +16,7 @@ from unishard.formats.signs import has
 from unishard.formats.source import Source
 from unishard.plugins import registry
 
-__all__ = ["NAMES", "get", "loudest", "mentions", "recognise"]
+__all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise"]
 
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra composes or builds."""
@@ -25,6 +26,9 @@ _LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "de
 _LOUD = 3
 _ENOUGH = 2
 """A key that several tools have says too little."""
+
+BLOCKS = "deepspeed"
+"""The format whose documents stand in the files of other tools too."""
 
 NAMES = tuple(registry.available(registry.FORMATS))
 """The formats, by the word after `--from` and `--to`."""
@@ -40,6 +44,23 @@ def get(name: str) -> Format:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
         raise ConfigError([Problem("", str(error))]) from None
+
+
+def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
+    """The format that was named, or that the document is in, and what is read of the document: all, or an engine's config in it.
+
+    Raises:
+        ConfigError: See `recognise`.
+    """
+    if from_ is None:
+        return recognise(source), source
+    inner = block(source) if from_ == BLOCKS else None
+    return get(from_), inner.source if inner else source
+
+
+def block(source: Source) -> Block | None:
+    """The config of an engine in the file of another tool."""
+    return block_in(source, get(BLOCKS).signs)
 
 
 def recognise(source: Source) -> Format:
@@ -70,7 +91,8 @@ def recognise(source: Source) -> Format:
             f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate --from {likely[0]}`"
         )
     else:
-        what = f"matches no known format (its keys: {keys}); name one with `unishard translate --from`: {', '.join(NAMES)}"
+        known = _or_as(source) or f"; name one with `unishard translate --from`: {', '.join(NAMES)}"
+        what = f"matches no known format (its keys: {keys}){known}"
     raise ConfigError([Problem("", what, source.name)])
 
 
@@ -96,7 +118,10 @@ def _or_as(source: Source) -> str:
     """The format that the keys of a document speak for, as one asks for it; empty where they speak for none."""
     weights = _weights(source.data)
     best = max(weights, key=lambda name: weights[name])
-    return f", or read it with `unishard translate --from {best}`" if weights[best] >= _ENOUGH else ""
+    if weights[best] >= _ENOUGH:
+        return f", or read it with `unishard translate --from {best}`"
+    inner = block(source)
+    return f"; the config of DeepSpeed in it ({inner.key}) is read with `unishard translate --from {BLOCKS}`" if inner else ""
 
 
 def _explained(name: str, source: Source) -> Explained:

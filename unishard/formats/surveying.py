@@ -51,6 +51,8 @@ class FoundConfig:
     """Fields that need input, which a launch script may have."""
     script: str = ""
     """A launch script of the project that names the config, for `--with`; empty where there is none."""
+    block: str = ""
+    """Where in the file of another tool the config stands; empty where it is the whole file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,14 @@ def _candidates(root: Path, suffixes: frozenset[str]) -> Iterator[Path]:
 
 def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignConfig | None:
     source = open_source(path)
-    if (other := named(source.data)) and not source.data.keys() & _OF_A_MODEL:
-        return ForeignConfig(str(path), other[0].name)
-    if catalog.loudest(source)[1] < _LOUD_ENOUGH:
-        return None
-    plain = translate(path, to)
+    other = named(source.data) if not source.data.keys() & _OF_A_MODEL else None
+    unread = other is not None or catalog.loudest(source)[1] < _LOUD_ENOUGH
+    block = catalog.block(source) if unread else None
+    if unread and not block:
+        return ForeignConfig(str(path), other[0].name) if other else None
+    plain = translate(source, to, from_=catalog.BLOCKS if block else None)
     decided = not engine_is_open(plain.reading.entries)
-    script, outcome = scripts.filling(path, to, plain) if plain.reading.undecided or not decided else ("", plain)
+    script, outcome = scripts.filling(path, to, plain) if not block and (plain.reading.undecided or not decided) else ("", plain)
     reading, config = outcome.reading, outcome.reading.config
     counts = {fit: len(outcome.of(fit)) for fit in Fit}
     launched = () if decided or script or not scripts.launchers else _TOLD[:2]
@@ -140,7 +143,9 @@ def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignC
     backend, strategy, precision = (
         _OPEN if field in launched or field in reading.undecided else value_at(config, field) for field in _TOLD
     )
-    return FoundConfig(str(path), reading.format, backend, strategy, precision, counts, _status(outcome), open_, script)
+    return FoundConfig(
+        str(path), reading.format, backend, strategy, precision, counts, _status(outcome), open_, script, block.key if block else ""
+    )
 
 
 def _status(outcome: Outcome) -> int:

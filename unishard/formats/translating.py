@@ -81,8 +81,8 @@ def read(
         ConfigError: The file cannot be read, is in no known format, or an override cannot be used.
     """
     opened = open_source(source)
-    format_ = catalog.get(from_) if from_ else catalog.recognise(opened)
-    return format_.read(opened, tuple(overrides), topology)
+    format_, document = catalog.chosen(opened, from_)
+    return format_.read(document, tuple(overrides), topology)
 
 
 def translate(
@@ -189,7 +189,7 @@ def _read_without(
     source: Source, from_: str | None, overrides: tuple[str, ...], topology: Topology | None, drop: tuple[str, ...]
 ) -> tuple[ReadDocument, list[DroppedKey]]:
     """What a document says without the keys to drop. They count for its format, and for nothing else."""
-    format_ = catalog.get(from_) if from_ else catalog.recognise(source)
+    format_, source = catalog.chosen(source, from_)
     source, dropped = drop_keys(source, drop)
     reading = format_.read(source, overrides, topology)
     if not drop:
