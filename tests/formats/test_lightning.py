@@ -590,6 +590,14 @@ def test_groups_without_a_number_of_ranks_need_a_decision() -> None:
     assert outcome.document["trainer"]["strategy"]["init_args"]["device_mesh"] == [2, 8]
 
 
+def test_groups_without_names_of_blocks_are_asked_for_them() -> None:
+    """Lightning refuses them without a policy or a mesh."""
+    outcome = translating.translate({"sharding": "hybrid_shard"}, "lightning")
+    units = next(item for item in outcome.items if item.key == "sharding.units")
+    assert (units.fit, "--set sharding.units=[Block]" in units.note) == (Fit.NEEDS_INPUT, True)
+    assert "# Set auto_wrap_policy to your model's block class, or Lightning refuses HYBRID_SHARD." in outcome.text
+
+
 @pytest.mark.parametrize(
     ("beside", "key"),
     [

@@ -215,6 +215,20 @@ def test_accelerate_needs_the_number_of_processes() -> None:
     assert not any("num_processes" in warning for warning in outcome.warnings)
 
 
+def test_what_a_tool_requires_of_a_file_is_asked_for() -> None:
+    """As axolotl 0.18.0's and llm-foundry 0.22's own schemas refuse it."""
+
+    def asked(data: dict[str, Any], to: str) -> str:
+        return " ".join(translate(data, to, from_="deepspeed").warnings)
+
+    silent = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    whole = "base_model, datasets, learning_rate, micro_batch_size, gradient_accumulation_steps; add them"
+    assert whole in asked(silent, "axolotl")
+    assert "without base_model, datasets; add them" in asked({**ADAM, **sizes}, "axolotl")
+    assert "without model, tokenizer, train_loader," in asked(ADAM, "composer")
+
+
 def test_a_file_that_only_evaluates_is_no_training() -> None:
     data = {"models": [{"model_name": "x"}], "icl_tasks": "tasks.yaml", "max_seq_len": 1024, "device_eval_batch_size": 4}
     with pytest.raises(ConfigError, match=r"only evaluates models .* and trains nothing; name the YAML of scripts/train"):

@@ -42,6 +42,8 @@ class Format(ABC):
     """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
     rules: Mapping[str, Rule] = {}
     """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
+    needed: tuple[str, ...] = ()
+    """Keys without which its tool refuses a file; `a|b` where one of several is enough."""
     notice: str = ""
     """A warning with each file that is written, such as which versions of the tool do not read it."""
     yaml_1_1: bool = False
@@ -81,6 +83,11 @@ class Format(ABC):
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What a document says, one entry for each key and for each default that must be said."""
         raise NotImplementedError
+
+    def wants(self, document: Native) -> str:
+        """What must be added to a document before its tool takes it; empty for nothing."""
+        missing = [keys.partition("|")[0] for keys in self.needed if not document.keys() & set(keys.split("|"))]
+        return f"{self.tool} refuses a file without {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}" if missing else ""
 
     @abstractmethod
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:

@@ -72,7 +72,10 @@ class AccelerateFormat(Format):
 
 FORMAT = AccelerateFormat()
 
-_NO_RANKS = "accelerate launch refuses a file without num_processes; add --world-size N, or pass it --num_processes N"
+_NO_RANKS = (
+    "accelerate launch refuses a file without num_processes; add --world-size N, or start it with "
+    "`accelerate launch --num_processes N --config_file FILE`"
+)
 
 _BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
 

@@ -38,6 +38,13 @@ class AxolotlFormat(Format):
     tool = TOOL
     keys = KEYS
     rules = RULES
+    needed = (
+        "base_model",
+        "datasets|pretraining_dataset",
+        "learning_rate",
+        "micro_batch_size|batch_size",
+        "gradient_accumulation_steps|batch_size",
+    )
     yaml_1_1 = True
     fills_auto = True
 
@@ -46,7 +53,7 @@ class AxolotlFormat(Format):
         return _entries(source, topology)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        """The keys that train; a file also needs `base_model` and `datasets`."""
+        """The keys that train."""
         return written(reading, topology)
 
 

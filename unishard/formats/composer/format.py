@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats.composer import shapes
@@ -42,6 +43,21 @@ class ComposerFormat(Format):
     tool = _TOOL
     keys = KEYS
     rules = RULES
+    needed = (
+        "model",
+        "tokenizer",
+        "train_loader",
+        "max_seq_len",
+        "device_eval_batch_size",
+        "global_train_batch_size",
+        "max_duration",
+        "optimizer",
+        "scheduler",
+    )
+
+    def wants(self, document: Native) -> str:
+        """The keys that llm-foundry requires, also those of a run file."""
+        return super().wants(document.get("parameters", document))
 
     def ranks(self, source: Source) -> Topology | None:
         """Those that a run file asks for."""

@@ -57,6 +57,11 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
     return {} if rest or not groups else strategy("fsdp", device_mesh=[groups, cfg.sharding.group_size])
 
 
+def _unnamed(cfg: Config) -> bool:
+    """Whether nothing says which modules are units."""
+    return cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params
+
+
 def _units(cfg: Config, topology: Topology) -> Native:
     return strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units)) if _sharded(cfg) and cfg.sharding.units != "auto" else {}
 
@@ -136,8 +141,14 @@ _OWN: Mapping[str, Rule] = {
         "auto_wrap_policy",
         _UNSHARDED,
         When(
+            "auto with a hybrid strategy",
+            lambda cfg: _unnamed(cfg) and cfg.sharding.hybrid and cfg.sharding.group_size is None,
+            Fit.NEEDS_INPUT,
+            "name your model's block class in auto_wrap_policy (--set sharding.units=[Block]): Lightning refuses HYBRID_SHARD without one",
+        ),
+        When(
             "auto",
-            lambda cfg: cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params,
+            _unnamed,
             Fit.NEEDS_INPUT,
             "name your model's block class in auto_wrap_policy, or all is gathered at once",
         ),

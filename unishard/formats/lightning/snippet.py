@@ -199,7 +199,9 @@ def _optimizer(code: _Code, path: str, arguments: Mapping[str, Any]) -> str:
 def _header(reading: ReadDocument, strategy: str) -> str:
     lines = [f"# For Lightning 2.6.6, made from a config of {reading.format}."]
     if "FSDPStrategy(" in strategy and "auto_wrap_policy" not in strategy:
-        lines.append("# Set auto_wrap_policy to your model's block class, or the full model is gathered at once.")
+        needed = "HYBRID" in strategy and "device_mesh" not in strategy
+        otherwise = "Lightning refuses HYBRID_SHARD" if needed else "the full model is gathered at once"
+        lines.append(f"# Set auto_wrap_policy to your model's block class, or {otherwise}.")
     for path, undecided in reading.undecided.items():
         lines.append(f"# Needs your decision: {path}, which comes from {undecided.who}.")
     if "training.micro_batch_size" in reading.decided - reading.undecided.keys():
