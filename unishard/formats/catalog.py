@@ -91,8 +91,8 @@ def recognise(source: Source) -> Format:
             f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate --from {likely[0]}`"
         )
     else:
-        known = _or_as(source) or f"; name one with `unishard translate --from`: {', '.join(NAMES)}"
-        what = f"matches no known format (its keys: {keys}){known}"
+        hint = _or_as(source) or f"; name one with `unishard translate --from`: {', '.join(NAMES)}"
+        what = f"matches no known format (its keys: {keys}){hint}"
     raise ConfigError([Problem("", what, source.name)])
 
 

@@ -20,7 +20,8 @@ from unishard.formats.launcher_config import clashes, decided, deciding, engine_
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.formats.supplied import TRAINER, Supplied, supplied, trainer
+from unishard.formats.supplied import TRAINER, Supplied, trainer
+from unishard.formats.supplying import supplied
 from unishard.mapping.entries import Entry, Meaning, Path, Undecided
 from unishard.mapping.express import AUTO
 from unishard.mapping.rules import Fit

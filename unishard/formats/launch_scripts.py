@@ -11,7 +11,7 @@ from unishard.errors import ConfigError
 from unishard.formats.following import names, recipe_named
 from unishard.formats.launch_line import LaunchLine, launch_lines
 from unishard.formats.shell_words import Word
-from unishard.formats.supplied import PAGES, script_text
+from unishard.formats.supplying import PAGES, script_text
 from unishard.formats.translating import Outcome, translate
 from unishard.mapping.rules import Fit
 

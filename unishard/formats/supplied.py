@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, drop_keys
-from unishard.formats.engine_options import with_engine_options
-from unishard.formats.following import Named, launcher_named, opened, recipe_named
-from unishard.formats.launch_entries import launch_entries
-from unishard.formats.launch_line import LaunchLine, code_in, launch_lines
-from unishard.formats.launch_ranks import launch_of, with_hosts
+from unishard.formats.following import Named, opened
 from unishard.formats.launching import Launch
 from unishard.formats.names import names
-from unishard.formats.script_arguments import script_arguments, value_of_word
-from unishard.formats.shell_words import Word
-from unishard.formats.source import Source, find_named, open_source
-from unishard.loading.document import text_of
-from unishard.loading.hostfile import hosts_of
+from unishard.formats.source import Source
 from unishard.mapping.entries import Entry
 
-__all__ = ["PAGES", "TRAINER", "Supplied", "script_text", "supplied", "trainer"]
+__all__ = ["TRAINER", "Supplied", "of_config", "trainer", "whose"]
 
 TRAINER = ("hf", "trl", "llamafactory", "swift")
 """Formats whose arguments are those of TrainingArguments."""
-_CONFIGS = (".yaml", ".yml", ".json", ".toml")
 _SURE = "per_device_train_batch_size"
 _ONLY_TRAINER = names(
     "bf16 fp16 tf32 save_steps save_strategy save_total_limit logging_steps logging_strategy eval_strategy evaluation_strategy "
@@ -43,15 +32,6 @@ _NEVER_TRAINER = names(
     "mixed_precision train_micro_batch_size_per_gpu"
 )
 """Arguments of scripts with a loop of their own."""
-PAGES = (".md", ".markdown")
-"""Whose code blocks may hold a launch line."""
-_NAMING = ("deepspeed", "fsdp_config")
-"""Arguments that name a file of the engine's."""
-_LINE = re.compile(r"(.+):(\d+)")
-_DIRECT = {"swift": "swift", "trl": "trl", "llamafactory-cli": "llamafactory"}
-_HERE = "the command line"
-_PROCESSES = names("num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids")
-"""Keys of Accelerate's config that are options of its launcher too."""
 
 
 def trainer() -> Any:
@@ -94,34 +74,24 @@ class Supplied(NamedTuple):
         if not isinstance(file, Source):
             return self._replace(missing=(*self.missing, file)) if file else self
         try:
-            recipe = _of_config(file)
+            recipe = of_config(file)
         except ConfigError:
             return self  # a file of the script's own
         values = {**recipe.values, **self.values}
         places = {**dict.fromkeys(self.values, self.name), **recipe.places, **self.places}
-        return self._replace(values=values, places=places, format=recipe.format or self.format or _whose(values))
+        return self._replace(values=values, places=places, format=recipe.format or self.format or whose(values))
 
     def place(self, key: str) -> str:
         """Where an argument stands."""
         return self.places.get(key, self.name)
 
 
-def supplied(where: str | Path | Sequence[str]) -> Supplied:
-    """Open what is to be read beside a config.
-
-    Args:
-        where: A shell script, with `:LINE` behind it if it starts several trainings; a YAML or JSON file of TrainingArguments or of
-            Accelerate; or the words of a command line.
+def of_config(source: Source) -> Supplied:
+    """What a file of TrainingArguments or of Accelerate says.
 
     Raises:
-        ConfigError: It cannot be read, or holds none of these.
+        ConfigError: It is neither.
     """
-    if isinstance(where, str | Path):
-        return _of_config(open_source(Path(where))) if Path(where).suffix.lower() in _CONFIGS else _script(str(where))
-    return _of_words(list(where))
-
-
-def _of_config(source: Source) -> Supplied:
     places = {key: str(source.origins.of((key,))) for key in source.data}
     try:
         name = catalog.recognise(source).name
@@ -142,115 +112,7 @@ def _of_config(source: Source) -> Supplied:
     return Supplied(source.name, source.data, places, name)
 
 
-def _script(name: str) -> Supplied:
-    numbered = None if Path(name).is_file() else _LINE.fullmatch(name)
-    path = Path(numbered.group(1) if numbered else name)
-    text = script_text(path)
-    found = launch_lines(text)
-    if numbered:
-        asked = int(numbered.group(2))
-        found = [line for line in found if _spans(line, asked)]
-    if not found:
-        what = "starts no training that unishard knows (deepspeed, torchrun, accelerate launch, srun, python -m torch.distributed.run)"
-        raise ConfigError([Problem("", f"{what}; give the arguments behind -- instead", name)])
-    if len(found) > 1 and any(_said(line) != _said(found[0]) for line in found[1:]):
-        lines = ", ".join(str(line.line) for line in found)
-        raise ConfigError([Problem("", f"starts several trainings (lines {lines}); name one: --with {path}:{found[0].line}", name)])
-    return _of_line(found[-1], str(path), text)
-
-
-def script_text(path: Path) -> str:
-    """The commands of a shell script, or of the code blocks of a Markdown page."""
-    text = text_of(path)
-    return code_in(text) if path.suffix.lower() in PAGES else text
-
-
-def _spans(line: LaunchLine, asked: int) -> bool:
-    return line.line <= asked <= max((word.line for word in line.arguments), default=line.line)
-
-
-def _said(line: LaunchLine) -> object:
-    return line.launcher, [word.text for word in line.arguments], {key: word.text for key, word in line.options.items()}
-
-
-def _of_words(words: list[str]) -> Supplied:
-    """The words of a launch line, or only the arguments of a training script."""
-    found = launch_lines(" ".join(_quoted(word) for word in words)) if words and not words[0].startswith("-") else []
-    if found:
-        return _of_line(found[0], _HERE, "", numbered=False)
-    if words and not words[0].startswith("-"):
-        what = "unexpected argument; name one config, and write what the training script gets behind --, as --learning_rate 1e-4"
-        raise ConfigError([Problem("", what, words[0])])
-    arguments = script_arguments([Word(word, 0) for word in words])
-    return Supplied(_HERE, arguments.values, {}, _whose(arguments.values))
-
-
-def _quoted(word: str) -> str:
-    return "'" + word.replace("'", "'\\''") + "'"
-
-
-def _of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True) -> Supplied:
-    arguments = script_arguments(line.arguments)
-    values, lines = {key: _named_here(key, value, name) for key, value in arguments.values.items()}, dict(arguments.lines)
-    recipe = recipe_named(line, name)
-    if recipe:
-        values.pop("config", None)
-    whose = _DIRECT.get(line.launcher) or _whose(values)
-    for key, value, at in _of_launcher(line):
-        if key not in values:
-            values[key], lines[key] = value, at
-    file, missing = _launcher(line, name, numbered=numbered)
-    launcher = with_engine_options(line, file, name)
-    topology, launch = launch_of(_with_options(line, launcher), script)
-    if hosts := _hosts(launch, name):
-        topology, launch = with_hosts(launch, hosts)
-    started = launch_entries(line, launch, lambda word: f"{name}:{word.line}" if numbered else name)
-    places = {key: f"{name}:{at}" for key, at in lines.items()} if numbered else {}
-    return Supplied(name, values, places, whose, topology, launch, tuple(started), launcher, missing, recipe)
-
-
-def _named_here(key: str, value: Any, script: str) -> Any:
-    """The value; that of a file's name as one can open it from here."""
-    found = find_named(value, Path(script).parent) if key in _NAMING and isinstance(value, str) else None
-    return str(found) if found else value
-
-
-def _launcher(line: LaunchLine, name: str, *, numbered: bool) -> tuple[Source | None, tuple[Entry, ...]]:
-    """The config of Accelerate that a line names, or the entry that says why it counts for nothing."""
-    named = launcher_named(line, name)
-    if named is None:
-        return None, ()
-    file = opened(named, f"{name}:{named.word.line}" if numbered else name)
-    return (file, ()) if isinstance(file, Source) else (None, (file,))
-
-
-def _with_options(line: LaunchLine, launcher: Source | None) -> LaunchLine:
-    """The line with what its launcher's config says of the processes, where its own options do not."""
-    said = {key: launcher.data[key] for key in _PROCESSES if launcher and launcher.data.get(key) is not None}
-    return line._replace(options={**{key: Word(str(value), line.line) for key, value in said.items()}, **line.options})
-
-
-def _hosts(launch: Launch, name: str) -> Mapping[str, int]:
-    """Those of the hostfile that a launch line names, relative to this folder or to the script's; empty where it is not there."""
-    if launch.hosts is None:
-        return {}
-    found = next((path for path in (Path(launch.hosts), Path(name).parent / launch.hosts) if path.is_file()), None)
-    return hosts_of(found) if found else {}
-
-
-def _of_launcher(line: LaunchLine) -> Iterator[tuple[str, Any, int]]:
-    """What the options of `accelerate launch` say about the training."""
-    if line.launcher != "accelerate":
-        return
-    for option, key in (("gradient_accumulation_steps", "gradient_accumulation_steps"), ("gradient_clipping", "max_grad_norm")):
-        if option in line.options:
-            yield key, value_of_word(line.options[option].text), line.options[option].line
-    word = line.options.get("mixed_precision")
-    if word and word.text in ("bf16", "fp16"):
-        yield word.text, True, word.line
-
-
-def _whose(values: Mapping[str, Any]) -> str:
+def whose(values: Mapping[str, Any]) -> str:
     """Whose arguments they are: TrainingArguments' where they surely are, or those of a tool around it; empty otherwise."""
     if _SURE not in values or values.keys() & set(_NEVER_TRAINER) or values.get("deepspeed") is True:
         return ""
