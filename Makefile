@@ -24,7 +24,7 @@ setup: $(READY) ## Install unishard and all its extras into .venv (editable).
 demo: $(READY) ## Train the same tiny Llama on both engines; table and plot in demo-out/.
 	$(BIN)/unishard demo
 
-test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it.
+test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it, ARGS=--deep also for what it takes in turns.
 	$(PYTEST) $(ARGS)
 
 quick: $(READY) ## Run what finds most mistakes, in under 3 minutes: unit, formats, architecture, a cell of each engine and strategy.

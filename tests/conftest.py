@@ -1,6 +1,7 @@
 """Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA device.
 
-`--deep` runs what is marked `deep` too: the same on the other engine or on one rank, where `make test` takes them in turns.
+`--deep` runs what is marked `deep` too: the same on the other engine or on one rank, where `make test` takes them in turns. It also gives
+Hypothesis's tests all their examples, and damages a file in every place.
 `--examples` asks for more broken documents for the formats. The longest files come first, so that all processes of `make test`
 end together.
 """
@@ -21,8 +22,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without a clock and without chance: the same examples everywhere, on a busy machine too.
-settings.register_profile("unishard", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unishard")
+for _name, _number in (("unishard", 40), ("deep", 100)):
+    settings.register_profile(_name, max_examples=_number, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 _EXAMPLES = 300
 _RANKS = Path(__file__).parent / "ranks"
@@ -34,6 +35,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--examples", type=int, default=_EXAMPLES, metavar="N", help="how many broken documents the formats are given (see make fuzz)"
     )
     parser.addoption("--deep", action="store_true", help="also run what is marked deep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("deep" if config.getoption("--deep") else "unishard")
+
+
+@pytest.fixture
+def deep(request: pytest.FixtureRequest) -> bool:
+    """Whether to look at every place, and not only at every few."""
+    asked: bool = request.config.getoption("--deep")
+    return asked
 
 
 @pytest.fixture

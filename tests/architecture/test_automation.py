@@ -33,7 +33,7 @@ def targets_of(command: str) -> list[str]:
 
 
 def test_workflows_are_there() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["check", "site", "versions"]
+    assert [path.stem for path in WORKFLOWS] == ["check", "deep", "site", "versions"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -67,6 +67,12 @@ def test_changes_are_tested_on_every_python_that_is_supported() -> None:
 def test_what_lands_is_checked_for_style_types_tests_site_and_wheel() -> None:
     called = {target for step in steps(ROOT / ".github/workflows/check.yml") for target in targets_of(step.get("run", ""))}
     assert called == {"lint", "type", "site", "wheel", "audit", "test", "coverage"}
+
+
+def test_what_the_suite_takes_in_turns_runs_by_itself() -> None:
+    workflow = ROOT / ".github/workflows/deep.yml"
+    assert loaded(workflow)["on"]["schedule"]
+    assert "make test ARGS=--deep" in [step.get("run") for step in steps(workflow)]
 
 
 def test_every_target_is_phony_and_has_a_line_of_help() -> None:

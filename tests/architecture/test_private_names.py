@@ -74,6 +74,7 @@ def in_patches(path: Path) -> bool:
     return "patches" in path.parts
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

@@ -169,9 +169,9 @@ def test_a_damaged_index_never_fails_in_another_way(folder: Path, broken: Path, 
     opened(broken, bytes(data))
 
 
-def test_no_single_flipped_bit_fails_in_another_way(folder: Path, broken: Path) -> None:
+def test_no_single_flipped_bit_fails_in_another_way(folder: Path, broken: Path, deep: bool) -> None:
     data = (folder / metadata.FILE).read_bytes()
-    for at in range(len(data)):
+    for at in range(0, len(data), 1 if deep else 3):
         opened(broken, data[:at] + bytes([data[at] ^ (1 << (at % 8))]) + data[at + 1 :])
 
 

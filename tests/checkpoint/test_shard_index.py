@@ -110,9 +110,9 @@ def damaged(data: bytes, seed: int) -> bytes:
     return data[:at] + data[at + 8 :]
 
 
-def test_a_damaged_index_never_fails_in_another_way(folder: Path) -> None:
+def test_a_damaged_index_never_fails_in_another_way(folder: Path, deep: bool) -> None:
     data = (folder / shard_index.FILE).read_bytes()
-    for seed in range(300):
+    for seed in range(300 if deep else 100):
         (folder / shard_index.FILE).write_bytes(damaged(data, seed))
         try:
             tensors = Tensors(folder)

@@ -19,6 +19,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from fences import LOOPS, PAGES, ROOT, Block, blocks
+from forking import in_a_fork
 
 import unishard
 from unishard.cli import main
@@ -180,7 +181,7 @@ def run_script(arguments, folder):
 
 
 def run(command, folder):
-    """Of unishard alone, in a process that has imported torch already; what a shell must read, in a shell."""
+    """Of unishard alone, in a process that has imported torch, as have the ranks it starts; what a shell must read, in a shell."""
     shell = set("&|<>;$*").intersection(command.partition("#")[0])
     return output(command, folder) if shell or not command.startswith("unishard ") else printed_by(command, folder)
 
@@ -188,7 +189,7 @@ def run(command, folder):
 def printed_by(command, folder):
     """`output` of a command of unishard."""
     said = EXIT.search(command)
-    (code,) = run_ranks(1, run_command, shlex.split(command, comments=True), str(folder), timeout=300)
+    code = in_a_fork(run_command, shlex.split(command, comments=True), str(folder))
     printed = (folder / "printed").read_text(encoding="utf-8")
     (folder / "printed").unlink()
     assert code == (int(said[1]) if said else 0), printed
@@ -197,8 +198,6 @@ def printed_by(command, folder):
 
 def run_command(words, folder):
     os.chdir(folder)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
     programs = Path(sys.executable).parent
     os.environ |= {"PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "140", "NO_COLOR": "1"}
     with open("printed", "wb") as printed:

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unishard.config import Config, leaves, value_at
@@ -475,7 +475,6 @@ def near(value):
     return pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(expressible())
 def test_there_and_back_is_the_identity_on_what_is_exact(document):
     there = translate(document, "deepspeed", from_="unishard")
@@ -486,7 +485,6 @@ def test_there_and_back_is_the_identity_on_what_is_exact(document):
             assert value_at(back, path) == near(value_at(there.reading.config, path)), path
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(expressible())
 def test_translating_twice_changes_nothing(document):
     once = translate(document, "deepspeed", from_="unishard").document
@@ -498,7 +496,6 @@ words = st.sampled_from(("auto", "cpu", "true", "1e9", "", None, -1, 0, 1, 3, 2.
 KEYS = sorted(registry.get("deepspeed").keys)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_key_with_any_value_has_one_place(data):
     chosen = data.draw(st.dictionaries(st.sampled_from(KEYS), words, max_size=6))

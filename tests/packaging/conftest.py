@@ -77,16 +77,14 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
-    """Install a distribution with some extras; `also` names packages that are needed to build it."""
+    """Install a wheel with some extras."""
 
     @cache
-    def installed(artefact: Path, *extras: str, also: tuple[str, ...] = ()) -> Environment:
+    def installed(artefact: Path, *extras: str) -> Environment:
         root = tmp_path_factory.mktemp("env")
         environment = Environment(root, tmp_path_factory.mktemp("elsewhere"))
         venv.EnvBuilder(symlinks=True).create(root)
-        for name in also:
-            link_all(Requirement(name), environment.site_packages)
-        module("pip", "--python", str(environment.python), "install", "--no-index", "--no-deps", "--no-build-isolation", str(artefact))
+        module("pip", "--python", str(environment.python), "install", "--no-index", "--no-deps", str(artefact))
         (unishard,) = distributions(name="unishard", path=[str(environment.site_packages)])
         for requirement in requirements(unishard, {"", *extras}):
             link_all(requirement, environment.site_packages)

@@ -1,4 +1,4 @@
-"""A wheel and an sdist, installed where nothing of the checkout can be seen."""
+"""A wheel, installed where nothing of the checkout can be seen; test_contents.py builds the same one from the sdist, to the byte."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(params=["wheel", "sdist"])
-def core(request, install, wheel, sdist):
-    """Unishard with its core dependencies only, from either distribution."""
-    return install(wheel) if request.param == "wheel" else install(sdist, also=("hatchling",))
+@pytest.fixture
+def core(install, wheel):
+    """Unishard with its core dependencies only."""
+    return install(wheel)
 
 
 @pytest.fixture

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import forking
+
 __all__ = ["Host", "two_hosts", "unavailable"]
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
+_CLONE_NEW = 0x40000000 | 0x04000000 | 0x00020000 | 0x20000000 | 0x08000000
+"""The same, of linux/sched.h."""
 _SETUP = """
 hostname "$1"
 mount --make-rprivate /
@@ -51,16 +57,11 @@ class Host:
         self.name, self.address = name, address
         self._holder, self._init = holder, init
 
-    def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command on it; its output goes to a file."""
+    def start(self, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a script or a module of this Python on it; its output goes to a file."""
+        command = [sys.executable, __file__, str(self._init), *words]
         with log.open("wb") as file:
-            return subprocess.Popen(
-                ["nsenter", "--target", str(self._init), *_NAMESPACES, "--wd=" + os.getcwd(), "--", *command],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
 
     def lose(self) -> None:
         """Pull its cable, and end all its processes: the other host gets no packet that says so."""
@@ -116,3 +117,19 @@ def _host(name: str, address: str, table: Path, ready: Path) -> Host:
 
 def _ip(*arguments: str, host: int) -> None:
     subprocess.run(["nsenter", "--target", str(host), "--net", "ip", *arguments], check=True)
+
+
+def _enter(init: int, words: list[str]) -> int:
+    """Be a program on a host; what is forked from here on has its process namespace too."""
+    folder = os.getcwd()
+    if ctypes.CDLL(None, use_errno=True).setns(os.pidfd_open(init), _CLONE_NEW):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.chdir(folder)
+    program = os.fork()
+    if program == 0:
+        forking.run(words)
+    return os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(_enter(int(sys.argv[1]), sys.argv[2:]) & 0xFF)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+from forking import completed
 
 pytestmark = pytest.mark.ranks
 
@@ -36,16 +36,7 @@ def test_every_candidate_is_measured_and_ended(tmp_path):
     (tmp_path / "c.yaml").write_text("backend: fsdp\ntraining: {micro_batch_size: 2}\noptimizer: {name: sgd, lr: 0.1}\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     words = "compare c.yaml --processes-per-node 2 --steps 5 --rounds 1 --out logs --json train.py deepspeed"
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "unishard", *words.split()],
-        cwd=tmp_path,
-        env=kept | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = completed([sys.executable, "-m", "unishard", *words.split()], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == ["1/2 fsdp full_shard", "2/2 deepspeed full_shard"]
     measured, failed = json.loads(done.stdout)["candidates"]
@@ -83,16 +74,9 @@ def test_tune_measures_what_fits_and_writes_the_best(tmp_path):
     (tmp_path / "c.yaml").write_text("backend: fsdp  # ours\nsharding: no_shard\ntraining: {gradient_accumulation_steps: 8}\n")
     (tmp_path / "factories.py").write_text(MODEL)
     words = "tune c.yaml --model factories:build --seq-len 1024 --memory 700KiB --processes-per-node 1 --steps 3 --most 2 --write --json"
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "unishard", *words.split(), "--backends", "fsdp", "--strategies", "no_shard"],
-        cwd=tmp_path,
-        env=kept | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, "-m", "unishard", *words.split(), "--backends", "fsdp", "--strategies", "no_shard"]
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path)}
+    done = completed(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     own, other = found["candidates"]

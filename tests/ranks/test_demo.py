@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,10 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
+from forking import completed, in_a_fork
 from rich.console import Console
 from rich.status import Status
 
@@ -29,27 +31,9 @@ from unishard.testing import run_ranks
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
 
-def stream_of_forked_ranks(
-    command: list[str], world_size: int, show: Callable[[str, str | None], None], log: TextIO
-) -> tuple[int, list[str]]:
-    """What `training._stream` does, without a launcher and ranks that import everything."""
-    printed = run_ranks(world_size, run_script, tuple(command[command.index(str(SCRIPT)) + 1 :]))[0][0]
-    log.write(printed)
-    for line in printed.splitlines():
-        if progress := training._PROGRESS.match(line):
-            show(line, progress["step"])
-    return 0, printed.splitlines()
-
-
-def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One engine by way of torchrun, as a user has it; the other in forked ranks."""
-    launched = training._stream
-
-    def stream(command: list[str], *arguments: Any) -> tuple[int, list[str]]:
-        return (stream_of_forked_ranks if "backend=fsdp" in command else launched)(command, *arguments)
-
-    monkeypatch.setattr(training, "_stream", stream)
-    run_demo(out=tmp_path, world_size=2, steps=8)
+def test_both_engines_draw_the_same_curve(tmp_path: Path) -> None:
+    done = completed([sys.executable, "-m", "unishard", "demo", "--out", tmp_path, "--steps", "8"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     one, other = (TrainingCurve.read(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
     assert (one.ranks, other.ranks, len(one.losses), len(other.losses)) == (2, 2, 8, 8)
     assert one.losses[-1] < one.losses[0] - 0.5
@@ -57,12 +41,11 @@ def test_both_engines_draw_the_same_curve(tmp_path: Path, capsys: pytest.Capture
     assert one.grad_norms == pytest.approx(other.grad_norms, rel=1e-4, abs=0)
     assert len(one.peak_memory_bytes) == 2
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    assert "backend: fsdp" in shown
-    assert "backend: deepspeed" in shown
-    assert "step 8/8" in shown
-    assert f"{one.losses[-1]:.6f}" in shown
-    assert "of the loss) at step" in shown
+    assert "backend: fsdp" in done.stdout
+    assert "backend: deepspeed" in done.stdout
+    assert "step 8/8" in done.stdout
+    assert f"{one.losses[-1]:.6f}" in done.stdout
+    assert "of the loss) at step" in done.stdout
 
 
 def run_script(*calls: tuple[str, ...]) -> list[str]:
@@ -95,7 +78,7 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
 def test_the_example_is_a_plain_script_too(tmp_path: Path) -> None:
     out = tmp_path / "log.json"
     command = [sys.executable, str(SCRIPT), "--steps", "2", "--set", "training.micro_batch_size=1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = completed(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "after 2 updates, world size 1" in done.stdout
     assert json.loads(out.read_text())["ranks"] == 1
@@ -134,17 +117,28 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def fake_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(text, encoding="utf-8")
-    monkeypatch.setattr(training, "_find", lambda path: script)
+def trained(folder: Path, text: str) -> tuple[str, list[str]]:
+    """The error of a run of another script on one rank, and what the status said."""
+    (folder / "script.py").write_text(text, encoding="utf-8")
+    training._find = lambda path: folder / "script.py"
+    said: list[str] = []
+
+    class Screen(Console):
+        def status(self, text: str, **_: Any) -> Any:
+            said.append(text)
+            status = Status(text, console=Console(file=io.StringIO()))
+            status.update = said.append  # type: ignore[assignment, method-assign]
+            return status
+
+    try:
+        training.train("fsdp", folder / "fsdp.json", world_size=1, steps=1, console=Screen(file=io.StringIO()))
+    except DemoError as error:
+        return str(error), said
+    return "", said
 
 
-def test_a_failing_run_is_told_with_its_own_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_script(tmp_path, monkeypatch, "raise SystemExit('the reason why')")
-    with pytest.raises(DemoError) as caught:
-        run_demo(out=tmp_path, world_size=1, steps=2)
-    message = str(caught.value)
+def test_a_failing_run_is_told_with_its_own_last_lines(tmp_path: Path) -> None:
+    message, _ = in_a_fork(trained, tmp_path, "raise SystemExit('the reason why')")
     assert message.startswith(f"training on fsdp failed with exit code 1; its last lines (all are in {tmp_path / 'fsdp.log'}):")
     assert message.endswith("the reason why"), "not torchrun's report of it"
     assert "ChildFailedError" in (tmp_path / "fsdp.log").read_text()
@@ -165,19 +159,16 @@ main()
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str)
-def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    script, out = tmp_path / "script.py", tmp_path / "out"
-    script.write_text(WAITING.format(folder=str(tmp_path)))
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED.format(script=str(script)), "demo", "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def stopped(folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """How a demo that gets a signal ends, and what it says."""
+    script, demo, out = folder / "script.py", folder / "demo.py", folder / "out"
+    script.write_text(WAITING.format(folder=str(folder)))
+    demo.write_text(STOPPED.format(script=str(script)))
+    command = [sys.executable, str(demo), "demo", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert wait_for(lambda: "step 1/9" in log(out)), log(out)
-        written = [tmp_path / f"pid{rank}" for rank in range(2)]
+        written = [folder / f"pid{rank}" for rank in range(2)]
         assert wait_for(lambda: all(path.exists() and path.read_text() for path in written))
         ranks = [int(path.read_text()) for path in written]
         assert [alive(rank) for rank in ranks] == [True, True]
@@ -186,9 +177,15 @@ def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(tmp_pat
     finally:
         process.terminate()
         process.communicate(timeout=60)
-    assert process.returncode == code
-    assert said == (f"interrupted while training on fsdp: {out / 'fsdp.json'} is not written, the output so far is in {out / 'fsdp.log'}\n")
     assert [alive(rank) for rank in ranks] == [False, False]
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str)
+def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    out = tmp_path / "out"
+    said = f"interrupted while training on fsdp: {out / 'fsdp.json'} is not written, the output so far is in {out / 'fsdp.log'}\n"
+    assert in_a_fork(stopped, tmp_path, number) == (code, said)
     assert [path.name for path in out.iterdir()] == ["fsdp.log"]
 
 
@@ -211,28 +208,20 @@ def alive(process: int) -> bool:
     return True
 
 
-def test_the_status_says_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_says_what_goes_on(tmp_path: Path) -> None:
     curve = json.dumps(dataclasses.asdict(run("fsdp", [4.0])))
     out = tmp_path / "fsdp.json"
-    fake_script(tmp_path, monkeypatch, f"print('step 1/1 loss 4'); print('fsdp: loss 4 -> 4'); open({str(out)!r}, 'w').write({curve!r})")
-    said = []
-
-    class Screen(Console):
-        def status(self, text: str, **_: Any) -> Any:
-            said.append(text)
-            status = Status(text, console=Console(file=io.StringIO()))
-            monkeypatch.setattr(status, "update", said.append)
-            return status
-
-    training.train("fsdp", out, world_size=1, steps=1, console=Screen(file=io.StringIO()))
-    assert said == ["fsdp: starting 1 rank", "fsdp: training on 1 rank", "fsdp: ending 1 rank"]
+    text = f"print('step 1/1 loss 4'); print('fsdp: loss 4 -> 4'); open({str(out)!r}, 'w').write({curve!r})"
+    assert in_a_fork(trained, tmp_path, text) == (
+        "",
+        ["fsdp: starting 1 rank", "fsdp: training on 1 rank", "fsdp: ending 1 rank"],
+    )
 
 
-def test_an_old_curve_is_not_taken_for_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_curve_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "fsdp.json").write_text("{}")
-    fake_script(tmp_path, monkeypatch, "")
-    with pytest.raises(DemoError, match=r"ended without a readable .*fsdp\.json"):
-        run_demo(out=tmp_path, world_size=1, steps=2)
+    message, _ = in_a_fork(trained, tmp_path, "")
+    assert re.search(r"ended without a readable .*fsdp\.json", message)
 
 
 def test_a_missing_script_is_told_with_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

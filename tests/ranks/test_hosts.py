@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import hosts
 import launched_on_hosts
 import launched_training
 import pytest
+from forking import in_a_fork
 
 from unishard.testing import run_ranks
 
@@ -33,31 +33,24 @@ class Played(NamedTuple):
 @pytest.fixture(scope="module")
 def played(tmp_path_factory) -> Played:
     """One start of both hosts; the other one is lost."""
-    folder = tmp_path_factory.mktemp("hosts")
+    found: Played = in_a_fork(play, tmp_path_factory.mktemp("hosts"), timeout=420)
+    return found
+
+
+def play(folder: Path) -> Played:
     config, strategies, losses = (folder / name for name in ("c.yaml", "strategies", "losses"))
     saves = {"dir": str(folder / "runs"), "every_steps": 2, "on_existing": "resume"}
     waits = {"last_call_timeout": 3, "keep_alive_interval": 1}
     launch = {"nodes": "1:2", "processes_per_node": 2, "endpoint": "left:29500", "max_restarts": 2, "rendezvous_options": waits}
     config.write_text(json.dumps(CONFIG | {"backend": "deepspeed", "checkpoint": saves, "launch": launch}))
-    words = [
-        sys.executable,
-        "-m",
-        "unishard",
-        "launch",
-        str(config),
-        launched_on_hosts.__file__,
-        json.dumps(CONFIG),
-        str(strategies),
-        str(losses),
-    ]
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"CUDA_VISIBLE_DEVICES": ""}
+    words = ["-m", "unishard", "launch", str(config), launched_on_hosts.__file__, json.dumps(CONFIG), str(strategies), str(losses)]
 
     def lines() -> list[tuple[int, int, float]]:
         said = losses.read_text().splitlines() if losses.exists() else []
         return [(world, step, loss) for _, world, step, loss in map(json.loads, said)]
 
     with hosts.two_hosts(folder) as (left, right):
-        process, lost = (host.start(words, environ, folder / host.name) for host in (left, right))
+        process, lost = (host.start(words, folder / host.name) for host in (left, right))
         try:
             wait(lambda: process.poll() is not None or (4, 5) in [line[:2] for line in lines()], 180)
             right.lose()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import launched_training
 import pytest
 from faults.fault import WARNING
+from forking import in_a_fork
 
 from unishard.cli import app
 from unishard.testing import run_ranks
@@ -49,22 +50,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def launch(folder: Path, *words: str, stop: tuple[int, str, str] | None = None) -> Ended:
-    """`unishard launch` in a process that has imported torch already.
+    """`unishard launch` and its ranks in processes that have imported torch already.
 
     Args:
         folder: The current one.
         words: After the number of processes.
         stop: A signal to that process, once a file holds a text twice.
     """
-    (code,) = run_ranks(1, launch_here, str(folder), words, stop, timeout=180)
+    code = in_a_fork(launch_here, str(folder), words, stop)
     return Ended(code, (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
 
 def launch_here(folder: str, words: tuple[str, ...], stop: tuple[int, str, str] | None) -> int:
     os.chdir(folder)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOGLEVEL"):
-        os.environ.pop(name, None)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
     if stop:

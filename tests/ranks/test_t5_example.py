@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from forking import completed
 
 from unishard.testing import run_ranks
 
@@ -47,17 +46,11 @@ def test_both_engines_train_the_same():
     assert other["losses"] == pytest.approx(one["losses"][:SHORT], rel=1e-5)
 
 
-def run(*arguments):
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in launchers} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_it_takes_a_users_file_and_the_names_of_its_columns(tmp_path):
     data = tmp_path / "reviews.csv"
     data.write_text("review,stars\n" + "it was fine,good\nit was not,bad\n" * 10, encoding="utf-8")
-    done = run("--data", data, "--text", "review", "--label", "stars", "--steps", "1")
+    words = ["--data", data, "--text", "review", "--label", "stars", "--steps", "1"]
+    done = completed([sys.executable, SCRIPT, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "after 1 updates; accuracy" in done.stdout
     assert "on 4 held-out sentences" in done.stdout

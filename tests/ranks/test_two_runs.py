@@ -15,6 +15,7 @@ from pathlib import Path
 import launched_training
 import pytest
 import torch.distributed as dist
+from forking import in_a_fork
 from playing import config, own_share, prepare, refused, train
 
 from unishard.checkpoint import finding, lease, manifest
@@ -108,20 +109,20 @@ def test_of_two_runs_that_start_together_one_goes_on(tmp_path):
 
 
 def start(folder: Path, output: Path, program: tuple[str, ...] = ("unishard", "launch", "c.yaml")) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"CUDA_VISIBLE_DEVICES": ""}
     with output.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, "-m", *program, launched_training.__file__, "losses", "--end=-1:0:slow"],
             cwd=folder,
-            env=environment | {"UNISHARD_CONFIG": "c.yaml"},
+            env=os.environ | {"UNISHARD_CONFIG": "c.yaml"},
             stdout=file,
             stderr=file,
         )
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[tuple[int, str]]:
-    found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return [(int(pid), started(int(pid))) for pid in found if b"launched_training" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    """A launcher starts each rank in a session of its own."""
+    found = map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split())
+    return [(pid, started(pid)) for pid in found if os.getsid(pid) == pid]
 
 
 def until(condition, seconds: float = 60.0) -> None:
@@ -135,6 +136,22 @@ def lives(folder: Path) -> int:
     return (folder / "losses").read_text().count("\n") if (folder / "losses").exists() else 0
 
 
+def killed_and_started_again(folder: Path, more: dict[str, tuple[str, ...]]) -> tuple[int, int, int]:
+    """The number of the launcher that is killed, how the second one ends, and the step that was saved between them."""
+    first = start(folder, folder / "first", **more)
+    until(lambda: lives(folder) >= 3)
+    ranks = ranks_of(first)
+    assert len(ranks) == 2
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    until(lambda: not any(when == started(pid) for pid, when in ranks), 20)
+    saved = finding.latest(folder / "runs")
+    assert saved is not None
+    assert damaged(saved, manifest.read(saved)) == []
+    step = manifest.read(saved).step
+    return first.pid, start(folder, folder / "second", **more).wait(60), step
+
+
 @pytest.mark.parametrize("kind", ["launch", "launch, on_signal", "torchrun"])
 def test_ranks_end_when_their_launcher_is_killed_and_the_next_start_goes_on(kind, tmp_path):
     signals = ["SIGTERM"] if "on_signal" in kind else []
@@ -144,23 +161,12 @@ def test_ranks_end_when_their_launcher_is_killed_and_the_next_start_goes_on(kind
     (tmp_path / "c.yaml").write_text(json.dumps(facts))
     program = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2") if kind == "torchrun" else None
     more = {"program": program} if program else {}
-    first = start(tmp_path, tmp_path / "first", **more)
-    until(lambda: lives(tmp_path) >= 3)
-    ranks = ranks_of(first)
-    assert len(ranks) == 2
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    until(lambda: not any(when == started(pid) for pid, when in ranks), 20)
+    launcher, code, saved_step = in_a_fork(killed_and_started_again, tmp_path, more)
     said = [line for line in (tmp_path / "first").read_text().splitlines() if line.startswith("unishard: ")]
-    cause = f"because its launcher (process {first.pid}) is gone"
+    cause = f"because its launcher (process {launcher}) is gone"
     assert re.fullmatch(rf"unishard: rank \d of 2 {'saves and ends' if signals else 'ends'} {re.escape(cause)}", said[0])
     assert all(cause in line for line in said), "each rank names it"
-    saved = finding.latest(tmp_path / "runs")
-    assert saved is not None
-    saved_step = manifest.read(saved).step
-    assert damaged(saved, manifest.read(saved)) == []
-    second = start(tmp_path, tmp_path / "second", **more)
-    assert second.wait(60) == 0, (tmp_path / "second").read_text()
+    assert code == 0, (tmp_path / "second").read_text()
     steps = [json.loads(line)[2] for line in (tmp_path / "losses").read_text().splitlines()]
     assert steps[-1] == 8
     if signals:

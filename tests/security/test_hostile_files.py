@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -100,10 +101,10 @@ def test_a_megabyte_costs_seconds(name: str, examples: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", JSON)
-def test_another_type_at_any_place(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_type_at_any_place(name: str, deep: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = READERS[name].lay_out(tmp_path)
     lines, place = path.read_bytes().splitlines(), JSON[name]
-    for line in with_odd_values(lines[place]):
+    for line in islice(with_odd_values(lines[place]), None, None, 1 if deep else 4):  # of 17 values: each at every fourth place
         path.write_bytes(b"\n".join([*lines[:place], line, *lines[place + 1 :]]))
         ends_well(READERS[name], path, tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import in_a_fork
 from running import run
 
 from unishard.doctor import machine
@@ -26,7 +27,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 
 def test_ranks_on_this_host_are_connected_and_measured() -> None:
-    found = by_name(local_ranks(2))
+    found = by_name(in_a_fork(local_ranks, 2))
     assert tuple(found) == RANKS
     assert {check.status for check in found.values()} == {Status.OK}
     assert found["ranks"].details["world_size"] == 2
@@ -43,8 +44,8 @@ def test_a_rank_that_cannot_start_is_one_error(monkeypatch: pytest.MonkeyPatch) 
     assert (check.status, check.found) == (Status.FAIL, "rank 0 failed: exit code 1")
 
 
-def test_ranks_of_a_launcher_report_once(tmp_path: Path) -> None:
-    """Each rank runs the command, as under torchrun; the second one is never started in the other case."""
+def reported() -> list[tuple[int, str]]:
+    """How each of two ranks that run the command ends, and what it prints."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
@@ -54,8 +55,14 @@ def test_ranks_of_a_launcher_report_once(tmp_path: Path) -> None:
         subprocess.Popen(command, env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
         for rank in ("0", "1")
     ]
-    first, second = (process.communicate(timeout=300)[0] for process in started)
-    assert [process.returncode for process in started] == [0, 0]
+    printed = [process.communicate(timeout=300)[0] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, printed, strict=True)]
+
+
+def test_ranks_of_a_launcher_report_once() -> None:
+    """Each rank runs the command, as under torchrun; the second one is never started in the other case."""
+    (code, first), (other_code, second) = in_a_fork(reported)
+    assert (code, other_code) == (0, 0)
     assert second == ""
     checks: list[dict[str, Any]] = json.loads(first)["checks"]
     assert {*RANKS, "python", "launcher", "open files"} <= {check["name"] for check in checks}

@@ -8,6 +8,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, cast, get_args, get_origin
 
@@ -140,6 +141,7 @@ class Section(BaseModel, metaclass=_Refusing):
         return dict.fromkeys(cls.shorthand, value)
 
     @classmethod
+    @cache  # finding the source of a class takes as long as loading a config
     def descriptions(cls) -> Mapping[str, str]:
         """The docstring under each field."""
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body

@@ -201,7 +201,7 @@ class Feature:
     """World sizes at which every combination is measured. If they include 2, there are also a few cells at 1 and 4."""
     accumulation: int = 2
     clip: float | None = CLIP
-    steps_in_suite: int = 4
+    steps_in_suite: int = 3
     """Optimizer steps in `conformance.suite`; more where something happens later."""
     prepare: Callable[[nn.Module, Config], unishard.Engine] = plain_prepare
     loop: Callable[[unishard.Engine, list[dict[str, Any]], Cell], Curve] = plain_loop
