@@ -19,10 +19,22 @@ using WorkP = Communicator::WorkP;
 
 // ---------------------------------------------------------------- what a collective returns
 
+// Tensors in use by a collective.
+class Held {
+ public:
+  explicit Held(Tensors tensors) : tensors_(std::move(tensors)) {}
+  Tensors take() { std::lock_guard<std::mutex> lock(mutex_); return std::exchange(tensors_, {}); }
+
+ private:
+  std::mutex mutex_;
+  Tensors tensors_;
+};
+using HeldP = std::shared_ptr<Held>;
+
 // Holds the tensors until the waiting stream is ordered behind the collective, as ProcessGroupNCCL does instead of `record_stream`.
 class Communicator::Pending final : public c10d::Work {
  public:
-  Pending(c10d::OpType type, int device, Tensors out, std::shared_ptr<Tensors> held)
+  Pending(c10d::OpType type, int device, Tensors out, HeldP held)
       : Work(-1, type), device_(device), out_(std::move(out)), held_{std::move(held)}, blocks_(type == c10d::OpType::BARRIER) {}
 
   void over(const Moment& moment, const c10::Stream& stream) {
@@ -43,7 +55,7 @@ class Communicator::Pending final : public c10d::Work {
   }
   void synchronize() override {
     wait_on_stream(current_queue(device_), *moment_);
-    for (auto& tensors : held_) tensors->clear();
+    for (auto& tensors : held_) tensors->take();
     held_.clear();
   }
   void blockCurrentStream() override { synchronize(); }
@@ -53,7 +65,7 @@ class Communicator::Pending final : public c10d::Work {
  private:
   int device_;
   Tensors out_;
-  std::vector<std::shared_ptr<Tensors>> held_;
+  std::vector<HeldP> held_;
   bool blocks_;
   std::optional<Moment> moment_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -79,8 +91,9 @@ static void wait_for_abort(const std::atomic<bool>& aborted, const char* why) {
 }
 
 WorkP Communicator::collective(c10d::OpType type, const Tensors& in, const Tensors& out, bool async, Body body) {
-  auto held = std::make_shared<Tensors>(in);
-  held->insert(held->end(), out.begin(), out.end());
+  auto all = in;
+  all.insert(all.end(), out.begin(), out.end());
+  auto held = std::make_shared<Held>(all);
   std::vector<Use> uses;
   for (const auto& tensor : in) check(tensor), uses.push_back(use_of(tensor, false));
   for (const auto& tensor : out) check(tensor), uses.push_back(use_of(tensor, true));
@@ -107,7 +120,7 @@ WorkP Communicator::collective(c10d::OpType type, const Tensors& in, const Tenso
   last_ = moment_of(queue);
   // Nobody may wait for it: then the watchdog lets go of the tensors once it is done.
   queue.push([held, stream] {
-    for (auto& tensor : *held) record_stream(tensor.storage().data_ptr(), stream);
+    for (auto& tensor : held->take()) record_stream(tensor.storage().data_ptr(), stream);
   });
   auto work = c10::make_intrusive<Pending>(type, device, out, held);
   work->over(*last_, stream);
