@@ -135,7 +135,8 @@ void reset_peak(int device) { std::lock_guard<std::mutex> lock(g_blocks_mutex); 
 
 void host_uses(const at::Tensor& tensor, bool write, const std::string& what) {
   if (!tensor.has_storage() || !tensor.device().is_cpu() || !is_pinned(tensor)) return;
-  check_host({use_of(tensor, write)}, here(what + " on the host"));
+  auto use = use_of(tensor, write);
+  if (use.memory) check_host({use}, here(what + " on the host"));  // an empty shard has none
 }
 
 namespace {
