@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -41,15 +43,28 @@ def without(wait: str, file: str, *functions: str) -> Iterator[list[str]]:
         yield skipped
 
 
+def _settle() -> None:
+    """Leave nothing behind: what an error has kept alive, and what is still queued."""
+    gc.collect()
+    for _ in range(2):  # the first one may raise what was late
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+
+
 def noticed(scenario: Any, *arguments: Any) -> str:
     """What the device says of a scenario; nothing if it finds no race. An engine may hide an error, so its list counts too."""
     from simulated_cuda import device
 
     before = len(device.races())
+    unexpected = os.environ.pop("DEVICE_SIM_RACES", None)
     try:
         scenario(*arguments)
         torch.cuda.synchronize()
     except RuntimeError as error:
         if "race on the simulated device" not in str(error):
             raise
+    finally:
+        _settle()
+        if unexpected is not None:
+            os.environ["DEVICE_SIM_RACES"] = unexpected
     return "\n".join(device.races()[before:])

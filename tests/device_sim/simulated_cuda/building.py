@@ -75,4 +75,4 @@ def built() -> Path:
 if __name__ == "__main__":
     if (why := missing()) is not None:
         sys.exit(why)
-    print(built())
+    sys.stdout.write(f"{built()}\n")

@@ -37,7 +37,7 @@ class Properties:
     shared_memory_per_block, shared_memory_per_block_optin, shared_memory_per_multiprocessor = 49152, 232448, 233472
     L2_cache_size = 50 << 20
     is_integrated = is_multi_gpu_board = 0
-    gcnArchName = ""  # noqa: N815
+    gcnArchName = ""
 
     def __init__(self, physical: int) -> None:
         self.uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"simulated-{physical}")

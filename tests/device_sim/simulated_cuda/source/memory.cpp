@@ -155,11 +155,13 @@ std::unique_ptr<at::ObserverContext> look(const at::RecordFunction& call) {
   if (on_a_stream() || !schema) return nullptr;
   auto inputs = call.inputs();
   bool device = false, pinned = false;
-  for (const auto& input : inputs)
+  for (const auto& input : inputs) {
+    device = device || (input.isDevice() && input.toDevice().type() == CUDA);  // `to` a device
     each(input, [&](const at::Tensor& tensor) {
       device = device || tensor.device().type() == CUDA;
       pinned = pinned || (tensor.has_storage() && tensor.device().is_cpu() && is_pinned(tensor));
     });
+  }
   // Copies between host and device are checked where they are made.
   if (device || !pinned) return nullptr;
   const auto& name = schema->name();

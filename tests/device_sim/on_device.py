@@ -1,6 +1,8 @@
 """Runs tests on the simulated device: builds it, and starts pytest as a process that has two of them.
 
-python tests/device_sim/running.py [what pytest takes]
+python tests/device_sim/on_device.py [what pytest takes]
+
+Without files it runs all of `make device-sim`: the tests here, and those of tests/ranks that say what a user does on a device.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -16,7 +19,15 @@ sys.path.insert(0, str(HERE))
 
 from simulated_cuda import building  # noqa: E402
 
-TESTS = "test_on_device_*.py"
+HERE_ALONE = "test_on_device_*.py"
+OF_RANKS = (
+    "test_cuda_devices.py",
+    "test_ema.py",
+    "test_evaluation.py::test_evaluation_needs_no_no_grad_leaves_no_graph_and_disturbs_no_training",
+    "test_checkpoint.py::test_a_save_in_the_background_holds_the_moment_of_its_call",
+    "test_checkpoint_goes_on.py",
+)
+"""Tests for ranks that are played on the device too: with one for each rank, `run_ranks` takes it."""
 
 
 def environment(place: Path, **variables: str) -> dict[str, str]:
@@ -43,9 +54,17 @@ def main(arguments: list[str]) -> int:
     if (why := building.missing()) is not None:
         sys.stderr.write(f"skipped: {why}\n")
         return 0
-    files = [] if any(each.startswith("tests/") for each in arguments) else sorted(map(str, HERE.glob(TESTS)))
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *files, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(built()), check=False).returncode
+    quick = "quick" in arguments
+    files = sorted(map(str, HERE.glob(HERE_ALONE))) + ([] if quick else [f"tests/ranks/{each}" for each in OF_RANKS])
+    chosen = [] if any(each.startswith("tests/") for each in arguments) else files
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *chosen, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        races = Path(folder, "races")
+        code = subprocess.run(command, cwd=ROOT, env=environment(built(), DEVICE_SIM_RACES=str(races)), check=False).returncode
+        if races.exists():
+            sys.stderr.write(f"races that no test expects:\n{races.read_text()}")
+            return 1
+    return code
 
 
 if __name__ == "__main__":
