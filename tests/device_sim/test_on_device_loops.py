@@ -1,4 +1,4 @@
-"""What surrounds a step: groups of the caller's, one visible device for each rank, loaders, and processes that are started as a user does."""
+"""What surrounds a step: groups of the caller's, one visible device for each rank, loaders, two engines."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -162,6 +163,14 @@ def test_what_does_not_wait_is_not_refused():
     torch.cuda.set_sync_debug_mode("error")
     values = pinned(1.0, 2.0).to(DEVICE, non_blocking=True)
     torch.nn.functional.softmax(values * 2, 0).sum().add_(1)
+
+
+def test_a_model_is_copied_with_its_memory():
+    model = torch.nn.Linear(3, 2, device=DEVICE)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert other.weight.ne(0).all().item()
 
 
 def test_random_numbers_follow_their_generator():

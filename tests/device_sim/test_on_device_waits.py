@@ -13,13 +13,15 @@ from unishard.testing import run_ranks
 ADAMW = {"name": "adamw", "lr": 1e-2}
 WARM, MEASURED = 4, 4
 FSDP = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+NORM = {"copy_ to the device": 1, "item": 1}
 DEEPSPEED = {
-    "no_shard": {},
-    "shard_optimizer": {},
-    "shard_grad_op": {},
-    "full_shard": {},
+    "no_shard": {"event synchronize": 1},
+    "shard_optimizer": NORM,
+    "shard_grad_op": NORM | {"device synchronize": 1},
+    "full_shard": NORM | {"stream synchronize": 1, "event synchronize": 8},
 }
-"""Of each strategy the waits of a step, by kind. DeepSpeed's: it reads whether the gradients are finite, and its scaler and buffers wait."""
+"""The waits of a step, by kind. Those of stages 1 to 3 are DeepSpeed's own (0.19.8): it copies parts of the norm to the device and reads
+whether it is finite (runtime/zero/stage_1_and_2.py, runtime/utils.py), and waits for its reductions and gathers."""
 
 
 def steps(backend: str, strategy: str, mode: str) -> dict[str, float]:

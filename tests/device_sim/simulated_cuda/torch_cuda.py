@@ -177,16 +177,22 @@ def install(device: Any, visible: list[int]) -> None:
 
 
 def _storages(device: Any) -> None:
-    """`UntypedStorage.resize_`, which has no way to the device in the CPU build."""
-    plain = torch.UntypedStorage.resize_
+    """`UntypedStorage.resize_` and `clone`, which have no way to the device in the CPU build."""
+    plain_resize, plain_clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
+
+    def as_bytes(storage: Any, size: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
 
     def resize(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
-            return plain(self, size)
-        device.resize_storage(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self, 0, (0,), (1,)), size)
+            return plain_resize(self, size)
+        device.resize_storage(as_bytes(self, 0), size)
         return self
 
-    torch.UntypedStorage.resize_ = resize
+    def clone(self: Any) -> Any:
+        return as_bytes(self, self.nbytes()).clone().untyped_storage() if self.device.type == "cuda" else plain_clone(self)
+
+    torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize, clone
 
 
 def _reads_of_the_host(device: Any) -> None:
