@@ -119,3 +119,25 @@ def test_two_engines_in_one_process(wanted):
     for found, raced in run_ranks(2, two_engines, timeout=200):
         assert found == pytest.approx([*wanted["fsdp"], *wanted["deepspeed"]], rel=1e-6)
         assert raced == []
+
+
+def averaged(backend: str) -> tuple[list[float], list[str]]:
+    """An average of the weights, and a loss with it between two updates."""
+    found = []
+    with prepare(config(backend)) as engine:
+        ema = engine.ema(0.5)
+        for batch in engine.batches(own_share(3)):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            with ema.weights():
+                found.append(engine.eval()(**batch).loss)
+            engine.train()
+        return [engine.mean(loss) for loss in found], races()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_average_is_evaluated_between_updates(backend):
+    device, cpu = (run_ranks(2, averaged, backend, timeout=200, env=env) for env in ({}, PLAIN))
+    for (found, raced), (same, _) in zip(device, cpu, strict=True):
+        assert found == pytest.approx(same, rel=1e-6)
+        assert raced == []
