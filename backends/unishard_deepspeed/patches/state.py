@@ -49,12 +49,17 @@ def gather_after(optimizer: Any, kind: Kind) -> None:
     """Stage 3: let the next gathers wait on the device for the shards that were written just now.
 
     DeepSpeed gathers on a stream that waits for nothing (runtime/zero/partitioned_param_coordinator.py), so a loop that reads nothing
-    between an update and the next forward may gather shards before they are updated.
+    between a write, such as an update, and the next forward may gather shards before they are written.
+
+    Args:
+        optimizer: DeepSpeed's, which without training is its `DeepSpeedZeRoOffload`.
+        kind: The optimizer's kind.
     """
     if kind != "stage-3" or not torch.cuda.is_available():
         return
     if PATCHES["gathers-stage-3"].works:
-        optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream.wait_stream(torch.cuda.current_stream())
+        offload = getattr(optimizer, "parameter_offload", optimizer)
+        offload._DeepSpeedZeRoOffload__allgather_stream.wait_stream(torch.cuda.current_stream())
     else:
         torch.cuda.current_stream().synchronize()
 
