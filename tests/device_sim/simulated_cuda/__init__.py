@@ -50,4 +50,4 @@ def install() -> None:
         raise RuntimeError("torch does not take the hooks of the simulated device")
     torch_cuda.install(device, visible())
     distributed.install(device)
-    atexit.register(device.settle, 2.0)
+    atexit.register(device.end_streams)

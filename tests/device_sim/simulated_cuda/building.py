@@ -10,13 +10,16 @@ import shutil
 import sys
 import sysconfig
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["NAME", "built", "folder", "missing"]
+__all__ = ["NAME", "TORCH", "built", "folder", "missing"]
 
 NAME = "simulated_cuda_device"
+TORCH = "2.13."
+"""The version on which it is known to build and run; what it uses of torch is private."""
 SOURCES = Path(__file__).parent / "source"
-_UNITS = (("counts", "order", "streams", "memory", "device", "kernels", "tensors"), ("nccl", "module"))
+_UNITS = (("counts", "order", "streams", "memory", "device", "signatures", "kernels", "tensors"), ("nccl", "collectives", "module"))
 """Files that are compiled together, one unit a core: most of the time goes into torch's headers."""
 _ENTRY_POINT = "[torch.backends]\nsimulated_cuda = simulated_cuda:autoload\n"
 """torch calls it at the end of `import torch`, in every process that finds this folder."""
@@ -31,6 +34,9 @@ def missing() -> str | None:
         return "the simulated device needs Python.h (Debian, Ubuntu: apt install python3-dev)"
     if shutil.which("ninja") is None:
         return "the simulated device needs ninja, with which torch builds extensions"
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None and Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists():
+        return f"the simulated device needs a CPU build of torch, and this one (torch {version('torch')}) has CUDA"
     return None
 
 

@@ -158,8 +158,10 @@ def install(device: Any, visible: list[int]) -> None:
         setattr(core, f"_cuda_{name}", answer)
     for name in _NONE:
         setattr(core, f"_cuda_{name}", lambda *_, **__: None)
+    core._cuda_CUDAAllocator_AllocatorState, core._set_cached_tensors_enabled = object, lambda enabled: None  # torch._dynamo imports them
     core._get_device_properties = cuda._get_device_properties = properties
-    cuda._exchange_device = cuda._maybe_exchange_device = device.exchange_device
+    cuda._exchange_device = device.exchange_device
+    cuda._maybe_exchange_device = lambda index: device.exchange_device(index)  # torch._dynamo tells the two apart by identity
     cuda.is_current_stream_capturing = lambda: False
     cuda.default_generators = tuple(device.default_generators())
     cuda._cudart = SimpleNamespace(

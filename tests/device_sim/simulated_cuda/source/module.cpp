@@ -1,27 +1,11 @@
 // What the Python side calls; importing it makes this process one with a CUDA device.
 #include <torch/csrc/utils/pybind.h>
 
-#include <thread>
-
 #include "counts.h"
 #include "device.h"
 #include "nccl.h"
 
 using namespace sim;
-
-// Some work may wait for a peer that is gone, so not for ever.
-static void settle(double seconds) {
-  py::gil_scoped_release unlocked;
-  auto settled = std::make_shared<std::atomic<bool>>(false);
-  std::thread([settled] {
-    try {
-      synchronize_device();
-    } catch (...) {
-    }
-    *settled = true;
-  }).detach();
-  for (int i = 0; i < seconds * 200 && !*settled; i++) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("install", [](int devices, int patience_ms) {
@@ -38,7 +22,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("exchange_device", &exchange_device);
   module.def("in_bad_fork", &in_bad_fork);
   module.def("synchronize", [] { count("waits: device synchronize"); synchronize_device(); });
-  module.def("settle", &settle);
+  module.def("end_streams", [] { end_streams(std::chrono::seconds(2)); });
   module.def("get_sync_mode", [] { return state().sync_mode; });
   module.def("set_sync_mode", [](int mode) { state().sync_mode = mode; });
   module.def("default_generators", [] {

@@ -24,6 +24,10 @@ namespace {
 std::mutex g_queues_mutex;  // of the queues' table and the late error
 std::map<std::pair<int, c10::StreamId>, Queue*>& queues() { static auto* one = new std::map<std::pair<int, c10::StreamId>, Queue*>; return *one; }
 std::exception_ptr g_late;
+std::mutex g_ending_mutex;
+bool g_ending = false;
+std::atomic<int64_t> g_finished{0};
+constexpr auto IDLE = std::chrono::milliseconds(200);  // of a stream, before its thread ends: an engine makes many streams
 std::atomic<c10::StreamId> g_next{1};
 thread_local int t_device = 0;
 thread_local std::map<int, c10::StreamId> t_streams;
@@ -42,11 +46,13 @@ bool in_bad_fork() { return g_bad_fork; }
 
 // ---------------------------------------------------------------- the queue of a stream
 
-Queue::Queue(int device) : device(device), actor(new_actor()) { std::thread([this] { loop(); }).detach(); }
+Queue::Queue(int device) : device(device), actor(new_actor()) {}
 
 int64_t Queue::push(std::function<void()> work) {
   std::lock_guard<std::mutex> lock(mutex_);
   work_.push_back({std::move(work), Clocks::now()});
+  if (!runs_) std::thread([this] { loop(); }).detach();
+  runs_ = true;
   changed_.notify_all();
   return ++pushed_;
 }
@@ -65,6 +71,13 @@ void Queue::wait(int64_t number) {
 }
 Clock Queue::seen() { std::lock_guard<std::mutex> lock(order_mutex()); return clock; }
 
+// Drops the tensors of work before anyone learns that it is done. That may need the GIL, which nobody gets once the interpreter ends.
+static void drop(std::function<void()> work) {
+  std::lock_guard<std::mutex> lock(g_ending_mutex);
+  if (g_ending) new std::function<void()>(std::move(work));
+  else work = nullptr;
+}
+
 void Queue::loop() {
   t_on_stream = true;
   at::set_num_threads(1);
@@ -73,7 +86,10 @@ void Queue::loop() {
     Work next;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return !work_.empty(); });
+      if (!changed_.wait_for(lock, IDLE, [&] { return !work_.empty(); })) {
+        runs_ = false;
+        return;
+      }
       changed_.wait_until(lock, work_.front().since + patience, [&] { return demanded_ > finished_; });
       next = std::move(work_.front());
       work_.pop_front();
@@ -83,11 +99,30 @@ void Queue::loop() {
     } catch (...) {
       keep_error(std::current_exception());
     }
-    next.run = nullptr;  // drops its tensors, for which it may need the GIL, before anyone learns that it is done
+    drop(std::move(next.run));
     std::lock_guard<std::mutex> lock(mutex_);
     finished_++;
+    g_finished++;
     changed_.notify_all();
   }
+}
+
+// Some work may wait for a peer that is gone, so not for ever: as long as any work is done.
+void end_streams(std::chrono::milliseconds patience) {
+  NoGil unlocked;
+  auto settled = std::make_shared<std::atomic<bool>>(false);
+  std::thread([settled] {
+    try {
+      synchronize_device();
+    } catch (...) {
+    }
+    *settled = true;
+  }).detach();
+  auto last = Clocks::now();
+  for (int64_t before = -1; !*settled && Clocks::now() < last + patience; std::this_thread::sleep_for(std::chrono::milliseconds(5)))
+    if (int64_t now = g_finished; now != before) before = now, last = Clocks::now();
+  std::lock_guard<std::mutex> lock(g_ending_mutex);
+  g_ending = true;
 }
 
 void keep_error(std::exception_ptr error) {

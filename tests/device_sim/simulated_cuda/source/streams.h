@@ -2,6 +2,7 @@
 #pragma once
 #include <c10/core/Stream.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -37,6 +38,7 @@ class Queue {
   std::condition_variable changed_;
   std::deque<Work> work_;
   int64_t pushed_ = 0, finished_ = 0, demanded_ = 0;
+  bool runs_ = false;  // whether it has a thread
 };
 
 // A moment of a stream.
@@ -69,6 +71,7 @@ void wait_on_host(const Moment& moment);
 bool is_over(const Moment& moment);  // the host learns of it
 void synchronize_stream(Queue& queue);
 void synchronize_device();
+void end_streams(std::chrono::milliseconds patience);  // before the interpreter ends
 void start_synchronizing(const std::string& what);  // set_sync_debug_mode: counts, warns, refuses
 void keep_error(std::exception_ptr error);  // raised by the next call that may
 void raise_late_errors();
