@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import BACKENDS, races
-from playing import config, curve, own_share, prepare, train
+from playing import config, curve, my_rank, own_share, prepare, train
 
+import unishard
 from unishard.distributed import agreement, devices
 from unishard.testing import run_ranks
+from unishard.testing.models import MODELS, batch
 
 PLAIN = {"CUDA_VISIBLE_DEVICES": ""}
 SCRIPT = """
@@ -121,23 +123,71 @@ def test_two_engines_in_one_process(wanted):
         assert raced == []
 
 
-def averaged(backend: str) -> tuple[list[float], list[str]]:
-    """An average of the weights, and a loss with it between two updates."""
+def batches_of_the_host() -> tuple[list[float], list[str]]:
+    """Both engines are given what a loader yields, in a loop without `engine.batches`."""
+    found = []
+    for backend in BACKENDS:
+        with prepare(config(backend)) as engine:
+            for micro_batch in own_share(2):
+                loss = engine(**micro_batch).loss
+                engine.backward(loss)
+                engine.step()
+                found.append(engine.mean(loss))
+    return found, races()
+
+
+def test_each_engine_moves_a_batch_of_the_host(wanted):
+    for found, raced in run_ranks(2, batches_of_the_host, timeout=200):
+        assert found == pytest.approx([*wanted["fsdp"], *wanted["deepspeed"]], rel=1e-6)
+        assert raced == []
+
+
+def prompt(rank: int) -> torch.Tensor:
+    return batch("llama", rank, 2)["input_ids"][:, : 3 + rank]
+
+
+def generated() -> tuple[list[list[list[int]]], list[str]]:
+    """Both engines go on from a prompt of the host, on each rank with another length."""
+    found = []
+    for backend in BACKENDS:
+        with prepare(config(backend), "llama") as engine:
+            engine.eval()
+            tokens = prompt(my_rank())
+            made = engine.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2 + my_rank(), do_sample=False)
+            found.append(made.tolist())
+    return found, races()
+
+
+def test_each_engine_generates_from_a_prompt_of_the_host():
+    for rank, (found, raced) in enumerate(run_ranks(2, generated, timeout=200)):
+        plain = MODELS["llama"].build().eval().generate(prompt(rank), max_new_tokens=2 + rank, do_sample=False).tolist()
+        assert found == [plain, plain]
+        assert raced == []
+
+
+def written(backend: str) -> tuple[list[float], list[str]]:
+    """Writes a weight before each forward, and evaluates an average between updates; then writes it without training."""
     found = []
     with prepare(config(backend)) as engine:
-        ema = engine.ema(0.5)
-        for batch in engine.batches(own_share(3)):
-            engine.backward(engine(**batch).loss)
+        ema, weight = engine.ema(0.5), engine.parameter("head.weight") * 2
+        for micro_batch in engine.batches(own_share(3)):
+            engine.set_parameter("head.weight", weight)
+            engine.backward(engine(**micro_batch).loss)
             engine.step()
             with ema.weights():
-                found.append(engine.eval()(**batch).loss)
+                found.append(engine.eval()(**micro_batch).loss)
             engine.train()
-        return [engine.mean(loss) for loss in found], races()
+        found = [engine.mean(loss) for loss in found]
+    with unishard.prepare(MODELS["mlp"].build(), config(backend), train=False) as engine:
+        for turn, micro_batch in enumerate(own_share(3)):
+            engine.set_parameter("head.weight", weight * turn)
+            found.append(engine(**micro_batch).loss)
+        return [*found[:3], *map(engine.mean, found[3:])], races()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_average_is_evaluated_between_updates(backend):
-    device, cpu = (run_ranks(2, averaged, backend, timeout=200, env=env) for env in ({}, PLAIN))
+def test_weights_that_are_written_and_averaged_are_computed_with(backend):
+    device, cpu = (run_ranks(2, written, backend, timeout=200, env=env) for env in ({}, PLAIN))
     for (found, raced), (same, _) in zip(device, cpu, strict=True):
         assert found == pytest.approx(same, rel=1e-6)
         assert raced == []
