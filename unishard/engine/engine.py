@@ -55,7 +55,8 @@ class Engine(ParametersByName):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._order.require_open("forward")
-        args, kwargs = to_device((args, kwargs), self.device)
+        if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
+            args, kwargs = to_device((args, kwargs), self._adapter.device)
         self._buffers.stale = self._buffers.stale or self.module.training
         if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
             self._order.enter("forward", ", frozen")
