@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash kill faults soak parity matrix mistakes models versions bench gpu gpu-wheels clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash kill faults soak parity matrix mistakes models versions bench gpu gpu-wheels device-sim clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,7 @@ test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it, ARGS=--d
 
 quick: $(READY) ## Run what finds most mistakes, in under 3 minutes: unit, formats, architecture, a cell of each engine and strategy.
 	$(PYTEST) tests/unit tests/formats tests/architecture tests/ranks/test_conformance.py -m "quick or not ranks" --examples 100 $(ARGS)
+	$(BIN)/python tests/device_sim/on_device.py -q -m quick
 
 coverage: $(READY) ## Run the whole suite and list the lines that no test ran, ranks included; ARGS="tests/unit" for a part of it.
 	$(PYTEST) --cov --cov-report=term-missing $(ARGS)
@@ -106,8 +107,12 @@ gpu: ## What one GPU can prove, about 40 minutes; PIECE="cells resume" for some,
 gpu-wheels: $(READY) ## Gather in .wheels what that machine may lack, here where there is a network.
 	$(BIN)/python -m benchmarks.gpu.wheels .wheels
 
+# No other target needs its C++ compiler; where there is none it says so and ends well.
+device-sim: $(READY) ## Train on a simulated CUDA device that is as late as it may be and finds each missing wait (15 minutes); ARGS="-k name".
+	$(BIN)/python tests/device_sim/on_device.py $(ARGS)
+
 clean: ## Remove .venv and everything else the targets made.
-	rm -rf $(VENV) .audit dist build site demo-out gpu-out .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
+	rm -rf $(VENV) .audit dist build site demo-out gpu-out .device-sim .wheels .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: whichever build the machine's package index offers is then kept by everything after it.

@@ -27,7 +27,7 @@ from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
 from unishard_deepspeed.patches.reduction import gather
 from unishard_deepspeed.patches.second_copy import drop_second_copies
-from unishard_deepspeed.patches.state import copy_masters, relink_states, reshard_all
+from unishard_deepspeed.patches.state import copy_masters, gather_after, relink_states, reshard_all
 from unishard_deepspeed.patches.updates import clear_before_backward
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.replaced_parameters import explained
@@ -133,6 +133,7 @@ class DeepSpeedAdapter(EngineAdapter):
         self._clipping.prepare(max_norm, divisor)
         with self._shards.finished():
             outcome = self._clipping.step()
+        gather_after(self.optimizer, self._kind)
         self._unused.forget()
         self._stale.clear(updated=outcome[1] is not False)
         return outcome

@@ -17,6 +17,7 @@ from unishard_deepspeed.patches import shards
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import require
 from unishard_deepspeed.patches.second_copy import drop_second_copies
+from unishard_deepspeed.patches.state import gather_after
 from unishard_deepspeed.placement import parameter_bytes, units
 from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
@@ -69,6 +70,7 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         """Update the partitioned parameter, in `precision.compute`."""
         self.loaded()
         shards.update_low_precision_copy(parameter, full, "stage-3")
+        gather_after(self._engine.optimizer, "stage-3")
 
     def loaded(self) -> None:
         """Forget second copies, which were made of the shards before they were written."""

@@ -14,6 +14,7 @@ from unishard.distributed.shards import Shard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches import shards
 from unishard_deepspeed.patches.optimizer_kind import kind_of, require
+from unishard_deepspeed.patches.state import gather_after
 
 __all__ = ["Shards", "give_gradients"]
 
@@ -70,6 +71,7 @@ class Shards:
     def refresh(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Update a parameter to its edited master weight."""
         shards.update_low_precision_copy(parameter, value, self._kind)
+        gather_after(self._engine.optimizer, self._kind)
 
     @contextmanager
     def finished(self) -> Iterator[None]:

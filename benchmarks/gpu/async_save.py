@@ -11,7 +11,7 @@ import torch
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt, config, tokens, train, wide_llama
+from benchmarks.gpu.training import BACKENDS, attempt, config, full_size, tokens, train, wide_llama
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
 from unishard.testing.tolerances import TOLERANCES
@@ -61,7 +61,7 @@ def judge(report: Report, name: str, answer: Answer) -> None:
 
 def build(backend: str, strategy: str, device: str, seed: int) -> Any:
     # On the GPU large enough that the files take some steps to write.
-    model = wide_llama(1024, 8, seed=seed) if device == "cuda" else llama(seed)
+    model = wide_llama(1024, 8, seed=seed) if full_size(device) else llama(seed)
     return unishard.prepare(model, config(backend, strategy, checkpoint={"async_save": True}))
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt
+from benchmarks.gpu.training import BACKENDS, attempt, full_size
 from unishard.testing import conformance, oracle, run_ranks
 from unishard.testing.cells import CLIP, STRATEGIES, Cell, windows
 from unishard.testing.models import MODELS
@@ -17,7 +17,7 @@ __all__ = ["cells", "expected", "judge", "measure", "run"]
 
 def cells(device: str) -> list[Cell]:
     """On the CPU the suite runs them anyway: the MLP with accumulation shows that the piece works."""
-    models, accumulations = (list(MODELS), (1, 3)) if device == "cuda" else (["mlp"], (3,))
+    models, accumulations = (list(MODELS), (1, 3)) if full_size(device) else (["mlp"], (3,))
     return [Cell(model, *rest, world=1) for model, *rest in product(models, STRATEGIES, accumulations, (CLIP,), ("fp32", "bf16", "fp16"))]
 
 

@@ -9,7 +9,7 @@ import torch
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, tokens, train
+from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, tokens, train
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
 from unishard.testing.tolerances import TOLERANCES
@@ -54,7 +54,7 @@ def measure(backend: str, strategy: str, device: str) -> Answer:
     from torch._dynamo.utils import counters, get_compilation_metrics
 
     # On the CPU a backend that makes no kernels: the same tracing, and no C++ compiler.
-    kernels = "inductor" if device == "cuda" else "aot_eager"
+    kernels = "inductor" if full_size(device) else "aot_eager"
     eager = once(backend, strategy, device, {})
     torch._dynamo.reset()
     counters.clear()
@@ -67,7 +67,7 @@ def measure(backend: str, strategy: str, device: str) -> Answer:
 
 
 def once(backend: str, strategy: str, device: str, sections: dict[str, Any]) -> Curve:
-    cuda = device == "cuda"
+    cuda = full_size(device)
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8} if cuda else {}
     # As LlamaConfig() has them, other than the suite's small models.
     model = llama(num_hidden_layers=_LAYERS, use_cache=True, attn_implementation="sdpa", max_position_embeddings=512, **sizes)

@@ -12,7 +12,7 @@ import torch
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, tokens, train, wide_llama
+from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, tokens, train, wide_llama
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
 from unishard.testing.tolerances import TOLERANCES
@@ -30,7 +30,7 @@ _CYCLES = 200_000
 
 
 def run(report: Report) -> None:
-    repeats = 50 if report.device == "cuda" else 5
+    repeats = 50 if full_size(report.device) else 5
     for backend in BACKENDS:
         for strategy, offload in OFFLOADS.items():
             name = f"{backend} {strategy}, offload {' and '.join(place for place in offload if place != 'pin_memory')}"
@@ -59,10 +59,10 @@ def race(backend: str, strategy: str, repeats: int, device: str) -> tuple[list[C
 
 def once(backend: str, strategy: str, device: str, turn: int, sections: dict[str, object]) -> Curve:
     cuda = device == "cuda"
-    model = wide_llama(512, 4) if cuda else llama()
+    model = wide_llama(512, 4) if full_size(device) else llama()
     cfg = config(backend, strategy, accumulation=2, **sections)
     with unishard.prepare(model, cfg) as engine:
-        return train(engine, tokens(8, length=128 if cuda else 16), delay(turn) if cuda else lambda: None)
+        return train(engine, tokens(8, length=128 if full_size(device) else 16), delay(turn) if cuda else lambda: None)
 
 
 def delay(turn: int) -> Callable[[], None]:

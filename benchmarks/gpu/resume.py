@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu.report import Report
+from benchmarks.gpu.training import full_size
 from unishard.testing import resuming
 from unishard.testing.resuming import Pair, ResumedRun
 from unishard.testing.tolerances import TOLERANCES
@@ -16,11 +17,11 @@ def pairs(device: str) -> list[Pair]:
     On the CPU, where the suite resumes every kind of run by every other, both directions.
     """
     found = []
-    for precision in ("fp32", "bf16", "fp16") if device == "cuda" else ("bf16",):
+    for precision in ("fp32", "bf16", "fp16") if full_size(device) else ("bf16",):
         full = [ResumedRun(backend, "full_shard", 1, precision) for backend in resuming.BACKENDS]
         part = [ResumedRun(backend, "shard_grad_op", 1, precision) for backend in resuming.BACKENDS]
         found += [Pair(full[0], full[1]), Pair(full[1], full[0])]
-        if device == "cuda":
+        if full_size(device):
             found += [Pair(part[0], full[1]), Pair(part[1], full[0]), *(Pair(run, run) for run in full)]
     return found
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu import by_hand
 from benchmarks.gpu.llamas import SIZES, mfu, parameters, peak_of
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt
+from benchmarks.gpu.training import BACKENDS, attempt, full_size
 from unishard.testing import run_ranks
 
 __all__ = ["Plan", "Side", "Window", "plan_of", "run", "summary"]
@@ -62,7 +62,7 @@ class Side(NamedTuple):
 
 def plan_of(size: str, device: str, memory: float) -> Plan:
     """On the CPU tiny; on a card of so many bytes both sides together only where they leave half of it to the activations."""
-    if device == "cpu":
+    if not full_size(device):
         return Plan("tiny", 2, 2 if size == "1b" else 1, 1, size == "1b")
     together = 2 * _BYTES * parameters(SIZES[size])[0] < memory / 2
     return Plan(size, 20, 4 if together else 2, 5, together)
@@ -89,7 +89,7 @@ def judge(report: Report, name: str, plan: Plan, ours: list[Window], hand: list[
     figures: dict[str, Any] = {who: side._asdict() for who, side in sides.items()}
     figures |= {"ratio": ratio, "ratios": ratios, "size": plan.size, "together": plan.together}
     detail = f"{ratio:.3f} (median of {', '.join(f'{each:.3f}' for each in ratios)}); " + "; ".join(map(described, sides, sides.values()))
-    if report.device == "cpu":
+    if not full_size(report.device):
         report.needs_cuda(f"{name}: tokens/s beside by hand", f"the CPU form runs both loops and measures nothing of worth: {detail}")
     else:
         report.check(f"{name}: at least {BOUND:g} of the tokens/s by hand", ratio >= BOUND, detail, **figures)

@@ -11,13 +11,19 @@ from torch import nn
 
 import unishard
 from benchmarks.gpu.report import Report
+from benchmarks.marked import SIMULATED
 from unishard.config import Config
 from unishard.testing import RankFailure
 from unishard.testing.models import llama
 
-__all__ = ["BACKENDS", "Curve", "attempt", "config", "tokens", "train", "wide_llama"]
+__all__ = ["BACKENDS", "Curve", "attempt", "config", "full_size", "tokens", "train", "wide_llama"]
 
 BACKENDS = ("fsdp", "deepspeed")
+
+
+def full_size(device: str) -> bool:
+    """Whether a piece takes the sizes of a GPU: the simulated one (`make device-sim`) gets those of the CPU form."""
+    return device == "cuda" and not (torch.cuda.is_available() and SIMULATED in torch.cuda.get_device_name(0))
 
 
 class Curve(NamedTuple):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu import cells, staged
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt
+from benchmarks.gpu.training import BACKENDS, attempt, full_size
 from unishard.testing import oracle, run_ranks
 from unishard.testing.cells import CLIP, Cell
 from unishard.testing.models import MODELS
@@ -31,7 +31,7 @@ def one_card(device: str) -> dict[str, str]:
 
 
 def wanted_cells(device: str) -> list[Cell]:
-    models = list(MODELS) if device == "cuda" else ["mlp"]
+    models = list(MODELS) if full_size(device) else ["mlp"]
     strategies, precisions = ("full_shard", "shard_grad_op"), ("fp32", "bf16")
     return [Cell(model, *rest, world=2) for model, *rest in product(models, strategies, (2,), (CLIP,), precisions)]
 

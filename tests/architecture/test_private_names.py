@@ -123,7 +123,17 @@ def known(package: str) -> frozenset[str]:
     from torch.distributed.device_mesh import DeviceMesh
 
     objects: list[Any] = [torch, torch.Tensor, torch.nn, torch.nn.Module, torch.nn.Parameter, torch.optim, torch.optim.Optimizer]
-    objects += [torch.cuda, dist, dist.Work, dist.ReduceOp, DeviceMesh, torch.utils.hooks.RemovableHandle, torch.device, torch.Size]
+    objects += [
+        torch.cuda,
+        torch.cuda.Stream,
+        dist,
+        dist.Work,
+        dist.ReduceOp,
+        DeviceMesh,
+        torch.utils.hooks.RemovableHandle,
+        torch.device,
+        torch.Size,
+    ]
     objects += [str, list, dict, set, tuple, int, float, slice, type, Path, builtins, importlib.import_module("warnings")]
     own = {name for path in (*files(package), *(ROOT / "unishard").rglob("*.py")) for name in declared(tree(path))}
     told = {name for names in DOCUMENTED.get(package, {}).values() for name in names}

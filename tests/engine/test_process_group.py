@@ -17,6 +17,7 @@ from unishard.distributed import devices, process_group
 def torch_calls(monkeypatch):
     """What is asked of torch, on a node that shows four CUDA devices."""
     calls: list[tuple[str, object]] = []
+    monkeypatch.setattr(devices, "_own", None)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)  # whatever ran in this process before
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -72,10 +73,11 @@ def test_ranks_share_devices_only_in_a_gloo_group_of_the_callers(torch_calls, ca
         process_group.ensure(seventh)
 
 
-@pytest.mark.parametrize(("backends", "device"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")])
-def test_small_numbers_travel_where_the_group_carries_them(callers_group, backends, device):
+@pytest.mark.parametrize(("backends", "device"), [("cuda:nccl", "cuda:2"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")])
+def test_small_numbers_travel_where_the_group_carries_them(torch_calls, callers_group, backends, device):
     callers_group(backends)
-    assert process_group.device_of_numbers() == torch.device(device)
+    process_group.ensure(RANK)
+    assert devices.of_numbers() == torch.device(device)  # in a background thread too, where torch's current device is 0
 
 
 @pytest.fixture

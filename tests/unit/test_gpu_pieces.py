@@ -276,6 +276,16 @@ def test_figures_of_a_gpu_stand_in_the_table():
     assert page.NOT_RUN not in text
 
 
+def test_no_page_takes_a_figure_of_a_simulated_device(tmp_path):
+    report = measured("cuda") | {"hardware": "NVIDIA H100 80GB HBM3 (simulated)"}
+    (tmp_path / "throughput_1b-cuda.json").write_text(json.dumps(report))
+    target = tmp_path / "gpu.md"
+    target.write_text(f"{page.BEGIN}\n{page.NOT_RUN}\n{page.END}\n")
+    with pytest.raises(ValueError, match=r"gpu.md takes no figure of a simulated device"):
+        page.write(tmp_path, target)
+    assert page.NOT_RUN in target.read_text()
+
+
 def test_what_failed_is_said():
     report = measured("cuda")
     report["checks"][0] |= {"verdict": "unsupported", "detail": "no such collective\nmore"}

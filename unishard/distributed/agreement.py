@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unishard.distributed import devices
 from unishard.errors import RankMismatchError
 
 __all__ = ["agree"]
@@ -38,8 +39,7 @@ def agree(facts: dict[str, Any], what: str) -> None:
 def _same(digest: bytes) -> bool:
     """Whether all ranks have one digest: its least and its largest value are the same. Collective."""
     words = [int.from_bytes(digest[at : at + 7], "big") for at in range(0, 28, 7)]
-    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
-    both = torch.tensor([*words, *(-word for word in words)], dtype=torch.int64, device=device)
+    both = torch.tensor([*words, *(-word for word in words)], dtype=torch.int64, device=devices.of_numbers())
     dist.all_reduce(both, dist.ReduceOp.MIN)
     least = both.tolist()
     return all(low == -high for low, high in zip(least[:4], least[4:], strict=True))

@@ -13,9 +13,27 @@ from unishard.config import Offload
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["choose", "refuse_shared", "use_host_cores"]
+__all__ = ["choose", "of_everyone", "of_numbers", "refuse_shared", "use", "use_host_cores"]
 
 _logger = logging.getLogger("unishard")
+
+
+_own: int | None = None
+"""Index of this rank's device: the current one of each new thread is 0."""
+
+
+def use(index: int) -> None:
+    """Make a device this rank's, in all its threads."""
+    global _own
+    torch.cuda.set_device(index)
+    _own = index
+
+
+def of_numbers() -> torch.device:
+    """The device for small tensors in collectives of the default process group: the CPU, unless the group has only NCCL."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if _own is None else _own)
 
 
 def choose(topology: Topology, *, shared: bool) -> int:
@@ -46,6 +64,17 @@ def choose(topology: Topology, *, shared: bool) -> int:
     raise ConfigError([Problem("", what)])
 
 
+def of_everyone(index: int) -> list[tuple[str, str]]:
+    """The host and the identity of each rank's device. Collective.
+
+    Args:
+        index: Index of this rank's device.
+    """
+    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid)))
+    return everyone
+
+
 def refuse_shared(index: int) -> None:
     """Check that no two ranks use the same device. Collective.
 
@@ -55,8 +84,7 @@ def refuse_shared(index: int) -> None:
     Raises:
         ConfigError: On every rank, if two of them do; NCCL would fail in its first collective.
     """
-    everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), str(torch.cuda.get_device_properties(index).uuid)))
+    everyone = of_everyone(index)
     for rank, device in enumerate(everyone):
         first = everyone.index(device)
         if first != rank:

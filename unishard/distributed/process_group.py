@@ -24,7 +24,6 @@ __all__ = [
     "agree",
     "borrow_group",
     "device_of",
-    "device_of_numbers",
     "ended_by",
     "ensure",
     "give_back",
@@ -42,11 +41,6 @@ _failed = False
 def device_of(topology: Topology) -> torch.device:
     """The device of this rank: its own CUDA device if there is one, else the CPU."""
     return torch.device("cuda", devices.choose(topology, shared=True)) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def device_of_numbers() -> torch.device:
-    """The device for small tensors in collectives of the default process group: the CPU, unless the group has only NCCL."""
-    return torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
 
 
 def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
@@ -71,7 +65,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
         launcher.watch()
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
-        torch.cuda.set_device(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
+        devices.use(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
     if started:
         if patience is not None:
             arrival.join_group(TIMEOUT, patience)

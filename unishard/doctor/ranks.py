@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unishard.config.describe import count_of
 from unishard.config.topology import Topology, rendezvous, store_of_launcher
-from unishard.distributed import serving
+from unishard.distributed import devices, serving
 from unishard.doctor.check import Check, Status
 from unishard.doctor.importing import one_line
 
@@ -82,8 +82,10 @@ def _measured(topology: Topology, seconds: float) -> Iterator[Check | None]:
     yield _versions(hosts, _gathered(_own_versions()))
     yield _collectives("gloo", torch.device("cpu"), _GLOO_BYTES, None)
     if torch.cuda.is_available():
-        enough = all(_gathered(torch.cuda.device_count() >= topology.local_world_size))
-        yield _over_nccl(topology) if enough else Check("nccl", Status.OK, "not measured: a host has fewer devices than ranks")
+        index = devices.choose(topology, shared=True)
+        everyone = devices.of_everyone(index)
+        own = len(set(everyone)) == len(everyone)
+        yield _over_nccl(index) if own else Check("nccl", Status.OK, "not measured: ranks share a device")
     yield _links(hosts)
     yield _clocks(hosts)
 
@@ -117,8 +119,8 @@ def _versions(hosts: Sequence[str], everyone: Sequence[dict[str, str]]) -> Check
     return Check("versions of the ranks", Status.OK, "the same on all")
 
 
-def _over_nccl(topology: Topology) -> Check:
-    device = torch.device("cuda", topology.local_rank)
+def _over_nccl(index: int) -> Check:
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     group = dist.new_group(backend="nccl", timeout=_TIMEOUT)
     return _collectives("nccl", device, _NCCL_BYTES, group)

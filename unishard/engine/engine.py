@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.data.batches import Window
+from unishard.data.batches import Window, to_device
 from unishard.distributed.endings import names_causes
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.loop.passes import Passes
@@ -45,6 +45,8 @@ class Engine(ParametersByName):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch; in evaluation mode without a graph, as under `torch.no_grad`. Collective.
 
+        Tensors on another device are moved to `engine.device`, as in `batches`.
+
         Raises:
             ContractError: The engine is closed, or the model is in training mode inside a `lockstep` block.
         """
@@ -53,6 +55,8 @@ class Engine(ParametersByName):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._order.require_open("forward")
+        if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
+            args, kwargs = to_device((args, kwargs), self._adapter.device)
         self._buffers.stale = self._buffers.stale or self.module.training
         if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
             self._order.enter("forward", ", frozen")

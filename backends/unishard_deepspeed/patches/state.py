@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.master_weights import master_tensors, relink_after_update
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
-__all__ = ["copy_masters", "groups_of_masters", "relink_states", "reshard_all", "unlink_states"]
+__all__ = ["copy_masters", "gather_after", "groups_of_masters", "relink_states", "reshard_all", "unlink_states"]
 
 
 def groups_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, dict[str, Any]]:
@@ -34,12 +36,32 @@ def copy_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:
         optimizer._partition_all_parameters()
         for index in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        gather_after(optimizer, kind)
     elif kind == "stage-0":
         for parameter, master in inner.full_masters.items():
             if parameter is not master:
                 parameter.data.copy_(master)
     else:
         optimizer.update_lp_params()  # runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
+
+
+def gather_after(optimizer: Any, kind: Kind) -> None:
+    """Stage 3: let the next gathers wait on the device for the shards that were written just now.
+
+    DeepSpeed gathers on a stream that waits for nothing (runtime/zero/partitioned_param_coordinator.py), so a loop that reads nothing
+    between a write, such as an update, and the next forward may gather shards before they are written.
+
+    Args:
+        optimizer: DeepSpeed's, which without training is its `DeepSpeedZeRoOffload`.
+        kind: The optimizer's kind.
+    """
+    if kind != "stage-3" or not torch.cuda.is_available():
+        return
+    if PATCHES["gathers-stage-3"].works:
+        offload = getattr(optimizer, "parameter_offload", optimizer)
+        offload._DeepSpeedZeRoOffload__allgather_stream.wait_stream(torch.cuda.current_stream())
+    else:
+        torch.cuda.current_stream().synchronize()
 
 
 def unlink_states(inner: InnerOptimizer, kind: Kind) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unishard.patches import Patch
-from unishard_deepspeed.patches.table.classes import BF16, FRAGMENT, RUN, SOURCE, STAGE_3, STAGES_1_2, of
+from unishard_deepspeed.patches.table.classes import BF16, FRAGMENT, OFFLOAD, RUN, SOURCE, STAGE_3, STAGES_1_2, TAG, of
 
 __all__ = ["UPDATING"]
 
@@ -59,6 +59,14 @@ UPDATING = (
         versions=RUN,
         link=SOURCE["stage-3"],
         instead=_USE_ALL,
+    ),
+    Patch(
+        name="gathers-stage-3",
+        case="A gather behind an update without a wait of the host, with full_shard on CUDA,",
+        names=(*of(STAGE_3, "parameter_offload"), *of(OFFLOAD, "_DeepSpeedZeRoOffload__allgather_stream")),
+        versions=RUN,
+        link=f"{TAG}/runtime/zero/partitioned_param_coordinator.py#L606",
+        instead="nothing: the host then waits for each update",
     ),
     Patch(
         name="stale-offloaded-stages-1-2",

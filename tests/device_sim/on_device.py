@@ -1,0 +1,84 @@
+"""Runs tests on the simulated device: builds it, and starts pytest as a process that has two of them.
+
+python tests/device_sim/on_device.py [what pytest takes]
+
+Without files it runs all of `make device-sim`: the tests here, and those of tests/ranks that say what a user does on a device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+from simulated_cuda import building  # noqa: E402
+
+HERE_ALONE = "test_on_device_*.py"
+OF_RANKS = (
+    "test_cuda_devices.py",
+    "test_evaluation.py::test_evaluation_needs_no_no_grad_leaves_no_graph_and_disturbs_no_training",
+    "test_desync.py::test_an_error_of_one_rank_is_told_to_the_others",
+    "test_checkpoint.py::test_a_save_in_the_background_holds_the_moment_of_its_call",
+    "test_checkpoint.py::test_a_signal_to_one_rank_saves_at_the_end_of_the_update_and_ends_all_with_the_documented_code",
+    "test_checkpoint_goes_on.py",
+)
+"""Tests for ranks that are played on the device too: with one for each rank, `run_ranks` takes it."""
+LEFT_OUT = {
+    "test_cuda_devices.py::test_two_ranks_share_a_device_in_a_gloo_group_of_their_own": "the CPU build's gloo takes no CUDA tensors",
+}
+
+
+def environment(place: Path, **variables: str) -> dict[str, str]:
+    """This process's, with the device. The tests for ranks have models and loops that these use."""
+    paths = [HERE, place, ROOT, ROOT / "backends", ROOT / "tests/ranks"]
+    known = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
+    return known | {"DEVICE_SIM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))} | variables
+
+
+def built() -> Path:
+    """Build the extension in a process of its own, and say where it is.
+
+    Raises:
+        RuntimeError: The compiler refused.
+    """
+    command = [sys.executable, "-m", "simulated_cuda.building"]
+    found = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise RuntimeError(found.stderr[-4000:])
+    return Path(found.stdout.splitlines()[-1])
+
+
+def main(arguments: list[str]) -> int:
+    if (why := building.missing()) is not None:
+        sys.stderr.write(f"skipped: {why}\n")
+        return 0
+    try:
+        place = built()
+    except RuntimeError as refused:
+        here = version("torch")
+        known = here.startswith(building.TORCH)
+        sys.stderr.write(f"{'failed' if known else 'skipped'}: the simulated device does not build with torch {here}:\n{refused}\n")
+        return int(known)
+    quick = "quick" in arguments
+    files = sorted(map(str, HERE.glob(HERE_ALONE))) + ([] if quick else [f"tests/ranks/{each}" for each in OF_RANKS])
+    chosen = [] if any(each.startswith("tests/") for each in arguments) else files
+    left_out = [f"--deselect=tests/ranks/{each}" for each in LEFT_OUT]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *left_out, *chosen, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        races = Path(folder, "races")
+        code = subprocess.run(command, cwd=ROOT, env=environment(place, DEVICE_SIM_RACES=str(races)), check=False).returncode
+        if races.exists():
+            sys.stderr.write(f"races that no test expects:\n{races.read_text()}")
+            return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
