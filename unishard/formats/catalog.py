@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from unishard.errors import BackendError, ConfigError, Problem
-from unishard.formats.blocks import Block, block_in
+from unishard.formats.engine_blocks import EngineBlock, block_in
 from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
 from unishard.formats.hydra import composed, names_lightning
@@ -58,7 +58,7 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
     return get(from_), inner.source if inner else source
 
 
-def block(source: Source) -> Block | None:
+def block(source: Source) -> EngineBlock | None:
     """The config of an engine in the file of another tool."""
     return block_in(source, get(BLOCKS).signs)
 
