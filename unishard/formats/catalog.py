@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from unishard.errors import BackendError, ConfigError, Problem
-from unishard.formats.engine_blocks import EngineBlock, block_in
 from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
 from unishard.formats.hydra import composed, names_lightning
+from unishard.formats.inner_configs import InnerConfig, block_in
 from unishard.formats.other_tools import named
 from unishard.formats.signs import has
 from unishard.formats.source import Source
@@ -58,7 +58,7 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
     return get(from_), inner.source if inner else source
 
 
-def block(source: Source) -> EngineBlock | None:
+def block(source: Source) -> InnerConfig | None:
     """The config of an engine in the file of another tool."""
     return block_in(source, get(BLOCKS).signs)
 

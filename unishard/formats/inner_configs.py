@@ -10,7 +10,7 @@ from unishard.formats.signs import Signs
 from unishard.formats.source import Source, open_named
 from unishard.mapping.entries import Path
 
-__all__ = ["EngineBlock", "block_in"]
+__all__ = ["InnerConfig", "block_in"]
 
 _NAMES = ("deepspeed", "deepspeed_config", "ds_config")
 _DEEPEST = 6
@@ -18,7 +18,7 @@ _ENOUGH = 3
 """Weight of the keys from which on a mapping is a config of DeepSpeed, and not that of another tool around it."""
 
 
-class EngineBlock(NamedTuple):
+class InnerConfig(NamedTuple):
     """A config of an engine inside a file."""
 
     key: str
@@ -27,7 +27,7 @@ class EngineBlock(NamedTuple):
     """The config, with a warning that says what is not read."""
 
 
-def block_in(source: Source, signs: Signs) -> EngineBlock | None:
+def block_in(source: Source, signs: Signs) -> InnerConfig | None:
     """The engine's config in a file, or in the file that it names; None where there is none, or the document is one itself.
 
     Args:
@@ -36,14 +36,14 @@ def block_in(source: Source, signs: Signs) -> EngineBlock | None:
     """
     if signs.weight(source.data):
         return None
-    found = [EngineBlock(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH]
+    found = [InnerConfig(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH]
     if not found:
         return None
     first, *others = found
     differ = [one.key for one in others if one.source.data != first.source.data]
     only = f"only {first.key} is read; what the other keys say is not translated"
     also = [f"has other configs of this engine too ({', '.join(differ)}); put them into files of their own to translate them"]
-    return EngineBlock(first.key, first.source._replace(warnings=(*first.source.warnings, only, *(also if differ else []))))
+    return InnerConfig(first.key, first.source._replace(warnings=(*first.source.warnings, only, *(also if differ else []))))
 
 
 def _blocks(source: Source, path: Path, data: Mapping[str, Any]) -> Iterator[tuple[str, Source]]:
