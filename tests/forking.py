@@ -139,6 +139,7 @@ def _run(streams: list[int], words: list[str], environ: dict[str, str], folder: 
     if new_session:
         os.setsid()
     faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background, which ignores it
     resource_tracker._resource_tracker.__dict__.update(_fd=None, _pid=None)
     run(words)
 

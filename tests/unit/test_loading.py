@@ -310,7 +310,7 @@ BAD: list[tuple[str, str, list[str]]] = [
         "misspelt word",
         "scheduler: cosin\n",
         [
-            "c.yaml:1: scheduler.name: must be one of constant, linear, cosine, got 'cosin'; did you mean 'cosine'?",
+            "c.yaml:1: scheduler.name: must be one of constant, linear, cosine, inverse_sqrt, got 'cosin'; did you mean 'cosine'?",
         ],
     ),
     (
