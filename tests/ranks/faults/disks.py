@@ -27,7 +27,7 @@ DISKS.rows += [
     Fault(
         "the folder of checkpoints vanishes",
         "`engine.save`, writing tensors",
-        _CANNOT + "...No such file or directory...",
+        "unishard: rank ... of 2 raised CheckpointError: ...could not write its shards: ...No such file or directory...",  # of the first
         disk,
         ("vanishes", 1),
     ),
