@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def test_it_says_that_it_is_no_gpu():
 def test_nothing_runs_before_someone_waits():
     late = torch.empty(3, pin_memory=True)
     late.copy_(torch.ones(3, device=DEVICE), non_blocking=True)
-    raw = torch.frombuffer((__import__("ctypes").c_float * 3).from_address(late.data_ptr()), dtype=torch.float32)
+    raw = torch.frombuffer((ctypes.c_float * 3).from_address(late.data_ptr()), dtype=torch.float32)
     assert raw.isnan().all()
     torch.cuda.current_stream().synchronize()
     assert late.tolist() == [1, 1, 1]
@@ -42,8 +44,6 @@ def test_nothing_runs_before_someone_waits():
 
 def test_work_that_nobody_waits_for_is_done_after_its_patience():
     event = torch.ones(3, device=DEVICE).add(1) is not None and torch.cuda.current_stream().record_event()
-    import time
-
     deadline = time.monotonic() + 30
     while not event.query():
         assert time.monotonic() < deadline

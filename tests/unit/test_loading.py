@@ -11,6 +11,7 @@ import pytest
 
 import unishard
 from unishard import Config, ConfigError
+from unishard.errors import Problem
 from unishard.loading import document
 
 BAD: list[tuple[str, str, list[str]]] = [
@@ -571,3 +572,17 @@ def test_a_file_that_would_be_read_for_minutes_is_one_short_error(
     monkeypatch.setattr(document, "_MOST_WRITTEN", 500)  # of 25,000, for which this test would take seconds
     (folder / "c.yaml").write_text(text)
     assert says in message("c.yaml")
+
+
+def test_a_message_lists_a_hundred_problems_and_keeps_both_ends_of_a_long_value(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("".join(f"k{number}: 1\n" for number in range(130)))
+    with pytest.raises(ConfigError) as many:
+        unishard.load(path)
+    lines = str(many.value).splitlines()
+    assert len(many.value.problems) == 130
+    assert (len(lines), lines[-1]) == (101, "... and 30 problems more")
+    problem = Problem("backend", f"no backend named {'x' * 100_000}; write fsdp")
+    assert len(str(ConfigError([problem]))) < 3000
+    assert str(ConfigError([problem])).startswith("backend: no backend named xx")
+    assert str(ConfigError([problem])).endswith("xx; write fsdp")

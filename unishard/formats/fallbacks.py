@@ -9,7 +9,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
 from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
-from unishard.mapping.field_rows import BUFFERS, MATMUL, NO_FILES, logged_by_script, saved_by_script, started_elsewhere
+from unishard.mapping.field_rows import BUFFERS, MATMUL, NO_FILES, endless, logged_by_script, saved_by_script, started_elsewhere
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
 
 __all__ = ["FALLBACKS", "NOT_FP16", "copied", "exact", "noted", "row", "rows", "when_default"]
@@ -80,10 +80,6 @@ def _asked(fit: Fit, key: str, *notes: tuple[str, str]) -> dict[str, Rule]:
 def _lost(*notes: tuple[str, str]) -> dict[str, Rule]:
     """Rows for what may be left out, whatever the value: training is the same."""
     return {path: Rule(Fit.IGNORED, NO_KEY, note) for path, note in notes}
-
-
-def _endless(cfg: Config) -> bool:
-    return not cfg.scheduler.ends
 
 
 def _no_warmup(cfg: Config) -> bool:
@@ -208,8 +204,8 @@ FALLBACKS: Mapping[str, Rule] = {
     "scheduler.warmup_type": _scheduled("no warmup", _no_warmup),
     "scheduler.warmup_start_ratio": _scheduled("no warmup", _no_warmup),
     "scheduler.delay_steps": _scheduled("0", lambda cfg: not cfg.scheduler.delay_steps),
-    "scheduler.total_steps": _scheduled("without an end", _endless),
-    "scheduler.min_lr_ratio": _scheduled("without an end", _endless),
+    "scheduler.total_steps": _scheduled("without an end", endless),
+    "scheduler.min_lr_ratio": _scheduled("without an end", endless),
     "native": row(
         Fit.APPROXIMATE,
         NO_KEY,

@@ -10,7 +10,9 @@ __all__ = [
     "BUFFERS",
     "MATMUL",
     "NO_FILES",
+    "NO_INVERSE_SQRT",
     "RESHARDS_TO_ALL",
+    "endless",
     "keeps_more",
     "logged_by_script",
     "lost",
@@ -87,6 +89,12 @@ RESHARDS_TO_ALL = When(
 
 MATMUL = write("call torch.set_float32_matmul_precision", lambda cfg: cfg.precision.matmul == "keep", "keep")
 """The row of `precision.matmul` where a tool has no key for it."""
+
+
+def endless(cfg: Config) -> bool:
+    """Whether the schedule has no end, so that the loop decides how long it runs."""
+    return not cfg.scheduler.ends
+
 
 NO_INVERSE_SQRT = When(
     "inverse_sqrt", lambda cfg: cfg.scheduler.name == "inverse_sqrt", Fit.UNSUPPORTED, "there is no such schedule; choose linear or cosine"

@@ -19,8 +19,8 @@ def factor(cfg: Scheduler, updates: int) -> float:
     """Factor of the learning rate after `updates` updates.
 
     The same closed forms as `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` (both with `min_lr_ratio` as floor)
-    and `get_inverse_sqrt_schedule` of transformers 5.23; the
-    logarithmic warm-up is that of `WarmupLR` and `WarmupDecayLR` in DeepSpeed 0.19.8.
+    and `get_inverse_sqrt_schedule` of transformers 5.23; the logarithmic warm-up is that of `WarmupLR` and `WarmupDecayLR` in
+    DeepSpeed 0.19.8.
     """
     updates = max(0, updates - cfg.delay_steps)
     if updates < cfg.warmup_steps:

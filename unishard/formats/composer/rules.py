@@ -13,7 +13,7 @@ from unishard.formats.composer import groups
 from unishard.formats.composer.logs import LOGS
 from unishard.formats.composer.saving import SAVING
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
-from unishard.mapping.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, lost, started_elsewhere, unlooked
+from unishard.mapping.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, endless, lost, started_elsewhere, unlooked
 from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
@@ -75,10 +75,6 @@ def _total(cfg: Config, topology: Topology) -> Native:
         return {}
     time = f"{cfg.scheduler.total_steps}ba"
     return {"scheduler": {"t_max": time}, "max_duration": time}
-
-
-def _endless(cfg: Config) -> bool:
-    return not cfg.scheduler.ends
 
 
 def _not_fp16(cfg: Config) -> bool:
@@ -242,10 +238,10 @@ _OWN: Mapping[str, Rule] = {
     ),
     "scheduler.delay_steps": row(Fit.APPROXIMATE, "none: always 0", "Composer begins at once", when_default("scheduler.delay_steps")),
     "scheduler.total_steps": exact(
-        "scheduler.t_max, max_duration", unless("without an end", _endless, "the loop decides how long"), to=_total
+        "scheduler.t_max, max_duration", unless("without an end", endless, "the loop decides how long"), to=_total
     ),
     "scheduler.min_lr_ratio": exact(
-        "scheduler.alpha_f", to=lambda cfg, topology: {} if _endless(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}}
+        "scheduler.alpha_f", to=lambda cfg, topology: {} if endless(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}}
     ),
     "compile.mode": row(
         Fit.EQUIVALENT,

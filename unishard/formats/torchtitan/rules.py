@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.formats.torchtitan.logs import LOGS
 from unishard.formats.torchtitan.saving import SAVING
-from unishard.mapping.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, lost, moved_together, none, started_elsewhere
+from unishard.mapping.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, endless, lost, moved_together, none, started_elsewhere
 from unishard.mapping.rules import Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
@@ -68,10 +68,6 @@ def _optimizer(**values: Callable[[Config], Any]) -> Callable[[Config, Topology]
 
 def _constant(cfg: Config) -> bool:
     return cfg.scheduler.name == "constant"
-
-
-def _endless(cfg: Config) -> bool:
-    return not cfg.scheduler.ends
 
 
 def _shape(cfg: Config, topology: Topology) -> Native:
@@ -214,11 +210,11 @@ _OWN: Mapping[str, Rule] = {
     ),
     "scheduler.delay_steps": row(Fit.APPROXIMATE, "none: always 0", "torchtitan begins at once", when_default("scheduler.delay_steps")),
     "scheduler.total_steps": copied(
-        "scheduler.total_steps", "training.steps", when=(unless("without an end", _endless, "the loop decides how long"),)
+        "scheduler.total_steps", "training.steps", when=(unless("without an end", endless, "the loop decides how long"),)
     ),
     "scheduler.min_lr_ratio": exact(
         "lr_scheduler.min_lr_factor",
-        to=lambda cfg, topology: {} if _endless(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
+        to=lambda cfg, topology: {} if endless(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
     ),
     "compile.mode": row(
         Fit.EQUIVALENT,
