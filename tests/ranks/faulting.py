@@ -471,6 +471,7 @@ def _vanish(root: Path) -> None:
 
 def signalled(folder: str, backend: str, name: str, on_signal: tuple[str, ...]) -> None:
     """Rank 0 waits for rank 1, which is late, and gets a signal twice: inside gloo, where Python handles none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background, which ignores it
     cfg = config(backend, checkpoint={"dir": str(Path(folder, "checkpoints")), "on_signal": [*on_signal]} if on_signal else None)
     engine = unishard.prepare(MODELS["mlp"].build(), cfg)
     if my_rank() == 0:
