@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import nn
 
 import unishard
-from unishard.distributed.process_group import device_of, ensure
+from unishard.distributed.process_group import device_of
 from unishard.engine.model.units import find_units
 from unishard.engine.optim.optimizers import factory
+from unishard.failures.lifetime import ensure
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
 

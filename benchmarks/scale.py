@@ -28,9 +28,10 @@ from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, Result
-from unishard.distributed import collective_check, process_group
-from unishard.distributed.hub import Hub, _Link
-from unishard.distributed.verdict import Judgement
+from unishard.distributed import process_group
+from unishard.failures import collective_check
+from unishard.failures.monitor_server import Hub, _Link
+from unishard.failures.verdict import Judgement
 
 HIDDEN, INNER, KEYS, LAYERS, WORDS = 8192, 28672, 1024, 80, 128256
 LAYER = {

@@ -5,11 +5,18 @@ Importing this package imports neither torch nor an engine; names that need torc
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unishard.config import Config
+from unishard.config import Config, loading
+from unishard.config.hints.names import PACKAGE
 from unishard.config.topology import Topology
+from unishard.contract.registry import available
+from unishard.contract.report import Report, Translation
+from unishard.contract.rules import Fit, Rule
+from unishard.contract.translate import translate
 from unishard.errors import (
     BackendError,
     CheckpointError,
@@ -23,24 +30,19 @@ from unishard.errors import (
     TranslationError,
     UnishardError,
 )
-from unishard.hints.names import PACKAGE
-from unishard.loading import load
-from unishard.mapping.report import Report, Translation
-from unishard.mapping.rules import Fit, Rule
-from unishard.plugins.registry import available
-from unishard.plugins.translate import translate
+from unishard.failures import prelaunch_errors
 from unishard.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from unishard.contract.backend import Backend, OptimizerFactory
+    from unishard.contract.results import Placement, Resumed, Step
     from unishard.data import dataloader
-    from unishard.distributed.process_group import shutdown
     from unishard.engine.engine import Engine
     from unishard.engine.model.from_pretrained import from_pretrained
     from unishard.engine.model.init import init
     from unishard.engine.prepare import prepare
-    from unishard.engine.results import Placement, Resumed, Step
     from unishard.engine.state.moving_average import MovingAverage
-    from unishard.plugins.backend import Backend, OptimizerFactory
+    from unishard.failures.lifetime import shutdown
 
 __all__ = [
     "Backend",
@@ -78,19 +80,40 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "Backend": "unishard.plugins.backend",
+    "Backend": "unishard.contract.backend",
     "Engine": "unishard.engine.engine",
     "MovingAverage": "unishard.engine.state.moving_average",
-    "OptimizerFactory": "unishard.plugins.backend",
-    "Placement": "unishard.engine.results",
-    "Resumed": "unishard.engine.results",
-    "Step": "unishard.engine.results",
+    "OptimizerFactory": "unishard.contract.backend",
+    "Placement": "unishard.contract.results",
+    "Resumed": "unishard.contract.results",
+    "Step": "unishard.contract.results",
     "dataloader": "unishard.data",
     "from_pretrained": "unishard.engine.model.from_pretrained",
     "init": "unishard.engine.model.init",
     "prepare": "unishard.engine.prepare",
-    "shutdown": "unishard.distributed.process_group",
+    "shutdown": "unishard.failures.lifetime",
 }
+
+
+def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), *, section: str | None = None) -> Config:
+    """Load a config from a YAML 1.2 file or a mapping. Top-level keys that start with `x-` are your own, and are not read.
+
+    Args:
+        source: Path of a YAML file, or its content as a mapping. None: the file that `unishard launch` was given, with its overrides.
+        overrides: Overrides such as `["training.micro_batch_size=4", "sharding.units=[A, B]"]`. The value is YAML;
+            the last one wins.
+        section: Dotted name of the section that holds the config, in a file that has other sections too; None for the whole file.
+
+    Returns:
+        The validated config.
+
+    Raises:
+        ConfigError: The file cannot be read, or has invalid values; lists every problem with `file:line`. Or there is no source, and
+            `unishard launch` has not started this process.
+    """
+    if source is None:
+        prelaunch_errors.install()  # `unishard launch` has started this process
+    return loading.load(source, overrides, section=section)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.optimizer_state import StateSpec
+from unishard.contract.results import Placement
+from unishard.contract.units import Unit
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard.engine.adapter import EngineAdapter
-from unishard.engine.model.units import Unit
-from unishard.engine.optim.optimizer_state import StateSpec
-from unishard.engine.results import Placement
 from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from unishard.config import Config
 from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry
+from unishard.contract.express import Expressed
+from unishard.contract.report import Line, Report, Translation, apply
 from unishard.errors import ConfigError
-from unishard.mapping.entries import Entry
-from unishard.mapping.express import Expressed
-from unishard.mapping.report import Line, Report, Translation, apply
 from unishard_deepspeed import arguments, second_copy
 from unishard_deepspeed.keys import CONSTANTS
 from unishard_deepspeed.native import check, fit
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unishard.checkpoint.formats import CheckpointFormat
-    from unishard.engine.adapter import InferenceAdapter
-    from unishard.engine.model.units import ModelUnits
-    from unishard.patches import Patch
-    from unishard.plugins.backend import OptimizerBuilder
-    from unishard.plugins.footprint import Footprint, ModelShape
+    from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.backend import OptimizerBuilder
+    from unishard.contract.footprint import Footprint, ModelShape
+    from unishard.contract.private_api import Patch
+    from unishard.contract.units import ModelUnits
 
 __all__ = ["DeepSpeedBackend"]
 
 
 class DeepSpeedBackend:
-    """Implements `unishard.plugins.backend.Backend` for DeepSpeed 0.19.8."""
+    """Implements `unishard.contract.backend.Backend` for DeepSpeed 0.19.8."""
 
     name = "deepspeed"
     requires: Mapping[str, str] = {"torch": "torch", "deepspeed": "deepspeed"}

@@ -14,14 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Config
 from unishard.config.topology import Topology
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.backend import OptimizerBuilder
+from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.process_group import device_of
-from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model import materialization
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.kept_fp32 import holds
-from unishard.engine.model.units import ModelUnits
-from unishard.plugins.backend import OptimizerBuilder
 from unishard_deepspeed import kept, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from unishard.engine.model.units import Unit
+from unishard.contract.units import Unit
 from unishard_deepspeed.patches.optimizer_kind import Kind
 from unishard_deepspeed.patches.reduction import drop, gather, reduce_last, remove_hooks
 

@@ -26,7 +26,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.plugins.footprint import (
+from unishard.contract.footprint import (
     ITEMSIZE,
     Bytes,
     Collective,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
-from unishard.engine.adapter import InferenceAdapter
-from unishard.engine.results import Placement
 from unishard_deepspeed.patches import shards
 from unishard_deepspeed.patches.building import forget
 from unishard_deepspeed.patches.optimizer_kind import require

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from unishard.contract.rules import Fit
 from unishard.errors import Problem
-from unishard.mapping.rules import Fit
 from unishard_deepspeed.keys.row import Row, Use
 from unishard_deepspeed.keys.table import ROWS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from unishard.contract.private_api import version_of
 from unishard.errors import BackendError
-from unishard.patches import version_of
 
 __all__ = ["OLDEST", "require_version"]
 

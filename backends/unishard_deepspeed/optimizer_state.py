@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unishard.contract.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard.distributed.shards import Shard
-from unishard.engine.optim.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.patches.optimizer_kind import Kind

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config.nested import merge
-from unishard.mapping.loop_rules import NOT_FP16, complete
-from unishard.mapping.rules import Fit, Rule, When, loop, unless
+from unishard.contract.loop_rules import NOT_FP16, complete
+from unishard.contract.rules import Fit, Rule, When, loop, unless
 from unishard_deepspeed import fields
 
 __all__ = ["RULES"]

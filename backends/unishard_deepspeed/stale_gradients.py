@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.config import Config
-from unishard.patches import Patch
+from unishard.contract.private_api import Patch
 from unishard_deepspeed.patches import PATCHES
 from unishard_deepspeed.patches.optimizer_kind import kind_of
 from unishard_deepspeed.patches.shards import clear_offloaded

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unishard.config import Config
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.optimizer_state import StateSpec
+from unishard.contract.results import Placement
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard.engine.adapter import EngineAdapter
-from unishard.engine.optim.optimizer_state import StateSpec
 from unishard.engine.optim.skipping import DeviceSkip
-from unishard.engine.results import Placement
 from unishard_fsdp.clipping import local, scale, total_norm
 from unishard_fsdp.optimizer_state import TorchOptimizerState
 from unishard_fsdp.shards import shard_of

@@ -7,9 +7,9 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, interpret
-from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Entry, interpret
+from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.rules import Fit
 from unishard_fsdp.keys import KEYS
 from unishard_fsdp.script_rules import SCRIPT_RULES
 

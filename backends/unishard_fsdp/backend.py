@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from unishard.config import Config
 from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry
-from unishard.mapping.express import Expressed
-from unishard.mapping.report import Line, Report, Translation, apply
+from unishard.contract.entries import Entry
+from unishard.contract.express import Expressed
+from unishard.contract.report import Line, Report, Translation, apply
 from unishard_fsdp import arguments
 from unishard_fsdp.keys import KEYS
 from unishard_fsdp.rules import RULES
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unishard.checkpoint.formats import CheckpointFormat
-    from unishard.engine.adapter import InferenceAdapter
-    from unishard.engine.model.units import ModelUnits
-    from unishard.patches import Patch
-    from unishard.plugins.backend import OptimizerBuilder
-    from unishard.plugins.footprint import Footprint, ModelShape
+    from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.backend import OptimizerBuilder
+    from unishard.contract.footprint import Footprint, ModelShape
+    from unishard.contract.private_api import Patch
+    from unishard.contract.units import ModelUnits
 
 __all__ = ["FSDPBackend"]
 

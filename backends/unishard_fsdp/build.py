@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unishard.config import Config
 from unishard.config.topology import Topology
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.backend import OptimizerBuilder
+from unishard.contract.units import ModelUnits
 from unishard.distributed import process_group
-from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model.kept_fp32 import holds
-from unishard.engine.model.units import ModelUnits
 from unishard.errors import BackendError
-from unishard.plugins.backend import OptimizerBuilder
 from unishard_fsdp import collective_settings, options, sharding
 from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.ddp import AveragingHook, wrap_ddp

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Config
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
-from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.results import Placement
 from unishard_fsdp.clipping import local
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.root_first import RootFirst

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.key_rows import boolean, integer, listed, one_of, refuses
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.key_rows import boolean, integer, listed, one_of, refuses
+from unishard.contract.rules import Fit
 from unishard_fsdp.precision_keys import PRECISION
 
 __all__ = ["KEYS", "STRATEGIES", "strategy_of"]

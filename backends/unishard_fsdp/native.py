@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from unishard.config import Config
 from unishard.config.describe import expected, shown
 from unishard.config.nested import Native, flat, merge, nested
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
-from unishard.mapping.rules import Fit
 from unishard_fsdp.options import FORMS
 
 __all__ = ["DECIDED", "SAME_MATHS", "check", "fit"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from unishard.contract.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard.distributed.shards import Shard
-from unishard.engine.optim.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard_fsdp.clipping import local
 from unishard_fsdp.shards import shard_of
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.key_rows import boolean
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.key_rows import boolean
+from unishard.contract.rules import Fit
 
 __all__ = ["DTYPES", "PRECISION", "dtype"]
 

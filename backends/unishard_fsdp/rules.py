@@ -9,8 +9,8 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.mapping.loop_rules import NOT_FP16, complete
-from unishard.mapping.rules import Fit, Rule, When, loop, unless
+from unishard.contract.loop_rules import NOT_FP16, complete
+from unishard.contract.rules import Fit, Rule, When, loop, unless
 from unishard_fsdp.precision_keys import DTYPES
 
 __all__ = ["RULES", "form_of"]

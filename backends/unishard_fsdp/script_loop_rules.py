@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.mapping.field_rows import BUFFERS, MATMUL, logged_by_script, none, saved_by_script, started_elsewhere, unlooked, write
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule
+from unishard.contract.field_rows import BUFFERS, MATMUL, logged_by_script, none, saved_by_script, started_elsewhere, unlooked, write
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Holds, Rule
 
 __all__ = ["BY_SCRIPT"]
 

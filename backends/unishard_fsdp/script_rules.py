@@ -12,8 +12,8 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.mapping.field_rows import NO_FILES, moved_together
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.contract.field_rows import NO_FILES, moved_together
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard_fsdp.precision_keys import DTYPES
 from unishard_fsdp.script_loop_rules import BY_SCRIPT
 

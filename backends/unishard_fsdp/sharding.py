@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unishard.config import Precision
+from unishard.contract.units import Unit
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.compilation import Compiled
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.kept_fp32 import holds, holds_all
 from unishard.engine.model.materialization import Part, materialize, row_part
-from unishard.engine.model.units import Unit
 from unishard_fsdp import collective_settings
 from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate

@@ -13,7 +13,7 @@ from unishard_fsdp.parameter_usage import ParameterUsage
 from unishard_fsdp.patches import PATCHES
 
 if TYPE_CHECKING:
-    from unishard.patches import Patch
+    from unishard.contract.private_api import Patch
 
 __all__ = ["UnreducedGradients"]
 

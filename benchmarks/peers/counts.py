@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from benchmarks.peers.cell import Cell
 from benchmarks.peers.with_unishard import config
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.footprint import Collective, itemsize
 from unishard.engine.model.shape import shape_of
-from unishard.plugins import registry
-from unishard.plugins.footprint import Collective, itemsize
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ranks"))  # what the tests count with
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.cell import Cell
-from unishard.plugins.tolerances import TOLERANCES
+from unishard.contract.tolerances import TOLERANCES
 
 __all__ = ["cell_result", "deviation", "machine", "paired", "start_result"]
 

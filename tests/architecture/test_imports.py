@@ -85,7 +85,13 @@ def test_a_table_that_is_not_drawn_needs_no_rich() -> None:
 def test_a_translation_imports_the_tables_that_it_uses(arguments: list[str]) -> None:
     """Every module counts: a translation takes about 0.2 seconds of CPU, most of them for imports."""
     unused = [
-        *("unishard.engine", "unishard.patches", "unishard.plugins.backend", "unishard.loading.editing", "unishard.formats.wizard"),
+        *(
+            "unishard.engine",
+            "unishard.contract.private_api",
+            "unishard.contract.backend",
+            "unishard.config.loading.editing",
+            "unishard.formats.wizard",
+        ),
         *("unishard_fsdp.options", "unishard_fsdp.patches", "unishard_deepspeed.patches", "unishard.formats.lightning.format"),
         *("unishard.formats.torchtitan.format", "unishard.formats.composer.format", "tomllib", "rich"),
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from unishard.patches import CORE_PATCHES
+from unishard.contract.private_api import CORE_PATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("unishard_deepspeed", "unishard_fsdp")
@@ -181,7 +181,7 @@ def test_the_core_uses_no_private_name_of_an_engine_but_those_of_its_table() -> 
     found = [f"{path.name}:{line}: {name}" for path in paths for line, name in private_names(path) if name not in own | told]
     asked = {(path.name, name) for path in paths for name in strings_asked_for(path) if private(name)}
     found += [f"{file}: {name}" for file, name in sorted(asked) if name not in own | told | ASKED_FOR.keys()]
-    assert not found, f"use a documented name, or add a Patch to unishard/patches.py: {found}"
+    assert not found, f"use a documented name, or add a Patch to unishard/contract/private_api.py: {found}"
     assert ASKED_FOR.keys() <= {name for _, name in asked}, "drop what is no longer asked for from ASKED_FOR"
 
 

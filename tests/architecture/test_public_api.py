@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 
 import unishard
-from unishard.engine.adapter import EngineAdapter
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.backend import Backend
+from unishard.contract.results import Placement, Resumed, Step
 from unishard.engine.engine import Engine
-from unishard.engine.results import Placement, Resumed, Step
-from unishard.plugins.backend import Backend
 
 PUBLIC = [
     "Backend",

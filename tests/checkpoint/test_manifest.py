@@ -15,10 +15,10 @@ from stored import store
 from typer.testing import CliRunner
 
 from unishard.checkpoint import finding, manifest, metadata
+from unishard.checkpoint.convert import convert
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.cli import app
 from unishard.errors import CheckpointError
-from unishard.plugins.convert import convert
 
 DATA = "__0_0.distcp"
 

@@ -8,7 +8,7 @@ import pytest
 from fences import LOOPS, blocks
 
 from unishard.config.topology import Topology
-from unishard.distributed.process_group import ensure
+from unishard.failures.lifetime import ensure
 from unishard.testing import run_ranks
 from unishard.testing.cells import BACKENDS
 from unishard_deepspeed.start import load

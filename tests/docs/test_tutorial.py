@@ -52,7 +52,7 @@ def test_its_arguments_are_read_and_written(project):
     done = run(
         project,
         "-c",
-        "from unishard import Config, Topology\nfrom unishard.plugins import registry\n"
+        "from unishard import Config, Topology\nfrom unishard.contract import registry\n"
         "plain = registry.get('plain')\n"
         "(entry,) = plain.parse({'clip': '0.5'})\n"
         "print(entry.meaning.fields, plain.arguments(Config(training={'gradient_clipping': 0.5}), Topology()).document)",

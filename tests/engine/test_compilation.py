@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from unishard.config import Compile
+from unishard.contract.units import Unit
 from unishard.engine.model import compilation
-from unishard.engine.model.units import Unit
 
 # torch looks at `.grad` of what it traces and hides the warning in a way that filters of pytest undo.
 pytestmark = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unishard.distributed.collective_check import interval, samples, samples_modules
+from unishard.failures.collective_check import interval, samples, samples_modules
 
 
 def test_the_first_updates_are_checked_and_then_every_tenth() -> None:

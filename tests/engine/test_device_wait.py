@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unishard.distributed import collective_check, watchdog
-from unishard.distributed.device_wait import DeviceWait
-from unishard.distributed.journal import Journal
-from unishard.distributed.verdict import BUSY, WAITS
+from unishard.failures import collective_check, watchdog
+from unishard.failures.call_log import Journal
+from unishard.failures.device_wait import DeviceWait
+from unishard.failures.verdict import BUSY, WAITS
 
 
 class Stream:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unishard.loading.launched import variables
+from unishard.config.loading.launched import variables
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SAY = "import unishard, sys; unishard.load(); print(sys.excepthook is not sys.__excepthook__, 'torch' in sys.modules)"
@@ -29,4 +29,4 @@ def test_only_a_rank_itself_tells_of_its_errors(code: str, environ: dict[str, st
 
 def test_the_first_call_that_belongs_to_a_rank_begins_it() -> None:
     done = subprocess.run([sys.executable, "-c", LOADER], env=os.environ | RANK, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["unishard.distributed.early"]
+    assert done.stdout.split() == ["unishard.failures.prelaunch_errors"]

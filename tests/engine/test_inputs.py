@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from unishard.engine.model.inputs import cast
+from unishard.distributed.nested_tensors import cast
 
 Pair = namedtuple("Pair", "first second")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from unishard.distributed.journal import Call, Journal, first_difference, tail_from
+from unishard.failures.call_log import Call, Journal, first_difference, tail_from
 
 
 def journal(*places: str) -> Journal:

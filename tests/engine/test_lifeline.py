@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from unishard.distributed import serving
-from unishard.distributed.hub import DIED, ENDED, FOLLOWED, RAISED, Hub
-from unishard.distributed.lifeline import Lifeline, _connect
-from unishard.distributed.verdict import Judgement
+from unishard.failures.monitor_client import Lifeline, _connect
+from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, Hub
+from unishard.failures.verdict import Judgement
 
 TOKEN = "right"
 

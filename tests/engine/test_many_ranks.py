@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unishard.distributed import agreement, descriptors
-from unishard.distributed.hub import Hub, _Link
-from unishard.distributed.verdict import Judgement
+from unishard.failures.monitor_server import Hub, _Link
+from unishard.failures.verdict import Judgement
 
 
 @contextmanager

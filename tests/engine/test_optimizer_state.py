@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unishard.engine.optim.optimizer_state import StateSpec, fresh_state, keys_of, tensors_and_numbers
+from unishard.contract.optimizer_state import StateSpec, fresh_state, keys_of, tensors_and_numbers
 from unishard.errors import CheckpointError
 
 

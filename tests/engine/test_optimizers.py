@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from unishard.config import Optimizer
+from unishard.contract.backend import OptimizerBuilder
 from unishard.engine.optim import optimizers
 from unishard.engine.optim.optimizers import description_of, factory, from_factory, move_to_shards
 from unishard.errors import ConfigError
-from unishard.plugins.backend import OptimizerBuilder
 
 
 def model() -> nn.Module:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from unishard import ConfigError, Topology
 from unishard.distributed import devices, process_group
+from unishard.failures import lifetime
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def torch_calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(("set_device", index)))
     monkeypatch.setattr(devices, "refuse_shared", lambda index: calls.append(("refuse_shared", index)))
     monkeypatch.setattr(dist, "init_process_group", lambda *backend, **options: calls.append(("init", (*backend, options))))
-    monkeypatch.setattr(process_group.atexit, "register", lambda function: None)
+    monkeypatch.setattr(lifetime.atexit, "register", lambda function: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     return calls
@@ -35,7 +36,7 @@ RANK = Topology(4, 4, 2, 2, "torchrun")
 
 
 def test_a_cuda_rank_takes_its_device_and_starts_nccl_with_a_timeout(torch_calls):
-    assert process_group.ensure(RANK) == RANK
+    assert lifetime.ensure(RANK) == RANK
     assert torch_calls[0] == ("set_device", 2)
     backend, options = torch_calls[1][1]
     assert backend == "cpu:gloo,cuda:nccl"
@@ -58,7 +59,7 @@ def callers_group(monkeypatch):
 
 def test_a_rank_in_a_group_of_the_callers_takes_its_device_too(torch_calls, callers_group):
     callers_group("cuda:nccl")
-    found = process_group.ensure(RANK)
+    found = lifetime.ensure(RANK)
     assert (found.rank, found.world_size, found.local_rank) == (6, 8, 2)
     assert torch_calls == [("set_device", 2)]
 
@@ -66,17 +67,17 @@ def test_a_rank_in_a_group_of_the_callers_takes_its_device_too(torch_calls, call
 def test_ranks_share_devices_only_in_a_gloo_group_of_the_callers(torch_calls, callers_group):
     seventh = Topology(8, 8, 6, 6, "torchrun")
     callers_group("cpu:gloo,cuda:gloo")
-    process_group.ensure(seventh)
+    lifetime.ensure(seventh)
     assert torch_calls == [("set_device", 2)]
     callers_group("cpu:gloo,cuda:nccl")
     with pytest.raises(ConfigError, match="local rank 6 has no CUDA device: the node shows only 4"):
-        process_group.ensure(seventh)
+        lifetime.ensure(seventh)
 
 
 @pytest.mark.parametrize(("backends", "device"), [("cuda:nccl", "cuda:2"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")])
 def test_small_numbers_travel_where_the_group_carries_them(torch_calls, callers_group, backends, device):
     callers_group(backends)
-    process_group.ensure(RANK)
+    lifetime.ensure(RANK)
     assert devices.of_numbers() == torch.device(device)  # in a background thread too, where torch's current device is 0
 
 
@@ -90,7 +91,7 @@ def ending(monkeypatch, callers_group):
 
     def end(backends: str) -> list[str]:
         callers_group(backends)
-        process_group.shutdown()
+        lifetime.shutdown()
         return calls
 
     return end
@@ -107,8 +108,8 @@ def ending(monkeypatch, callers_group):
     ],
 )
 def test_after_an_error_nccl_is_aborted_instead_of_waited_for(ending, error, backends, how):
-    process_group.ended_by(error)
-    process_group.ended_by(None)
+    lifetime.ended_by(error)
+    lifetime.ended_by(None)
     assert ending(backends) == [how]
     assert ending("cpu:gloo,cuda:nccl")[1:] == ["destroyed"]
 
@@ -122,6 +123,6 @@ def test_without_torchs_own_function_the_default_group_is_aborted(ending, monkey
     aborted = []
     monkeypatch.delattr(dist.distributed_c10d, "_abort_process_group")
     monkeypatch.setattr(process_group.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: aborted.append(1))))
-    process_group.ended_by(ValueError())
+    lifetime.ended_by(ValueError())
     assert ending("cuda:nccl") == []
     assert aborted == [1]

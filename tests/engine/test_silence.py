@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from unishard.distributed import silence
-from unishard.distributed.hub import Hub
-from unishard.distributed.lifeline import Lifeline, _connect
-from unishard.distributed.silence import SILENT, Silence
-from unishard.distributed.verdict import Judgement
+from unishard.failures import heartbeat
+from unishard.failures.heartbeat import SILENT, Silence
+from unishard.failures.monitor_client import Lifeline, _connect
+from unishard.failures.monitor_server import Hub
+from unishard.failures.verdict import Judgement
 
 PATIENCE = 0.2
 STATUS = {"anything": "a rank that stands still"}
@@ -82,7 +82,7 @@ def test_a_rank_that_answers_is_waited_for() -> None:
 
 def test_time_in_which_this_process_was_stopped_itself_does_not_count(monkeypatch) -> None:
     now = 100.0
-    monkeypatch.setattr(silence.time, "monotonic", lambda: now)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
     found = Silence()
     found.look((1,))
     for passed in (3600.0, 0.5, 0.5):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from unishard.engine.metrics import throughput
-from unishard.engine.metrics.throughput import Work, flops_per_token, peak_flops, work_of
+from unishard.observe import throughput
+from unishard.observe.throughput import Work, flops_per_token, peak_flops, work_of
 
 CUDA = torch.device("cuda", 0)
 

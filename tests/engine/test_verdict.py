@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from unishard.distributed.journal import Call, Journal, Tail
-from unishard.distributed.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, different_calls, status_of
+from unishard.failures.call_log import Call, Journal, Tail
+from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, different_calls, status_of
 
 FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
 

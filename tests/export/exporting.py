@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from unishard.checkpoint import keys, manifest, writing
+from unishard.checkpoint.export.models import assets_of
+from unishard.checkpoint.export.sources import tensors_of
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
-from unishard.export.models import assets_of
-from unishard.export.sources import tensors_of
 
 
 def stretches_of(module: nn.Module) -> dict[str, LazyShard]:

@@ -13,13 +13,13 @@ import torch
 from exporting import adapted, checkpoint, contents, stretches_of, tensors_in, tiny
 from torch import nn
 
+from unishard.checkpoint.export.assets import Assets
+from unishard.checkpoint.export.models import assets_of
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.online import export
+from unishard.checkpoint.export.sources import persistent_buffers, tensors_of
+from unishard.contract.private_api import CORE_PATCHES
 from unishard.errors import BackendError, CheckpointError
-from unishard.export.assets import Assets
-from unishard.export.models import assets_of
-from unishard.export.offline import export_checkpoint
-from unishard.export.online import export
-from unishard.export.sources import persistent_buffers, tensors_of
-from unishard.patches import CORE_PATCHES
 
 MODELS = {
     "llama": lambda: tiny("Llama", tie_word_embeddings=False),
@@ -130,7 +130,7 @@ def test_a_plain_module_keeps_its_own_names_and_what_has_no_dimensions(tmp_path:
 
 def test_without_the_private_name_only_a_model_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = replace(CORE_PATCHES["buffers-in-files"], names=("torch.nn:Module._another_set",))
-    monkeypatch.setattr("unishard.export.sources._PATCH", gone)
+    monkeypatch.setattr("unishard.checkpoint.export.sources._PATCH", gone)
     linear = nn.Linear(3, 5)
     assert tensors_of(linear).keys() == {"weight", "bias"}
     assert persistent_buffers(linear) == {}

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from unishard.checkpoint.export.file_sizes import missing, share
+from unishard.checkpoint.export.plan import ExportedTensor, File, bytes_of, index_of, plan
 from unishard.errors import CheckpointError
-from unishard.export.file_sizes import missing, share
-from unishard.export.plan import ExportedTensor, File, bytes_of, index_of, plan
 
 _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.bool),

@@ -17,12 +17,12 @@ import torch
 from exporting import adapted, checkpoint, contents, cut, stretches_of, tensors_in, tiny
 from torch import nn
 
+from unishard.checkpoint.export import online, writing
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.online import export
 from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError, RankMismatchError
-from unishard.export import online, writing
-from unishard.export.offline import export_checkpoint
-from unishard.export.online import export
 
 
 def together(monkeypatch: pytest.MonkeyPatch, world: int, work: Callable[[int], Any]) -> list[Any]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from unishard.contract.rules import Fit
 from unishard.formats import NAMES, Outcome
-from unishard.mapping.rules import Fit
 
 Path = tuple[str, ...]
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from accounting import FORMATS, faults_of
 
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Item, Outcome, translate
 from unishard.formats.remedies import remedy
 from unishard.formats.source import Source
-from unishard.mapping.rules import Fit
-from unishard.verify import verify
+from unishard.formats.verify import verify
 
 ENGINES = ("fsdp", "deepspeed")
 LEAST_SHARE = 0.97

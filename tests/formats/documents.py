@@ -9,8 +9,8 @@ from typing import Any
 from accounting import FORMATS
 from hypothesis import strategies as st
 
+from unishard.contract import registry
 from unishard.formats import catalog
-from unishard.plugins import registry
 
 Document = dict[str, Any]
 

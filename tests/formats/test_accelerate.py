@@ -13,11 +13,11 @@ from ruamel.yaml import YAML
 from unishard import formats
 from unishard.config import Config, leaves, value_at
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import catalog
 from unishard.formats.accelerate.fsdp import NAMES
 from unishard.formats.source import open_source
-from unishard.mapping.rules import Fit
 
 FSDP = {"distributed_type": "FSDP", "num_processes": 8}
 FSDP2 = {**FSDP, "fsdp_config": {"fsdp_version": 2}}

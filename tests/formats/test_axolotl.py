@@ -10,9 +10,9 @@ import yaml
 
 from unishard.config import value_at
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, read, translate
 from unishard.formats.hf.optimizing import NO_DECAY
-from unishard.mapping.rules import Fit
 
 BASE = {"base_model": "m", "sequence_len": 512, "datasets": [{"path": "d"}], "learning_rate": 1e-4}
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}

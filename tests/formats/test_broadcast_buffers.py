@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from unishard.contract.rules import Fit
 from unishard.formats import translate
-from unishard.mapping.rules import Fit
 
 DDP = "lightning.pytorch.strategies.DDPStrategy"
 

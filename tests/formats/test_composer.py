@@ -10,11 +10,11 @@ from ruamel.yaml import YAML
 from unishard.config import Config, leaves
 from unishard.config.nested import flat, nested
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.composer import FORMAT
 from unishard.formats.source import open_source
-from unishard.mapping.rules import Fit
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 TRAINING = {

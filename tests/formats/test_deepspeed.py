@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from unishard.config import Config, leaves, value_at
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.rules import Fit
 from unishard.formats import catalog, translate
 from unishard.formats.source import open_source
-from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 from unishard_deepspeed.keys import ROWS
 
 EIGHT = Topology(world_size=8, local_world_size=8)

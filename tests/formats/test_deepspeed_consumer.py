@@ -10,9 +10,9 @@ import pytest
 from unishard.config import Config
 from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.entries import Unreadable
 from unishard.formats import translate
-from unishard.mapping.entries import Unreadable
-from unishard.plugins import registry
 from unishard_deepspeed.keys import TAKES
 from unishard_deepspeed.start import quiet
 

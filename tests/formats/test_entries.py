@@ -6,10 +6,10 @@ import pytest
 
 from unishard import Config, Topology
 from unishard.config.nested import nested
-from unishard.mapping.entries import Entry, Given, Key, Meaning, Undecided, interpret
-from unishard.mapping.express import express
-from unishard.mapping.key_rows import boolean, drops, integer, refuses, sets
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.contract.entries import Entry, Given, Key, Meaning, Undecided, interpret
+from unishard.contract.express import express
+from unishard.contract.key_rows import boolean, drops, integer, refuses, sets
+from unishard.contract.rules import Fit, Rule, When
 
 WHO = "per_device_train_batch_size of the TrainingArguments"
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from unishard.cli import app
 from unishard.cli.report_text import write_text
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
-from unishard.mapping.rules import Fit
 
 MOST_SECONDS = 2.0
 OVERRIDES = ((), ("backend=fsdp",), ("backend=deepspeed",), ("training.micro_batch_size=3",))

@@ -9,11 +9,11 @@ import pytest
 from accounting import faults_of
 
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
-from unishard.mapping.rules import Fit
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 

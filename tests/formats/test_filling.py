@@ -10,11 +10,11 @@ import pytest
 
 from unishard.config import value_at
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, translate
 from unishard.formats.remedies import remedy
 from unishard.formats.source import open_source
-from unishard.mapping.rules import Fit
 
 AUTO: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 16, "hysteresis": 2},

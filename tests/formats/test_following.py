@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
 from unishard.formats.surveying import FoundConfig, survey
-from unishard.mapping.rules import Fit
 
 RECIPE = "per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nmax_steps: 100\nwarmup_steps: 10\nbf16: true\noutput_dir: out\n"
 ZERO = """distributed_type: DEEPSPEED

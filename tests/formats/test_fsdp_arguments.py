@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from unishard.config import Config, leaves
 from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Undecided
-from unishard.mapping.rules import Fit
-from unishard.plugins import registry
+from unishard.contract import registry
+from unishard.contract.entries import Undecided
+from unishard.contract.rules import Fit
 
 FSDP = registry.get("fsdp")
 EIGHT = Topology(world_size=8, local_world_size=4)

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from unishard.mapping.rules import Fit
-from unishard.plugins import registry
+from unishard.contract import registry
+from unishard.contract.rules import Fit
 
 FSDP = registry.get("fsdp")
 

@@ -11,11 +11,11 @@ import yaml
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.hf.optimizing import NO_DECAY
 from unishard.formats.hf.rules import written
-from unishard.mapping.rules import Fit
 
 BASE = {"per_device_train_batch_size": 4}
 

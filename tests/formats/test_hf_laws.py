@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from unishard import ConfigError
 from unishard.config import Config, leaves, value_at
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import catalog, translate
 from unishard.formats.hf.optimizing import NO_DECAY
 from unishard.formats.hf.sharding import BOTH, FIRST
-from unishard.mapping.rules import Fit
 
 MANY = 60
 RANKS = Topology(world_size=8, local_world_size=4)

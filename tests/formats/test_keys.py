@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unishard.mapping.entries import Given, Key, Unreadable
-from unishard.mapping.key_rows import boolean, drops, integer, listed, number, one_of, own, refuses, sets, text
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Given, Key, Unreadable
+from unishard.contract.key_rows import boolean, drops, integer, listed, number, one_of, own, refuses, sets, text
+from unishard.contract.rules import Fit
 
 NOTHING_GIVEN = Given({}, {}, None)
 anything = st.recursive(

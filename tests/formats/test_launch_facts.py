@@ -12,8 +12,8 @@ import pytest
 from unishard.cli.report import ReportForm, write_report
 from unishard.config import LaunchSettings
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
-from unishard.mapping.rules import Fit
 
 FILE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
 UNPLACED = "torchrun --nnodes 2 --nproc-per-node 8 --node-rank RANK --master-addr HOST train.py"

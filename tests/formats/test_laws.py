@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from unishard import ConfigError
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, catalog, translate
 from unishard.formats.readback import differences, read_back
-from unishard.mapping.rules import Fit
-from unishard.verify import read_settings
+from unishard.formats.verify import read_settings
 
 EIGHT = Topology(world_size=8, local_world_size=4)
 ASKED = ("deepspeed", "hf", "accelerate", "lightning")

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import translating
 from unishard.formats.items import Item
 from unishard.formats.lightning import FORMAT
 from unishard.formats.lightning.keys import TRAINER
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Outcome
-from unishard.mapping.rules import Fit
 
 BLOCK = "torch.nn.modules.transformer.TransformerEncoderLayer"
 

@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.entries import Unreadable
 from unishard.formats import translating
 from unishard.formats.lightning import ddp_arguments, deepspeed_arguments, fsdp_arguments
 from unishard.formats.lightning.keys import TRAINER
 from unishard.formats.lightning.shape import built
 from unishard.formats.lightning.strategies import NAMES, strategy_of
-from unishard.mapping.entries import Unreadable
-from unishard.plugins import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

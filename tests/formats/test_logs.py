@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unishard.config import Logging
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
-from unishard.mapping.rules import Fit
 
 ARGUMENTS = {"per_device_train_batch_size": 2, "learning_rate": 1e-4, "fsdp": True, "output_dir": "out"}
 AXOLOTL = {"base_model": "x", "datasets": [{"path": "a"}], "micro_batch_size": 2, "learning_rate": 1e-4, "output_dir": "out"}

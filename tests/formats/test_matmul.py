@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from unishard.contract.rules import Fit
 from unishard.formats.translating import Outcome, translate
-from unishard.mapping.rules import Fit
 
 
 def written(to: str, sections: dict[str, Any]) -> Outcome:

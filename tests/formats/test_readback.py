@@ -14,10 +14,10 @@ from unishard import ConfigError
 from unishard.cli.report_text import listed
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats import NAMES, Outcome, catalog, translate
 from unishard.formats.readback import differences, read_back
-from unishard.mapping.rules import SCRIPT, Fit
-from unishard.verify import verify
+from unishard.formats.verify import verify
 
 FOUR = Topology(world_size=4, local_world_size=4)
 ADAM = {

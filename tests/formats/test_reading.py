@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from unishard import ConfigError, Topology
+from unishard.config.loading.placeholders import STAND_INS, placeholder, undecided_in
+from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import open_source
-from unishard.loading.placeholders import STAND_INS, placeholder, undecided_in
-from unishard.mapping.entries import Entry, Meaning, Undecided
-from unishard.mapping.rules import Fit
 
 WHO = Undecided("the script")
 

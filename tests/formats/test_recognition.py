@@ -9,13 +9,13 @@ import pytest
 from documents import SEEDS
 from files_of_other_tools import FILES
 
+from unishard.contract import registry
 from unishard.errors import ConfigError
 from unishard.formats import catalog, read
 from unishard.formats.explaining import by_entries
 from unishard.formats.hf.dialects import DIALECT
 from unishard.formats.other_tools import TOOLS
 from unishard.formats.source import open_source
-from unishard.plugins import registry
 
 MIXED = ("pipeline_model_parallel_size",)
 """Keys of Megatron that people also write, with 1, beside TrainingArguments."""

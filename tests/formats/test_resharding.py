@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats.translating import Outcome, translate
-from unishard.mapping.rules import Fit
 
 NODES = Topology(world_size=8, local_world_size=4)
 

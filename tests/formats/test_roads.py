@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from unishard import ConfigError
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
-from unishard.mapping.rules import Fit
 
 RANKS = Topology(world_size=8, local_world_size=8)
 TARGETS = ("accelerate", "hf", "axolotl", "lightning", "composer", "torchtitan")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from unishard.config import value_at
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, read, translate
 from unishard.formats.items import Item
-from unishard.mapping.rules import Fit
 
 HF = {"per_device_train_batch_size": 4}
 AXOLOTL = {"base_model": "m", "micro_batch_size": 1}

@@ -8,9 +8,9 @@ import pytest
 from accounting import faults_of
 from documents import LLAMAFACTORY, SWIFT, TRL
 
+from unishard.contract.rules import Fit
 from unishard.formats import Item, Outcome, read, translate
 from unishard.formats.swift.shipped import DEEPSPEED
-from unishard.mapping.rules import Fit
 
 BATCH = {"per_device_train_batch_size": 1, "output_dir": "o", "max_steps": 10}
 FACTORY = {**BATCH, "stage": "sft", "finetuning_type": "full", "cutoff_len": 8, "bf16": True}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unishard.config.nested import flat, merge, nested
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
-from unishard.mapping.rules import Fit
 
 ARGUMENTS = {"output_dir": "out", "per_device_train_batch_size": 1}
 GPUS = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from unishard.contract.rules import Fit
+from unishard.contract.templates import is_placeholder, placeholders_in
 from unishard.errors import ConfigError
 from unishard.formats import Item, Outcome, read, translate
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import is_placeholder, placeholders_in
 
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "${BATCH}",

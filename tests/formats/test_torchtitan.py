@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from unishard.config import Config, leaves
 from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.formats import read, translate
 from unishard.formats.catalog import recognise
 from unishard.formats.documents import toml_text
 from unishard.formats.source import open_source
 from unishard.formats.torchtitan import FORMAT
-from unishard.mapping.rules import Fit
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 TRAINING = """

@@ -9,15 +9,15 @@ import pytest
 
 from unishard import ConfigError, Topology
 from unishard.config.nested import Native
+from unishard.contract import registry
+from unishard.contract.entries import Entry, Key, Meaning, interpret
+from unishard.contract.express import Expressed, express
+from unishard.contract.key_rows import boolean, drops, integer, number, own, refuses, sets
+from unishard.contract.rules import Fit, Rule, When
 from unishard.formats import Item, Outcome, catalog, translate
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source, open_source
-from unishard.mapping.entries import Entry, Key, Meaning, interpret
-from unishard.mapping.express import Expressed, express
-from unishard.mapping.key_rows import boolean, drops, integer, number, own, refuses, sets
-from unishard.mapping.rules import Fit, Rule, When
-from unishard.plugins import registry
 
 SCRIPT = "batch_size of the script"
 

@@ -11,8 +11,8 @@ import pytest
 from documents import SEEDS, put
 
 from unishard.config.nested import flat
+from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
-from unishard.mapping.rules import Fit
 
 ZERO3 = {
     "fp16": {"enabled": True, "hysteresis": 2, "loss_scale": 0, "min_loss_scale": 1},

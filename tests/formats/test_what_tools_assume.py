@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from unishard.cli.report import ReportForm, write_report
+from unishard.contract.rules import Fit
 from unishard.formats import Item, Outcome, read, translate
 from unishard.formats.source import open_source
-from unishard.mapping.rules import Fit
 
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": 1,

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 import unishard
 from unishard.cli import app
+from unishard.config.loading.launched import variables
 from unishard.formats.documents import yaml_text
-from unishard.launch.command import Script
-from unishard.launch.kubernetes import manifest
-from unishard.launch.slurm import batch_script
-from unishard.loading.launched import variables
+from unishard.tools.launch.command import Script
+from unishard.tools.launch.kubernetes import manifest
+from unishard.tools.launch.slurm import batch_script
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"

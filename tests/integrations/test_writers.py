@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 import unishard
-from unishard.integrations import table
-from unishard.integrations.jsonl import JsonLines
-from unishard.integrations.progress import ProgressLine
-from unishard.integrations.table import WRITERS, open_writer, require_installed
+from unishard.observe.destinations import table
+from unishard.observe.destinations.jsonl import JsonLines
+from unishard.observe.destinations.progress import ProgressLine
+from unishard.observe.destinations.table import WRITERS, open_writer, require_installed
 
 VALUES = {"loss": 2.5, "lr": 3e-4}
 

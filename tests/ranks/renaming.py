@@ -10,7 +10,7 @@ from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from unishard import patches
+from unishard.contract import private_api
 
 __all__ = ["renamed"]
 
@@ -38,7 +38,7 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
     """
     new = attribute + _NEW
     with ExitStack() as stack:
-        stack.callback(patches._assigned.cache_clear)
+        stack.callback(private_api._assigned.cache_clear)
         modules = _modules(package)
         functions, classes = _found(package.partition(".")[0], len(sys.modules))
         within = [function for function in functions.get(attribute, ()) if _within(function.__globals__["__name__"], package)]
@@ -49,7 +49,7 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
             alias = name.removesuffix(attribute) + new
             sys.modules[alias] = sys.modules[name]
             stack.callback(sys.modules.pop, alias)
-        patches._assigned.cache_clear()
+        private_api._assigned.cache_clear()
         yield sum(changes)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 from unishard.config.topology import Topology
-from unishard.distributed.process_group import ensure
+from unishard.failures.lifetime import ensure
 from unishard_deepspeed.start import load, quiet
 
 STEPS, MORE = 3, 2

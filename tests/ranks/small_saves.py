@@ -23,6 +23,7 @@ from unishard.checkpoint.verifying import damaged
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_first
 from unishard.errors import CheckpointError
+from unishard.failures import lifetime
 
 WORLD = 2
 RETENTION = Retention(keep_last=2, keep_every=20)
@@ -128,7 +129,7 @@ def content_of(folder: Path) -> int:
 def start() -> tuple[dist.ProcessGroup, int]:
     writing.CHUNK = 128  # several records of each divided tensor
     direct_file.BUFFER = 4096  # several writes of each file
-    process_group.ensure(unishard.Topology.from_environment())
+    lifetime.ensure(unishard.Topology.from_environment())
     return process_group.host_group(), dist.get_rank()
 
 

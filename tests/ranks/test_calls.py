@@ -6,7 +6,7 @@ import pytest
 from playing import play, values
 
 from benchmarks.calls import BLOCKS, STRATEGIES, count
-from unishard.distributed import collective_check
+from unishard.failures import collective_check
 from unishard.testing.cells import BACKENDS
 
 MARGIN = 1.05

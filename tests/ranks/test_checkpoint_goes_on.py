@@ -13,8 +13,8 @@ import torch.distributed as dist
 from playing import config, my_rank, own_share, play, prepare, refused, train, values
 
 from unishard.checkpoint import directory, finding, lease, manifest, writing
+from unishard.checkpoint.export import writing as exporting
 from unishard.engine.state import autosave
-from unishard.export import writing as exporting
 from unishard.testing.cells import BACKENDS
 
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}

@@ -9,8 +9,8 @@ from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, Cou
 from recording import TABLE as TABLE_OF_EMBEDDINGS
 
 from unishard import Topology
+from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
-from unishard.plugins import registry
 from unishard.testing.cells import BACKENDS
 
 NO_PREFETCH = {"communication": {"prefetch_bucket_size": 0}}

@@ -19,8 +19,8 @@ from transformers import BatchEncoding
 import unishard
 from unishard.config import Config
 from unishard.data.batches import length_of, to_device, windows
-from unishard.distributed import process_group
 from unishard.errors import DataError, RankMismatchError
+from unishard.failures import lifetime
 from unishard.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -198,7 +198,7 @@ def unsized(batches: list[int]) -> Any:
 
 def windows_of(counts: list[int], length: int, drop: bool, sized: bool) -> list[list[int]]:
     """The windows of a loader with as many batches as `counts` says for this rank."""
-    process_group.ensure(unishard.Topology.from_environment())
+    lifetime.ensure(unishard.Topology.from_environment())
     batches = list(range(counts[dist.get_rank()]))
     return [list(window) for window in windows(batches if sized else unsized(batches), repeat(length), CPU, drop=drop)]
 
@@ -222,7 +222,7 @@ def test_the_last_window(count: int, length: int, drop: bool, sized: bool, expec
 
 def mismatch_of(counts: list[int], length: int, sized: list[bool]) -> tuple[list[list[int]], str]:
     """What this rank got before the error, and the error."""
-    process_group.ensure(unishard.Topology.from_environment())
+    lifetime.ensure(unishard.Topology.from_environment())
     rank = dist.get_rank()
     batches = list(range(counts[rank]))
     got: list[list[int]] = []

@@ -9,7 +9,7 @@ from playing import MICRO_BATCH, play, values
 
 import unishard
 from unishard.config.topology import Topology
-from unishard.distributed.process_group import ensure
+from unishard.failures.lifetime import ensure
 from unishard.formats import translate
 from unishard.testing.models import batch, mlp
 from unishard_deepspeed.start import load, quiet

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.engine.optim.optimizer_state import StateSpec
+from unishard.contract.optimizer_state import StateSpec
 from unishard.testing.models import MlpOutput, mlp
 from unishard_deepspeed.patches.master_weights import master_tensors
 from unishard_deepspeed.patches.optimizer_kind import kind_of

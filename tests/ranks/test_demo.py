@@ -23,10 +23,10 @@ from forking import completed, in_a_fork
 from rich.console import Console
 from rich.status import Status
 
-from unishard.demo import DemoError, demo, run_demo, training
-from unishard.demo.curves import CurveGap, TrainingCurve
 from unishard.errors import BackendError
 from unishard.testing import run_ranks
+from unishard.tools.demo import DemoError, demo, run_demo, training
+from unishard.tools.demo.curves import CurveGap, TrainingCurve
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -153,7 +153,7 @@ time.sleep(600)
 STOPPED = """
 from pathlib import Path
 from unishard.cli import main
-from unishard.demo import training
+from unishard.tools.demo import training
 training._find = lambda path: Path({script!r})
 main()
 """

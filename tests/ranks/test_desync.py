@@ -15,7 +15,7 @@ from playing import checked as config
 from playing import own_share, play, prepare, train
 
 import unishard
-from unishard.distributed import collective_check
+from unishard.failures import collective_check
 from unishard.testing import RankFailure, run_ranks
 from unishard.testing.cells import BACKENDS
 

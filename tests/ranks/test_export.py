@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import unishard
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.online import export
+from unishard.checkpoint.export.sources import sources_of, tensors_of
 from unishard.checkpoint.lazy_shards import lazy_shard_of
 from unishard.distributed.shards import Shard
-from unishard.export.offline import export_checkpoint
-from unishard.export.online import export
-from unishard.export.sources import sources_of, tensors_of
 from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import llama

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import unishard
 from unishard.config import Config
 from unishard.config.topology import Topology
+from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
-from unishard.plan.candidates import candidate_of
-from unishard.plan.tracing import trace
-from unishard.plugins import registry
 from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import MODELS, batch, llama
+from unishard.tools.plan.candidates import candidate_of
+from unishard.tools.plan.tracing import trace
 
 PURE = {"compute": "bf16", "master": "bf16"}
 LOW = {"compute": "bf16", "reduce": "bf16", "accumulate": "bf16"}

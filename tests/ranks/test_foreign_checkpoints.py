@@ -7,8 +7,8 @@ import torch
 from scripts_of_others import MOMENTS, MORE, STEPS, Model, load_fsdp, load_universal, save_deepspeed, save_fsdp
 
 from unishard.checkpoint import manifest
+from unishard.checkpoint.convert import convert
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.plugins.convert import convert
 from unishard.testing import run_ranks
 
 CELLS = [(stage, precision, 2) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")] + [(1, "bf16+fp32", 2), (3, "fp32", 1)]

@@ -15,7 +15,7 @@ from playing import STRATEGIES, config, own_share, play, train, values
 from torch import nn
 
 import unishard
-from unishard.distributed import process_group
+from unishard.failures import lifetime
 from unishard.testing import run_ranks
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, llama, mlp
@@ -188,7 +188,7 @@ def memory(backend, build, trained, *arguments):
 
     assert LlamaForCausalLM
     cfg = config(backend, optimizer={"name": "sgd", "lr": 0.1}, communication={"reduce_bucket_size": 2_000_000})
-    process_group.ensure(unishard.Topology.from_environment())
+    lifetime.ensure(unishard.Topology.from_environment())
     with unishard.prepare(nn.Linear(4, 4), cfg):
         gc.collect()
     dist.barrier()

@@ -11,7 +11,7 @@ from playing import STRATEGIES, config, my_rank, play, values
 from torch import nn
 
 import unishard
-from unishard.engine.model.inputs import cast
+from unishard.distributed.nested_tensors import cast
 from unishard.testing.cells import BACKENDS
 
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)

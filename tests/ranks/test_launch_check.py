@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 import unishard
-from unishard.doctor.before_script import check, main
-from unishard.launch import running
-from unishard.launch.command import Script, command_of
 from unishard.testing import run_ranks
+from unishard.tools.doctor.before_script import check, main
+from unishard.tools.launch import running
+from unishard.tools.launch.command import Script, command_of
 
 pytestmark = pytest.mark.ranks
 
@@ -100,7 +100,7 @@ def what_is_started(folder):
 
 def test_only_several_hosts_are_checked_and_the_script_is_the_main_program(tmp_path):
     ((two, off, one), (script, module)) = run_ranks(1, what_is_started, str(tmp_path))[0]
-    assert two == ("unishard.doctor.before_script", True, ["-m", "pkg.train", "--lr", "3"])
+    assert two == ("unishard.tools.doctor.before_script", True, ["-m", "pkg.train", "--lr", "3"])
     assert off == one == ("pkg.train", True, ["--lr", "3"])
     assert script == ["__main__", ["said.py", "-m", "a"], 3, len("said.py")]
     assert module[:3] == ["__main__", [str(tmp_path / "said.py"), "b"], 3]

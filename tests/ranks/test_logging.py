@@ -11,9 +11,9 @@ import pytest
 from playing import config, error, my_rank, own_share, play, prepare, refused, train, values
 
 from unishard.config.topology import Topology
+from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
-from unishard.integrations import table
-from unishard.plugins import registry
+from unishard.observe.destinations import table
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
 

@@ -10,15 +10,15 @@ from playing import MICRO_BATCH, config, my_rank, play, values
 from torch.nn import functional
 
 import unishard
-from unishard.compare.golden import ComparedRun, facts_of
-from unishard.compare.modules import first_module, modules_in
-from unishard.compare.modules import lines_of as module_text
-from unishard.compare.records import Course, read_records
-from unishard.compare.verdict import lines_of, verdict_of
 from unishard.config.nested import merge
-from unishard.plugins.tolerances import TOLERANCES
+from unishard.contract.tolerances import TOLERANCES
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import batch, mlp
+from unishard.tools.compare.golden import ComparedRun, facts_of
+from unishard.tools.compare.modules import first_module, modules_in
+from unishard.tools.compare.modules import lines_of as module_text
+from unishard.tools.compare.records import Course, read_records
+from unishard.tools.compare.verdict import lines_of, verdict_of
 
 STEPS = 6
 PLAIN = {

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.plugins import registry
+from unishard.contract import registry
 from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, MlpOutput, mlp

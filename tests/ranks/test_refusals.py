@@ -8,7 +8,7 @@ from playing import config, error, my_rank, play, prepare
 from torch import nn
 
 import unishard
-from unishard.plugins import registry
+from unishard.contract import registry
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, mlp
 

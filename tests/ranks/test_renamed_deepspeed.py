@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.distributed import process_group
 from unishard.engine.loop.call_order import Phase
+from unishard.failures import lifetime
 from unishard.testing.models import MlpOutput
 from unishard_deepspeed.patches import PATCHES
 
@@ -105,7 +105,7 @@ def trains_an_empty_parameter(strategy):
 
 def starts_again(strategy):
     trains(strategy)
-    process_group.shutdown()
+    lifetime.shutdown()
     trains(strategy)
 
 

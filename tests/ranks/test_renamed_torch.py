@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.patches import CORE_PATCHES
+from unishard.contract.private_api import CORE_PATCHES
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import MlpOutput, mlp

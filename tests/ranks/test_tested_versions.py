@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unishard
-from unishard.plugins import tested_versions
+from unishard.contract import tested_versions
 from unishard.testing import run_ranks
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 _METHODS = ("tolist", "cpu", "numpy")
-_ON_THE_HOST = ("unishard/distributed/collective_check.py", "unishard/distributed/host_numbers.py")
+_ON_THE_HOST = ("unishard/failures/collective_check.py", "unishard/distributed/host_numbers.py")
 DEFERRED = "unishard/distributed/host_read.py"
 """Waits there for what was copied to pinned memory earlier, behind which the device has more to do."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unishard.distributed import process_group
+from unishard.failures import lifetime
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("formats", "checkpoint", "checkpoint/formats")]
 
@@ -17,4 +17,4 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("formats"
 def _no_process_group_stays() -> Iterator[None]:
     """Loading weights starts one, which the tests of other files do not expect."""
     yield
-    process_group.shutdown()
+    lifetime.shutdown()

@@ -17,23 +17,23 @@ from test_hostile import plain
 
 import unishard
 from unishard.checkpoint import finding, manifest, verifying
+from unishard.checkpoint.convert import convert
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.tokenizers import files_of as tokenizer_of
 from unishard.checkpoint.manifest import FileFacts, GroupRecord, OptimizerFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
-from unishard.compare.golden import read_golden
-from unishard.compare.modules import modules_in
-from unishard.compare.records import Course, middle, read_records
 from unishard.config import Config
+from unishard.config.loading.hostfile import hosts_of
+from unishard.contract.footprint import ModelShape, ParameterShape
 from unishard.engine.model import weight_files
-from unishard.export.offline import export_checkpoint
-from unishard.export.tokenizers import files_of as tokenizer_of
 from unishard.formats import catalog, translate
 from unishard.formats.surveying import survey
-from unishard.integrations.jsonl import JsonLines
-from unishard.loading.hostfile import hosts_of
-from unishard.plan import cache
-from unishard.plan.model import PlannedModel
-from unishard.plugins.convert import convert
-from unishard.plugins.footprint import ModelShape, ParameterShape
+from unishard.observe.destinations.jsonl import JsonLines
+from unishard.tools.compare.golden import read_golden
+from unishard.tools.compare.modules import modules_in
+from unishard.tools.compare.records import Course, middle, read_records
+from unishard.tools.plan import cache
+from unishard.tools.plan.model import PlannedModel
 
 __all__ = ["READERS", "Reader"]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import unishard
 from unishard.config.checkpoint import SIGNALS
 from unishard.config.topology import Topology
-from unishard.mapping.rules import Fit
-from unishard.plugins import registry
+from unishard.contract import registry
+from unishard.contract.rules import Fit
 
 
 def section(**fields: Any) -> Any:

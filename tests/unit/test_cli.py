@@ -11,7 +11,7 @@ import pytest
 from running import TINY, Terminal, run
 
 import unishard
-from unishard.reference.patch_page import BEGIN, END
+from unishard.tools.reference.patch_page import BEGIN, END
 
 
 def test_usage_errors_are_short() -> None:
@@ -31,7 +31,7 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("unishard.loading.read", broken)
+    monkeypatch.setattr("unishard.config.loading.read", broken)
     assert isinstance(run("explain", TINY).exception, KeyError)
 
 
@@ -47,7 +47,7 @@ def test_backends() -> None:
 
 
 def test_backends_that_miss_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unishard.plugins.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("unishard.contract.registry.find_spec", lambda name: None)
     lines = run("backends").stdout.splitlines()[1:]
     assert lines[0].endswith("missing  pip install 'unishard[torch,deepspeed]'")
     assert lines[1].endswith("missing  pip install 'unishard[torch]'")
@@ -101,7 +101,7 @@ def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatc
     def broken(*_: object) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("unishard.loading.read", broken)
+    monkeypatch.setattr("unishard.config.loading.read", broken)
     assert isinstance(run("explain", TINY).exception, OSError)
 
 
@@ -179,7 +179,7 @@ def test_output_that_does_not_fit_is_one_message(command: str) -> None:
 def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint
 
-    from unishard.plugins import registry
+    from unishard.contract import registry
 
     points = {"broken": EntryPoint("broken", "no_such_module:backend", registry.GROUP), **registry.available()}
     monkeypatch.setattr(registry, "available", lambda group=registry.GROUP: points)
@@ -189,21 +189,21 @@ def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.Monk
 
 
 def test_demo_is_called_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.demo
+    import unishard.tools.demo
 
     calls: list[dict[str, object]] = []
-    monkeypatch.setattr(unishard.demo, "run_demo", lambda **arguments: calls.append(arguments))
+    monkeypatch.setattr(unishard.tools.demo, "run_demo", lambda **arguments: calls.append(arguments))
     assert run("demo", "--out", "there", "--world-size", "3", "--steps", "5").exit_code == 0
     assert calls == [{"out": Path("there"), "world_size": 3, "steps": 5}]
 
 
 def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.demo
+    import unishard.tools.demo
 
     def fail(**_: object) -> None:
         raise unishard.BackendError("the demo needs torch")
 
-    monkeypatch.setattr(unishard.demo, "run_demo", fail)
+    monkeypatch.setattr(unishard.tools.demo, "run_demo", fail)
     result = run("demo")
     assert (result.exit_code, result.stderr) == (1, "the demo needs torch\n")
 

@@ -10,7 +10,7 @@ from running import ROOT, run
 
 import unishard
 from unishard.checkpoint.manifest import Manifest, ModelRecord
-from unishard.plugins import registry
+from unishard.contract import registry
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 

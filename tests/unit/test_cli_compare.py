@@ -12,12 +12,12 @@ from running import run
 
 import unishard
 from unishard.cli import compare, script_runs
-from unishard.compare.candidates import Variant, candidates_of, overrides_of
-from unishard.compare.measuring import Measured, Task, _failure
-from unishard.compare.page import page_of
-from unishard.compare.records import Course, records_in
-from unishard.compare.text import distances, lines_of
-from unishard.launch.command import Script
+from unishard.tools.compare.candidates import Variant, candidates_of, overrides_of
+from unishard.tools.compare.measuring import Measured, Task, _failure
+from unishard.tools.compare.page import page_of
+from unishard.tools.compare.records import Course, records_in
+from unishard.tools.compare.text import distances, lines_of
+from unishard.tools.launch.command import Script
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import typer
 from running import TINY, Terminal, plain, run
 
 from unishard.cli.diff import diff
+from unishard.config.loading import Origin, Origins
+from unishard.contract.entries import Entry, Meaning, Undecided
 from unishard.formats.comparing import compare
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.loading import Origin, Origins
-from unishard.mapping.entries import Entry, Meaning, Undecided
 
 
 def reading(*entries: Entry) -> ReadDocument:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from running import ROOT, Terminal, plain, run
 
-from unishard import doctor
 from unishard.config.topology import Topology
-from unishard.doctor import devices, importing, packages
+from unishard.contract import registry, tested_versions
+from unishard.contract.private_api import CORE_PATCHES, Patch
 from unishard.errors import BackendError
-from unishard.patches import CORE_PATCHES, Patch
-from unishard.plugins import registry, tested_versions
+from unishard.tools import doctor
+from unishard.tools.doctor import devices, importing, packages
 
 FIELDS = {"name", "status", "found", "instead"}
 Pretend = Callable[..., None]
@@ -307,7 +307,7 @@ def test_what_engines_print_while_they_are_imported_is_dropped(capsys: pytest.Ca
 
 
 def test_the_package_is_read_without_torch() -> None:
-    code = "import unishard.doctor, unishard.cli, sys; print({'torch', 'deepspeed', 'numpy'} & set(sys.modules))"
+    code = "import unishard.tools.doctor, unishard.cli, sys; print({'torch', 'deepspeed', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "set()\n"
 

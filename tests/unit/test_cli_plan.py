@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from running import run
 
-from unishard.plan.activations import Activations, Segment
+from unishard.tools.plan.activations import Activations, Segment
 
 FACTORY = """
 import torch

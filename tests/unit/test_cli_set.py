@@ -13,8 +13,8 @@ from running import TINY, run
 from schema_strategies import documents
 
 import unishard
+from unishard.config.loading.editing import edit
 from unishard.config.nested import flat
-from unishard.loading.editing import edit
 
 FILE = """\
 # Mine.

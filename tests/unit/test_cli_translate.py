@@ -213,8 +213,8 @@ def test_a_key_to_drop_that_is_not_there(config: Path) -> None:
 
 
 def test_verified_with_the_tool_that_reads_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unishard.verify import comparing
-    from unishard.verify.settings import Effective
+    from unishard.formats.verify import comparing
+    from unishard.formats.verify.settings import Effective
 
     right = run("translate", TINY, "--to", "unishard", "--verify", "--report", "none", "-o", "right.yaml")
     assert (right.exit_code, Path("right.yaml").exists()) == (0, True)

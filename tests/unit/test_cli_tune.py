@@ -13,9 +13,9 @@ from test_cli_plan import FACTORY
 
 import unishard
 from unishard.cli import tune
-from unishard.compare.measuring import Measured, Task, in_turns
-from unishard.compare.trials import Trial, own_trial, trials_of, words_of
-from unishard.compare.tuning import with_comment
+from unishard.tools.compare.measuring import Measured, Task, in_turns
+from unishard.tools.compare.trials import Trial, own_trial, trials_of, words_of
+from unishard.tools.compare.tuning import with_comment
 
 CONFIG = """# ours
 backend: fsdp  # as always

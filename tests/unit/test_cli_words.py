@@ -123,7 +123,7 @@ def test_output(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_doctor(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    from unishard import doctor
+    from unishard.tools import doctor
 
     long = "cannot be imported: ImportError: /opt/conda/lib/python3.11/site-packages/deepspeed/ops/async_io.cpython-311-x86_64-linux-gnu.so"
     checks = [doctor.Check("deepspeed", doctor.Status.WARN, long, "pip install --force-reinstall --no-cache-dir 'unishard[deepspeed]'")]

@@ -11,10 +11,10 @@ import pytest
 from unishard.config import Config, leaves
 from unishard.config.nested import flat, nested
 from unishard.config.topology import Topology
+from unishard.contract.entries import NOTHING, Unreadable
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import translate as convert
-from unishard.mapping.entries import NOTHING, Unreadable
-from unishard.mapping.rules import Fit
 from unishard_deepspeed import backend
 from unishard_deepspeed.arguments import KEYS
 from unishard_deepspeed.keys import CONSTANTS, ROWS, Row, Use, spellings, used

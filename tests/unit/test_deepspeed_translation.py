@@ -14,9 +14,9 @@ import pytest
 from unishard.config import Config, leaves
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.report import Line, Translation
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, TranslationError
-from unishard.mapping.report import Line, Translation
-from unishard.mapping.rules import Fit
 from unishard_deepspeed import backend
 from unishard_deepspeed.keys import ROWS, Use, used
 

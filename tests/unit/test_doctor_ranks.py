@@ -15,9 +15,9 @@ import pytest
 from forking import in_a_fork
 from running import run
 
-from unishard.doctor import machine
-from unishard.doctor.check import Check, Status
-from unishard.doctor.local_ranks import local_ranks
+from unishard.tools.doctor import machine
+from unishard.tools.doctor.check import Check, Status
+from unishard.tools.doctor.local_ranks import local_ranks
 
 RANKS = ("ranks", "versions of the ranks", "gloo", "links", "clocks")
 

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 from unishard import Config, Fit, Topology
 from unishard.cli import app
 from unishard.config import leaves
-from unishard.loading import read
-from unishard.plugins.explain import ExplainedField, explain
+from unishard.config.loading import read
+from unishard.contract.explain import ExplainedField, explain
 
 TEXT = """\
 sharding: full_shard

@@ -10,9 +10,9 @@ import pytest
 from unishard.config import Config, leaves
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.report import Line, Translation
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, TranslationError
-from unishard.mapping.report import Line, Translation
-from unishard.mapping.rules import Fit
 from unishard_fsdp import backend
 from unishard_fsdp.options import CONSTANTS, FORMS, parse
 from unishard_fsdp.rules import RULES

@@ -10,12 +10,12 @@ from ruamel.yaml import YAML
 from unishard import Config
 from unishard.checkpoint import manifest
 from unishard.config import leaves
+from unishard.contract import registry
+from unishard.contract.private_api import CORE_PATCHES, Patch
 from unishard.errors import UnishardError
-from unishard.patches import CORE_PATCHES, Patch
-from unishard.plugins import registry
-from unishard.reference.format_page import formats
-from unishard.reference.pages import mapping, pages, reference, sections
-from unishard.reference.patch_page import BEGIN, END, private_names, replaced
+from unishard.tools.reference.format_page import formats
+from unishard.tools.reference.pages import mapping, pages, reference, sections
+from unishard.tools.reference.patch_page import BEGIN, END, private_names, replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,10 +10,10 @@ import pytest
 import unishard
 from unishard import Config, ConfigError
 from unishard.config import leaves
+from unishard.config.hints import arguments, names
+from unishard.config.loading.other_tools import other_tool
+from unishard.contract import registry
 from unishard.engine.engine import Engine
-from unishard.hints import arguments, names
-from unishard.loading.other_tools import other_tool
-from unishard.plugins import registry
 
 HINTS = [
     *names.METHODS.values(),

@@ -16,12 +16,12 @@ from running import run
 import unishard
 from unishard import ConfigError
 from unishard.config import Config, LaunchSettings
-from unishard.launch import running
-from unishard.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
-from unishard.launch.kubernetes import manifest
-from unishard.launch.slurm import batch_script
-from unishard.loading import hostfile
-from unishard.loading.launched import CONFIG, OVERRIDES, variables
+from unishard.config.loading import hostfile
+from unishard.config.loading.launched import CONFIG, OVERRIDES, variables
+from unishard.tools.launch import running
+from unishard.tools.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
+from unishard.tools.launch.kubernetes import manifest
+from unishard.tools.launch.slurm import batch_script
 
 SCRIPT = Script("train.py", ("--log", "3"))
 

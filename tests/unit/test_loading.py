@@ -11,8 +11,8 @@ import pytest
 
 import unishard
 from unishard import Config, ConfigError
+from unishard.config.loading import document
 from unishard.errors import Problem
-from unishard.loading import document
 
 BAD: list[tuple[str, str, list[str]]] = [
     (

@@ -8,12 +8,12 @@ import pytest
 
 from unishard.config import Config
 from unishard.config.topology import Topology
+from unishard.contract.footprint import Collective, ModelShape, ParameterShape
 from unishard.errors import ConfigError
-from unishard.plan.activations import Activations, Segment
-from unishard.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy
-from unishard.plan.devices import DEVICES, device_named, parse_bytes
-from unishard.plan.questions import gpus_needed, largest, largest_micro_batch, largest_seq_len, recommend, with_compilation
-from unishard.plugins.footprint import Collective, ModelShape, ParameterShape
+from unishard.tools.plan.activations import Activations, Segment
+from unishard.tools.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy
+from unishard.tools.plan.devices import DEVICES, device_named, parse_bytes
+from unishard.tools.plan.questions import gpus_needed, largest, largest_micro_batch, largest_seq_len, recommend, with_compilation
 
 GIB = 2**30
 H100 = DEVICES["h100-80g"]

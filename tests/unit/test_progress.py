@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from unishard.engine.loop import progress
-from unishard.engine.loop.progress import Progress
-from unishard.engine.results import Step
+from unishard.contract.results import Step
+from unishard.observe import progress
+from unishard.observe.progress import Progress
 
 CPU = torch.device("cpu")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f\x1b]")

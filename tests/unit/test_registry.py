@@ -13,8 +13,8 @@ from typing import cast
 import pytest
 
 from unishard import BackendError
-from unishard.plugins import registry
-from unishard.plugins.backend import Backend
+from unishard.contract import registry
+from unishard.contract.backend import Backend
 
 ROOT = Path(__file__).resolve().parents[2]
 

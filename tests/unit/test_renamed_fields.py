@@ -8,8 +8,8 @@ from running import run
 
 import unishard
 from unishard.config import Sharding
+from unishard.config.loading.renamed import RENAMED
 from unishard.errors import RenamedFieldWarning
-from unishard.loading.renamed import RENAMED
 
 OLD, NEW = "sharding.whole_units", "sharding.conditional_modules"
 NOTE = f"{OLD} was renamed to {NEW}; use the new name, the next release rejects the old one"

@@ -15,9 +15,9 @@ import unishard
 from unishard import Config, ConfigError, Fit, Topology, TranslationError, translate
 from unishard.config import leaves, value_at
 from unishard.config.nested import flat, merge, nested
-from unishard.mapping.report import Line, Report, Translation, apply
-from unishard.mapping.rules import Rule, When
-from unishard.plugins import registry
+from unishard.contract import registry
+from unishard.contract.report import Line, Report, Translation, apply
+from unishard.contract.rules import Rule, When
 
 BACKENDS = sorted(registry.available())
 LEAVES = [path for path, _ in leaves(Config)]

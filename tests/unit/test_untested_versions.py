@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unishard.plugins import tested_versions
+from unishard.contract import tested_versions
 
 
 @pytest.fixture(autouse=True)

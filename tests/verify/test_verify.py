@@ -10,7 +10,7 @@ import pytest
 from unishard.config.nested import merge
 from unishard.config.topology import Topology
 from unishard.formats import Outcome, catalog, translate
-from unishard.verify import verify
+from unishard.formats.verify import verify
 
 ZERO = {
     "train_micro_batch_size_per_gpu": 2,
@@ -139,7 +139,7 @@ def test_a_tool_that_is_not_installed_is_said_plainly(monkeypatch: pytest.Monkey
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("unishard.verify.consumers.version", version)
+    monkeypatch.setattr("unishard.formats.verify.consumers.version", version)
     found = verify(made("hf", "accelerate"))
     assert found.effective.missing == "Accelerate is not installed; pip install accelerate"
     assert found.source.missing == "transformers is not installed; pip install transformers"

@@ -15,7 +15,7 @@ from environments import NotInstallable, environment, interpreter, last_lines, r
 from ruamel.yaml import YAML
 from version_sets import PIECES, ROOT, SETS, VersionSet, floors
 
-from unishard.plugins import registry, tested_versions
+from unishard.contract import registry, tested_versions
 
 RESULTS = version_page.read(ROOT / "docs/versions")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unishard.checkpoint.saving import Snapshot
 from unishard.distributed import process_group
-from unishard.distributed.endings import naming_causes
+from unishard.failures.endings import naming_causes
 
 __all__ = ["Background"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import filesystem, metadata
 
-from unishard.patches import CORE_PATCHES
+from unishard.contract.private_api import CORE_PATCHES
 
 __all__ = ["index_of", "is_place", "memory_format", "place", "require"]
 

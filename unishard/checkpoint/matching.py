@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import Manifest
-from unishard.errors import CheckpointError
-from unishard.printable import in_one_line
+from unishard.errors import CheckpointError, in_one_line
 
 __all__ = ["Match", "Wanted", "fit"]
 

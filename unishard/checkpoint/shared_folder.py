@@ -11,8 +11,8 @@ from uuid import uuid4
 
 from unishard.checkpoint.disk import fsync
 from unishard.distributed.on_ranks import Ranks
-from unishard.distributed.rank_locations import describe
 from unishard.errors import CheckpointError
+from unishard.failures.rank_locations import describe
 
 __all__ = ["require_complete", "require_shared", "unmark"]
 

@@ -14,7 +14,7 @@ from unishard.config.topology import Topology
 if TYPE_CHECKING:
     from unishard.config import Config
     from unishard.config.run_ranks import RunRanks
-    from unishard.plan.devices import Device
+    from unishard.tools.plan.devices import Device
 
 __all__ = [
     "ConfigFile",
@@ -109,7 +109,7 @@ def device_of(name: str | None, memory: str | None) -> Device | None:
     Raises:
         ConfigError: One cannot be read.
     """
-    from unishard.plan.devices import device_named, parse_bytes
+    from unishard.tools.plan.devices import device_named, parse_bytes
 
     if name is None and memory is None:
         return None

@@ -16,7 +16,7 @@ def backends() -> None:
 
     Example: unishard backends
     """
-    from unishard.plugins import registry
+    from unishard.contract import registry
 
     rows = []
     for name, point in registry.available().items():

@@ -62,8 +62,8 @@ def _check(config: ConfigFile, changes: list[str], world_size: int | None, per_n
     Raises:
         ConfigError: It is refused. Lists every problem with `file:line`.
     """
-    from unishard.doctor.config_check import notes_on, refusals_of
-    from unishard.loading import read
+    from unishard.config.loading import read
+    from unishard.tools.doctor.config_check import notes_on, refusals_of
 
     cfg, origins = read(config, changes)
     problems: list[Problem] = []

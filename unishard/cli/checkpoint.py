@@ -17,8 +17,7 @@ from unishard.cli.report import plain, value_of
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import count_of
-from unishard.errors import CheckpointError
-from unishard.printable import in_one_line
+from unishard.errors import CheckpointError, in_one_line
 
 if TYPE_CHECKING:
     from unishard.checkpoint.comparing import Comparison

@@ -65,9 +65,9 @@ def compare(
 
     Example: unishard compare cfg.yaml --strategies full_shard,shard_grad_op --steps 20 train.py --epochs 1
     """
-    from unishard.compare.candidates import candidates_of
-    from unishard.compare.measuring import Task
-    from unishard.compare.text import distances, lines_of
+    from unishard.tools.compare.candidates import candidates_of
+    from unishard.tools.compare.measuring import Task
+    from unishard.tools.compare.text import distances, lines_of
 
     cfg, changes, _ = given(config, set_, processes_per_node)
     rows = candidates_of(cfg, backends, strategies)
@@ -79,7 +79,7 @@ def compare(
         form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}
         emit(json.dumps(form, indent=2))
     elif report == "html":
-        from unishard.compare.page import page_of
+        from unishard.tools.compare.page import page_of
 
         emit(page_of(found, f"{config.name}: {task.script.name}, {steps} steps", peak_tflops), end="")
     else:

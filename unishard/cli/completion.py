@@ -11,8 +11,8 @@ __all__ = ["backend_lists", "backends", "changes", "devices", "formats", "instal
 
 def installed_backends() -> list[str]:
     """The installed backends; none if two packages offer the same name, which a command that needs one reports."""
+    from unishard.contract import registry
     from unishard.errors import BackendError
-    from unishard.plugins import registry
 
     try:
         return list(registry.available())
@@ -44,7 +44,7 @@ def _after_commas(words: list[str], incomplete: str) -> list[str]:
 
 def devices(incomplete: str) -> list[str]:
     """The devices of `--device`."""
-    from unishard.plan.devices import DEVICES
+    from unishard.tools.plan.devices import DEVICES
 
     return [name for name in DEVICES if name.startswith(incomplete)]
 

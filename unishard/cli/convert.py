@@ -30,7 +30,7 @@ def convert(
 
     Example: unishard checkpoint convert ds_checkpoint runs/step-00000100
     """
-    from unishard.plugins.convert import convert as run
+    from unishard.checkpoint.convert import convert as run
 
     with ExitStack() as stack:
         notes = run(source, destination, from_=from_, to=to, progress=lambda total: stack.enter_context(bar("converting", total)))

@@ -24,7 +24,7 @@ def docs(
 
     Example: unishard docs --check
     """
-    from unishard.reference.pages import pages, sections
+    from unishard.tools.reference.pages import pages, sections
 
     stale = []
     for name, text in (pages() | sections(root)).items():

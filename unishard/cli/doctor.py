@@ -14,7 +14,7 @@ from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo, emit
 
 if TYPE_CHECKING:
-    from unishard.doctor import Check
+    from unishard.tools.doctor import Check
 
 __all__ = ["doctor"]
 
@@ -42,7 +42,7 @@ def doctor(
 
     Example: unishard doctor --ranks 4 --dir runs/llama
     """
-    from unishard.doctor import Status, connected, examine, place, worst
+    from unishard.tools.doctor import Status, connected, examine, place, worst
 
     topology = place()
     if topology.launcher == "python":
@@ -63,7 +63,7 @@ def doctor(
 
 
 def _show(checks: Sequence[Check], *, every: bool) -> None:
-    from unishard.doctor import Status, is_probe, verdict
+    from unishard.tools.doctor import Status, is_probe, verdict
 
     for line in verdict(checks):
         echo(line)
@@ -80,13 +80,13 @@ def _show(checks: Sequence[Check], *, every: bool) -> None:
 
 
 def _counts(checks: Sequence[Check]) -> dict[str, int]:
-    from unishard.doctor import Status
+    from unishard.tools.doctor import Status
 
     return {str(status): sum(check.status is status for check in checks) for status in Status}
 
 
 def _object(checks: Sequence[Check]) -> dict[str, Any]:
-    from unishard.doctor import verdict, worst
+    from unishard.tools.doctor import verdict, worst
 
     return {
         "status": str(worst(checks)),

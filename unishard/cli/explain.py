@@ -19,9 +19,9 @@ from unishard.errors import ConfigError
 
 if TYPE_CHECKING:
     from unishard.config import Config
+    from unishard.config.loading import Origins
     from unishard.config.topology import Topology
-    from unishard.loading import Origins
-    from unishard.plugins.explain import ExplainedField, Image
+    from unishard.contract.explain import ExplainedField, Image
 
 __all__ = ["explain"]
 
@@ -54,7 +54,7 @@ def explain(
 
     Example: unishard explain cfg.yaml deepspeed --changed
     """
-    from unishard.loading import read
+    from unishard.config.loading import read
 
     if native and changed:
         raise typer.BadParameter("--native prints the whole native config; leave out --changed")
@@ -74,15 +74,15 @@ def explain(
 
 
 def _print_native(cfg: Config, backend: str | None, topology: Topology) -> None:
-    from unishard.plugins.translate import translate
+    from unishard.contract.translate import translate
 
     translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
     emit(json.dumps(translation.native, indent=2, allow_nan=False))
 
 
 def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology, *, changed: bool) -> None:
-    from unishard.plugins import registry
-    from unishard.plugins.explain import explain as rows_of
+    from unishard.contract import registry
+    from unishard.contract.explain import explain as rows_of
 
     rows = rows_of(cfg, origins, topology)
     names = [registry.get(backend).name] if backend else sorted({name for row in rows for name in row.images})

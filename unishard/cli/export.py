@@ -43,9 +43,9 @@ def export(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from unishard.checkpoint.export.offline import export_checkpoint
     from unishard.checkpoint.finding import locate
     from unishard.cli.checkpoint_facts import size
-    from unishard.export.offline import export_checkpoint
 
     folder = locate(checkpoint)
     console = Console(stderr=True)

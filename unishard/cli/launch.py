@@ -18,7 +18,7 @@ from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
 
 if TYPE_CHECKING:
-    from unishard.launch.command import Script
+    from unishard.tools.launch.command import Script
 
 __all__ = ["app"]
 
@@ -67,8 +67,8 @@ def launch(
 
     Example: unishard launch cfg.yaml --processes-per-node 8 train.py --epochs 3
     """
-    from unishard.launch.command import Script
-    from unishard.loading import read
+    from unishard.config.loading import read
+    from unishard.tools.launch.command import Script
 
     given = {"nodes": nodes, "processes_per_node": processes_per_node, "endpoint": endpoint}
     changes = [*_hosts(hostfile), *(set_ or []), *(f"launch.{name}={value}" for name, value in given.items() if value is not None)]
@@ -97,7 +97,7 @@ def launch(
 def _hosts(hostfile: Path | None) -> list[str]:
     if hostfile is None:
         return []
-    from unishard.launch.hostfile import overrides_of
+    from unishard.tools.launch.hostfile import overrides_of
 
     return overrides_of(hostfile)
 
@@ -138,8 +138,8 @@ def _refuse_contradictions(
 
 
 def _local(request: LaunchRequest, node_rank: int | None, *, check: bool, dry_run: bool, as_json: bool) -> None:
-    from unishard.launch.command import Host, command_of, torchrun_program
-    from unishard.loading.launched import variables
+    from unishard.config.loading.launched import variables
+    from unishard.tools.launch.command import Host, command_of, torchrun_program
 
     script, cfg = request.script, request.cfg
     _expect_script(script)
@@ -150,7 +150,7 @@ def _local(request: LaunchRequest, node_rank: int | None, *, check: bool, dry_ru
         form = {"command": list(command.words), "environment": dict(command.environment), "line": command.line()}
         emit(json.dumps(form, indent=2) if as_json else command.line())
         return
-    from unishard.launch.running import run
+    from unishard.tools.launch.running import run
 
     raise typer.Exit(run(command, cfg, len(program), check=check))
 
@@ -161,8 +161,8 @@ def _expect_script(script: Script) -> None:
 
 
 def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
-    from unishard.launch.on_ray import plan, run
-    from unishard.loading.launched import variables
+    from unishard.config.loading.launched import variables
+    from unishard.tools.launch.on_ray import plan, run
 
     _expect_script(request.script)
     asked = plan(request.cfg, request.script, variables(str(request.path.resolve()), request.changes))
@@ -173,9 +173,9 @@ def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
 
 
 def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    from unishard.launch.command import torchrun_program
-    from unishard.launch.slurm import batch_script, submit
-    from unishard.loading.launched import variables
+    from unishard.config.loading.launched import variables
+    from unishard.tools.launch.command import torchrun_program
+    from unishard.tools.launch.slurm import batch_script, submit
 
     told = variables(str(request.path.resolve()), request.changes)
     text = batch_script(request.cfg, request.script, told, request.name, program=torchrun_program())
@@ -189,9 +189,9 @@ def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_jso
 
 
 def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
+    from unishard.config.loading.launched import variables
     from unishard.formats.documents import yaml_text
-    from unishard.launch.kubernetes import manifest
-    from unishard.loading.launched import variables
+    from unishard.tools.launch.kubernetes import manifest
 
     job = manifest(request.cfg, request.script, variables(str(request.path), request.changes), request.name)
     if dry_run or not output:
@@ -202,7 +202,7 @@ def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, a
 
 
 def _hostfile(request: LaunchRequest, hosts: str, output: Path | None) -> None:
-    from unishard.launch.hostfile import hostfile
+    from unishard.tools.launch.hostfile import hostfile
 
     text = hostfile(request.cfg, [name.strip() for name in hosts.split(",")], request.script, str(output or "hostfile"))
     if output is None:
@@ -214,6 +214,6 @@ def _hostfile(request: LaunchRequest, hosts: str, output: Path | None) -> None:
 
 def _gpus() -> str:
     """The number of GPUs of this host, at least 1."""
-    from unishard.launch.running import gpus
+    from unishard.tools.launch.running import gpus
 
     return str(max(1, gpus()))

@@ -10,10 +10,10 @@ from unishard.cli.wrapping import echo
 from unishard.config import Config
 
 if TYPE_CHECKING:
-    from unishard.compare.candidates import Variant
-    from unishard.compare.measuring import Measured
-    from unishard.compare.modules import Located
-    from unishard.compare.verdict import Verdict
+    from unishard.tools.compare.candidates import Variant
+    from unishard.tools.compare.measuring import Measured
+    from unishard.tools.compare.modules import Located
+    from unishard.tools.compare.verdict import Verdict
 
 __all__ = ["Again", "with_modules"]
 
@@ -41,8 +41,8 @@ def with_modules(verdicts: Iterable[Verdict], rows: Sequence[Variant], golden: P
 
 def _located(last: int, rows: Sequence[Variant], golden: Path | None, cfg: Config, again: Again) -> Located:
     """Measure the step that differs, and the one before: what its gradients decide is seen only in the next one."""
-    from unishard.compare.modules import Located, first_module, modules_in
-    from unishard.plugins.tolerances import TOLERANCES
+    from unishard.contract.tolerances import TOLERANCES
+    from unishard.tools.compare.modules import Located, first_module, modules_in
 
     expected = {} if golden is None else modules_in(golden.read_text(encoding="utf-8", errors="replace"))
     if golden is not None and last not in expected:

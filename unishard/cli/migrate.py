@@ -16,9 +16,8 @@ import typer
 from unishard.cli.completion import formats as formats_like
 from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
-from unishard.errors import UnishardError
-from unishard.mapping.rules import Fit
-from unishard.printable import in_one_line
+from unishard.contract.rules import Fit
+from unishard.errors import UnishardError, in_one_line
 
 if TYPE_CHECKING:
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig

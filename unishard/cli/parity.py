@@ -29,9 +29,9 @@ from unishard.cli.wrapping import echo, emit
 from unishard.errors import BackendError, UnishardError
 
 if TYPE_CHECKING:
-    from unishard.compare.candidates import Variant
-    from unishard.compare.golden import ComparedRun
-    from unishard.compare.measuring import Measured
+    from unishard.tools.compare.candidates import Variant
+    from unishard.tools.compare.golden import ComparedRun
+    from unishard.tools.compare.measuring import Measured
 
 __all__ = ["app"]
 
@@ -76,11 +76,11 @@ def parity(
 
     Example: unishard parity cfg.yaml --golden losses.jsonl --steps 20 train.py --epochs 1
     """
-    from unishard.compare.candidates import candidates_of
-    from unishard.compare.golden import ComparedRun, facts_of, golden_text, read_golden
-    from unishard.compare.measuring import Task
-    from unishard.compare.records import Course
-    from unishard.compare.verdict import lines_of, verdict_of
+    from unishard.tools.compare.candidates import candidates_of
+    from unishard.tools.compare.golden import ComparedRun, facts_of, golden_text, read_golden
+    from unishard.tools.compare.measuring import Task
+    from unishard.tools.compare.records import Course
+    from unishard.tools.compare.verdict import lines_of, verdict_of
 
     if golden is not None and write_golden is not None:
         raise UnishardError("--golden compares with a file and --write-golden writes one; give one of them")

@@ -26,7 +26,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from unishard.plan.planning import Plan
+    from unishard.tools.plan.planning import Plan
 
 __all__ = ["plan"]
 
@@ -55,9 +55,9 @@ def plan(
 
     Example: unishard plan cfg.yaml --model ./llama --world-size 64 --gpus-per-node 8 --device h100-80g
     """
-    from unishard.loading import read
-    from unishard.plan.model import PlannedModel
-    from unishard.plan.planning import make_plan
+    from unishard.config.loading import read
+    from unishard.tools.plan.model import PlannedModel
+    from unishard.tools.plan.planning import make_plan
 
     if write and set_:
         raise typer.BadParameter("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
@@ -75,11 +75,11 @@ def plan(
     if as_json:
         emit(json.dumps(found.as_json(), indent=2))
     elif report == "html":
-        from unishard.plan.page import page_of
+        from unishard.tools.plan.page import page_of
 
         emit(page_of(found), end="")
     else:
-        from unishard.plan.text import lines_of
+        from unishard.tools.plan.text import lines_of
 
         for line in lines_of(found):
             echo(line, laid_out=True)
@@ -102,7 +102,7 @@ def _write(config: Path, found: Plan) -> None:
         ConfigError: There is none.
     """
     from unishard.cli.saving import save
-    from unishard.loading.editing import check_text, edit
+    from unishard.config.loading.editing import check_text, edit
 
     recommendation = found.recommendation
     assert recommendation is not None

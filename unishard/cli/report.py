@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unishard.cli.report_text import LOUD, key_value, listed, needs_input, value_of, write_text
-from unishard.mapping.rules import Fit
-from unishard.printable import printable
+from unishard.contract.rules import Fit
+from unishard.errors import printable
 
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome

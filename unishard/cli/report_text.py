@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 from unishard.cli.table import FIT_STYLES
 from unishard.cli.wrapping import report_width, shell_lines, width_of, wrapped
 from unishard.config.describe import bare
-from unishard.mapping.rules import Fit
-from unishard.printable import in_one_line
+from unishard.contract.rules import Fit
+from unishard.errors import in_one_line
 
 if TYPE_CHECKING:
     from unishard.formats import Change, Item, Outcome

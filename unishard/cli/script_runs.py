@@ -17,11 +17,11 @@ from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
 
 if TYPE_CHECKING:
-    from unishard.compare.candidates import ComparedRow
-    from unishard.compare.measuring import Measured, Task
+    from unishard.config.loading.origins import Origins
     from unishard.config.run_ranks import RunRanks
-    from unishard.launch.command import Script
-    from unishard.loading.origins import Origins
+    from unishard.tools.compare.candidates import ComparedRow
+    from unishard.tools.compare.measuring import Measured, Task
+    from unishard.tools.launch.command import Script
 
 __all__ = [
     "AsJson",
@@ -94,7 +94,7 @@ def given(config: Path, set_: Sequence[str] | None, processes_per_node: int | No
     Raises:
         ConfigError: It has errors.
     """
-    from unishard.loading import read
+    from unishard.config.loading import read
 
     changes = [*(set_ or []), *([f"launch.processes_per_node={processes_per_node}"] if processes_per_node else [])]
     with own_file(config):
@@ -108,7 +108,7 @@ def script_of(name: str, arguments: Sequence[str] | None, module: bool) -> Scrip
     Raises:
         UnishardError: There is none.
     """
-    from unishard.launch.command import Script
+    from unishard.tools.launch.command import Script
 
     if not module and not Path(name).is_file():
         raise UnishardError(f"{name}: there is no such script; give its path, or -m with the name of a module")
@@ -121,20 +121,20 @@ def script_or_model(name: str | None, arguments: Sequence[str] | None, module: b
     Raises:
         UnishardError: There is neither.
     """
-    from unishard.launch.command import Script
+    from unishard.tools.launch.command import Script
 
     if name is not None:
         return script_of(name, arguments, module)
     if model is None:
         raise UnishardError("there is nothing to run; give SCRIPT, or --model MODEL for random data")
-    return Script("unishard.compare.random_data", (model, "--seq-len", str(seq_len)), module=True)
+    return Script("unishard.tools.compare.random_data", (model, "--seq-len", str(seq_len)), module=True)
 
 
 def ranks_here(cfg: Config) -> RunRanks:
     """How many ranks a run on this host has, and what says so."""
     from unishard.config.run_ranks import RunRanks
     from unishard.config.topology import Topology
-    from unishard.launch.running import gpus
+    from unishard.tools.launch.running import gpus
 
     each, origin = cfg.launch.processes_per_node, "launch.processes_per_node"
     if each is None:
@@ -162,7 +162,7 @@ def run_all(cfg: Config, task: Task, rows: Sequence[ComparedRow], changes: Seque
         changes: The user's overrides.
         folder: For their files.
     """
-    from unishard.compare.measuring import in_turns
+    from unishard.tools.compare.measuring import in_turns
 
     turns = in_turns(len(rows), task.rounds)
     found: dict[int, Measured] = {}
@@ -176,9 +176,9 @@ def run_all(cfg: Config, task: Task, rows: Sequence[ComparedRow], changes: Seque
 
 
 def _measured(cfg: Config, task: Task, row: ComparedRow, changes: Sequence[str], folder: Path) -> Measured:
-    from unishard.compare.candidates import overrides_of
-    from unishard.compare.measuring import Measured, measure
-    from unishard.loading import load
+    from unishard.config.loading import load
+    from unishard.tools.compare.candidates import overrides_of
+    from unishard.tools.compare.measuring import Measured, measure
 
     overrides = overrides_of(cfg, row, folder, changes, task.module_steps)
     try:

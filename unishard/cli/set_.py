@@ -30,9 +30,9 @@ def set_(
 
     Example: unishard set cfg.yaml training.seed=1 optimizer.lr=1e-4
     """
-    from unishard.loading.document import from_text
-    from unishard.loading.editing import check_text, edit
-    from unishard.plugins.translate import require_installed
+    from unishard.config.loading.document import from_text
+    from unishard.config.loading.editing import check_text, edit
+    from unishard.contract.translate import require_installed
 
     with own_file(config):
         text = edit(config, changes)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from unishard.cli.wrapping import width_of, wrapped
-from unishard.printable import printable
+from unishard.errors import printable
 
 if TYPE_CHECKING:
     from rich.text import Text

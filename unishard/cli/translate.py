@@ -17,8 +17,8 @@ from unishard.cli.report import ReportForm, write_report
 from unishard.cli.request import TranslateRequest
 from unishard.cli.saving import save
 from unishard.cli.wrapping import echo, emit, report_width, wrapped
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
-from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.formats import Outcome
@@ -120,7 +120,7 @@ def translate(
 def _verify(outcome: Outcome, request: TranslateRequest) -> None:
     """Say what the tool that reads the result makes of it, and exit with 2 if the report does not say a difference."""
     from unishard.cli.verification import write_verification
-    from unishard.verify import verify
+    from unishard.formats.verify import verify
 
     found = verify(outcome, request.overrides)
     write_verification(found, sys.stderr)

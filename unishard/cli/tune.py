@@ -35,10 +35,10 @@ from unishard.config.batch_sizes import check_batch
 from unishard.errors import ConfigError, UnishardError
 
 if TYPE_CHECKING:
-    from unishard.compare.trials import Trials
-    from unishard.compare.tuning import Tuned
     from unishard.config.topology import Topology
-    from unishard.plan.devices import Device
+    from unishard.tools.compare.trials import Trials
+    from unishard.tools.compare.tuning import Tuned
+    from unishard.tools.plan.devices import Device
 
 __all__ = ["app"]
 
@@ -78,8 +78,8 @@ def tune(
 
     Example: unishard tune cfg.yaml --model ./llama --write train.py --epochs 1
     """
-    from unishard.compare.measuring import Task
-    from unishard.compare.tuning import expect_several, lines_of, tuned
+    from unishard.tools.compare.measuring import Task
+    from unishard.tools.compare.tuning import expect_several, lines_of, tuned
 
     if write and set_:
         raise UnishardError("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
@@ -126,11 +126,11 @@ def _trials(
     most: int,
     device: Device | None,
 ) -> Trials:
-    from unishard.compare.candidates import backends_of, strategies_of
-    from unishard.compare.planned_trials import facts_of
-    from unishard.compare.trials import trials_of, words_of
-    from unishard.plan.candidates import strategies_for
-    from unishard.plan.questions import RECOMPUTATIONS
+    from unishard.tools.compare.candidates import backends_of, strategies_of
+    from unishard.tools.compare.planned_trials import facts_of
+    from unishard.tools.compare.trials import trials_of, words_of
+    from unishard.tools.plan.candidates import strategies_for
+    from unishard.tools.plan.questions import RECOMPUTATIONS
 
     facts, known = None, list(RECOMPUTATIONS)
     if model is None:
@@ -151,7 +151,7 @@ def _device(name: str | None, memory: str | None) -> Device | None:
     """That of the options, or this machine's own."""
     if name is not None or memory is not None:
         return device_of(name, memory)
-    from unishard.doctor.devices import own_device
+    from unishard.tools.doctor.devices import own_device
 
     own = own_device()
     if own is None:
@@ -163,9 +163,9 @@ def _device(name: str | None, memory: str | None) -> Device | None:
 
 def _write(config: Path, found: Tuned, ranks: int, steps: int) -> None:
     """Write the changes and the reasons into the file."""
-    from unishard.compare.tuning import comment_of, with_comment
-    from unishard.loading.document import text_of
-    from unishard.loading.editing import check_text, edit
+    from unishard.config.loading.document import text_of
+    from unishard.config.loading.editing import check_text, edit
+    from unishard.tools.compare.tuning import comment_of, with_comment
 
     text = with_comment(edit(config, found.changes) if found.changes else text_of(config), comment_of(found, ranks, steps))
     check_text(text, str(config))

@@ -9,8 +9,8 @@ from unishard.cli.wrapping import report_width, wrapped
 from unishard.config.describe import bare
 
 if TYPE_CHECKING:
-    from unishard.verify import Verification
-    from unishard.verify.comparing import ComparedSetting
+    from unishard.formats.verify import Verification
+    from unishard.formats.verify.comparing import ComparedSetting
 
 __all__ = ["write_verification"]
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import typer
 
-from unishard.printable import printable
+from unishard.errors import printable
 
 __all__ = ["Prose", "echo", "emit", "keep_words_whole", "report_width", "shell_lines", "width_of", "wrapped"]
 

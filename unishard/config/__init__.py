@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from unishard.config.activation_checkpointing import ActivationCheckpointing, Compile
 from unishard.config.checkpoint import Checkpoint
 from unishard.config.communication import Communication
+from unishard.config.hints.arguments import instead
 from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging
 from unishard.config.offload import Offload
@@ -23,7 +24,6 @@ from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refu
 from unishard.config.sharding import Sharding
 from unishard.config.training import Training
 from unishard.errors import ConfigError, Problem
-from unishard.hints.arguments import instead
 
 __all__ = [
     "CROSS_FIELD",

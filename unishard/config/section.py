@@ -35,7 +35,7 @@ _NO_TEXT = re.compile("[\0\ud800-\udbff]|[\udc00-\udc7f]|[\udd00-\udfff]")
 
 
 class Reader(Protocol):
-    """The part of `unishard.loading` that configs made in Python use. It is a layer above, so it puts itself into `Section.reader`."""
+    """The part of `unishard.config.loading` that configs made in Python use. It is a layer above, so it puts itself into `Section.reader`."""
 
     def refusal(self, section: type[Section], error: ValidationError, data: Any) -> ConfigError:
         """The messages of `unishard.load` for values that a section rejects."""

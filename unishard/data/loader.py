@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
 from unishard.config.describe import count_of
+from unishard.config.hints.arguments import instead
 from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
-from unishard.distributed import early
 from unishard.errors import DataError
-from unishard.hints.arguments import instead
+from unishard.failures import prelaunch_errors
 
 __all__ = ["Cursor", "ShareLoader", "dataloader", "is_count"]
 
@@ -212,7 +212,7 @@ def dataloader(
     if hint := instead("dataset", dataset):
         raise DataError(f"dataloader needs a dataset of samples, got {type(dataset).__name__}; {hint}")
     expect_config(cfg)
-    early.install()
+    prelaunch_errors.install()
     for name in refused:
         if name not in _DECIDED:
             raise TypeError(f"dataloader() got an unexpected keyword argument {name!r}")

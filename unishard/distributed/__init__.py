@@ -1,1 +1,1 @@
-"""The process group, tensors of which each rank holds a shard, errors on all ranks, and the check for mismatched collective calls."""
+"""The process group, tensors of which each rank holds a shard, and errors on all ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unishard.printable import shortened
+from unishard.errors import shortened
 
 __all__ = ["LONGEST", "errors_in", "readable", "text_of"]
 

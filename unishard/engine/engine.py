@@ -1,7 +1,7 @@
 """The engine: the training loop's contract, the same for every backend.
 
 `Engine` documents each call and delegates it to the module of `unishard.engine` that does it; what differs between sharding engines is
-in the adapter (`unishard.engine.adapter`).
+in the adapter (`unishard.contract.adapter`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unishard.config.hints.arguments import refuse_keywords
+from unishard.contract.results import Step
 from unishard.data.batches import Window, to_device
-from unishard.distributed.endings import names_causes
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.loop.passes import Passes
-from unishard.engine.metrics.recorder import check_values
-from unishard.engine.one_number import check_number
 from unishard.engine.parameters_by_name import ParametersByName
-from unishard.engine.results import Step
 from unishard.engine.state.unsharded import naming_sharded_reads
 from unishard.errors import ContractError
-from unishard.hints.arguments import refuse_keywords
+from unishard.failures.endings import names_causes
+from unishard.observe.one_number import check_number
+from unishard.observe.recorder import check_values
 
 __all__ = ["Engine"]
 

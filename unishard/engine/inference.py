@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from unishard.config import Config
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.results import Placement
 from unishard.distributed.broadcast import broadcast
 from unishard.distributed.shards import Shard
-from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.materialization import materialize
-from unishard.engine.results import Placement
 
 __all__ = ["ReplicaAdapter"]
 

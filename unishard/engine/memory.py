@@ -11,10 +11,10 @@ import torch
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.engine.results import Placement
+from unishard.contract.backend import Backend
+from unishard.contract.footprint import Footprint, ModelShape
+from unishard.contract.results import Placement
 from unishard.errors import ConfigError
-from unishard.plugins.backend import Backend
-from unishard.plugins.footprint import Footprint, ModelShape
 
 __all__ = ["ExpectedMemory"]
 

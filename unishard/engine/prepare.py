@@ -11,11 +11,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config, expect_config, leaves, value_at
+from unishard.config.hints.arguments import instead
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.distributed import collective_check, devices, lifeline, process_group
-from unishard.distributed.endings import naming_causes
-from unishard.engine.adapter import InferenceAdapter
+from unishard.contract import registry, tested_versions
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.backend import Backend, OptimizerFactory
+from unishard.contract.report import Translation
+from unishard.contract.results import Placement
+from unishard.contract.translate import translate
+from unishard.contract.units import ModelUnits, Unit
+from unishard.distributed import devices, process_group
 from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.guarded_module import holds_full_weights
@@ -37,19 +43,15 @@ from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.empty_parameters import freeze_empty
 from unishard.engine.model.facts import ModelFacts, description_of, facts_of
 from unishard.engine.model.shape import shape_of
-from unishard.engine.model.units import ModelUnits, Unit, units_of
+from unishard.engine.model.units import units_of
 from unishard.engine.optim import optimizers, stepping
 from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory
-from unishard.engine.results import Placement
 from unishard.engine.verify import verify
 from unishard.errors import BackendError, ConfigError, ModelError, Problem
-from unishard.hints.arguments import instead
-from unishard.integrations.table import require_installed
-from unishard.mapping.report import Translation
-from unishard.plugins import registry, tested_versions
-from unishard.plugins.backend import Backend, OptimizerFactory
-from unishard.plugins.translate import translate
+from unishard.failures import collective_check, lifetime, monitor_client
+from unishard.failures.endings import naming_causes
+from unishard.observe.destinations.table import require_installed
 
 __all__ = ["prepare"]
 
@@ -110,8 +112,8 @@ def prepare(
     expect_config(cfg)
     _require_module(model)
     with naming_causes():
-        topology = process_group.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
-        with lifeline.asking():
+        topology = lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
+        with monitor_client.asking():
             collective_check.begin(cfg.communication)
             with collective_check.leaving("unishard.prepare"):
                 return _prepare(model, cfg, topology, optimizer, scheduler, train=train)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
+from unishard.config.hints import names
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.results import Placement, Resumed
 from unishard.data.warn_once import WarnOnce
-from unishard.distributed import process_group
-from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
@@ -28,22 +29,21 @@ from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.memory import ExpectedMemory
-from unishard.engine.metrics.profiling import profiling_of
-from unishard.engine.metrics.recorder import MetricsRecorder
 from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.engine.process import Process
-from unishard.engine.results import Placement, Resumed
 from unishard.engine.state.parameter_access import GradientAccess, ParameterAccess
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
 from unishard.engine.state.tensors import StateTensors
 from unishard.engine.state.unsharded import explain_sharded_read
 from unishard.errors import ContractError
-from unishard.hints import names
+from unishard.failures import lifetime
+from unishard.observe.profiling import profiling_of
+from unishard.observe.recorder import MetricsRecorder
 
 __all__ = ["PreparedModel"]
 
@@ -318,7 +318,7 @@ class PreparedModel(Process):
             return
         if why is not None and (note := explain_sharded_read(self._adapter, why)):  # from the script, outside the engine's calls
             why.add_note(note)
-        process_group.ended_by(why)
+        lifetime.ended_by(why)
         self._order.close(why)
         try:
             self._guarded.close()

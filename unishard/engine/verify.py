@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from unishard.config import Config
+from unishard.contract.results import Placement
 from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.engine.model.facts import ModelFacts
-from unishard.engine.results import Placement
 from unishard.errors import EngineMismatchError
 
 __all__ = ["verify"]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
+from unishard.contract import registry
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
@@ -14,7 +15,6 @@ from unishard.formats.inner_configs import InnerConfig, block_in
 from unishard.formats.other_tools import named
 from unishard.formats.signs import has
 from unishard.formats.source import Source
-from unishard.plugins import registry
 
 __all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from unishard.config.topology import Topology
+from unishard.contract import registry, translate
 from unishard.errors import ConfigError, Problem
 from unishard.formats.translating import Outcome
-from unishard.plugins import registry, translate
 
 __all__ = ["check"]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.nested import flat
+from unishard.contract.entries import Entry
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Entry
 
 __all__ = ["NOT_SAID", "Difference", "Side", "compare"]
 

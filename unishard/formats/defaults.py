@@ -10,9 +10,9 @@ from typing import Any
 
 from unishard.config import value_at
 from unishard.config.nested import Native, flat, nested
+from unishard.contract.entries import Entry
+from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Entry
-from unishard.mapping.rules import Fit
 
 __all__ = ["left_to_engine", "stays_with_engine", "without_unishards"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
+from unishard.contract.entries import Entry, Undecided
+from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Outcome
-from unishard.mapping.entries import Entry, Undecided
-from unishard.mapping.rules import Fit
 
 __all__ = ["with_effects"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Path
-from unishard.mapping.rules import Fit
 
 __all__ = ["DroppedKey", "check_used", "drop_entries", "drop_keys"]
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from unishard.config.nested import Native, merge, nested
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, Meaning, Path
-from unishard.mapping.rules import Fit
-from unishard.plugins import registry
+from unishard.contract import registry
+from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.rules import Fit
 
 __all__ = ["EngineBlock", "Spot", "combined"]
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from unishard.config.loading import Origin, Origins
 from unishard.config.nested import merge, nested
 from unishard.formats.launch_line import LaunchLine
 from unishard.formats.names import names
 from unishard.formats.script_arguments import value_of_word
 from unishard.formats.shell_words import Word
 from unishard.formats.source import Source, find_named
-from unishard.loading import Origin, Origins
 
 __all__ = ["with_engine_options"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from unishard.contract.entries import Entry, Path
 from unishard.formats.signs import has
-from unishard.mapping.entries import Entry, Path
 
 __all__ = ["Explained", "by_entries", "by_signs"]
 

@@ -9,8 +9,8 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
 from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
-from unishard.mapping.field_rows import BUFFERS, MATMUL, NO_FILES, endless, logged_by_script, saved_by_script, started_elsewhere
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
+from unishard.contract.field_rows import BUFFERS, MATMUL, NO_FILES, endless, logged_by_script, saved_by_script, started_elsewhere
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
 
 __all__ = ["FALLBACKS", "NOT_FP16", "copied", "exact", "noted", "row", "rows", "when_default"]
 

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from unishard.config import Config, leaves
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Path, Undecided
+from unishard.contract.express import AUTO
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, drop_entries
@@ -22,9 +25,6 @@ from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 from unishard.formats.supplied import TRAINER, Supplied, trainer
 from unishard.formats.supplying import supplied
-from unishard.mapping.entries import Entry, Meaning, Path, Undecided
-from unishard.mapping.express import AUTO
-from unishard.mapping.rules import Fit
 
 __all__ = ["Filling", "filled"]
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Entry, Meaning, Undecided
-from unishard.mapping.rules import Fit
 
 __all__ = ["fills", "same_value"]
 

@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from unishard.contract.entries import Entry, Meaning
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats.launch_line import LaunchLine
 from unishard.formats.shell_words import Word
 from unishard.formats.source import Source, find_named, open_source
-from unishard.mapping.entries import Entry, Meaning
-from unishard.mapping.rules import Fit
 
 __all__ = ["LAUNCHER", "Named", "launcher_named", "missing", "names", "opened", "recipe_named"]
 

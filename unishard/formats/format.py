@@ -10,6 +10,9 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Key, Path
+from unishard.contract.express import Expressed
+from unishard.contract.rules import Rule
 from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
 from unishard.formats.explaining import Explained, by_entries
@@ -17,9 +20,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Key, Path
-from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Rule
 
 __all__ = ["Deferred", "Format"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from unishard.contract.entries import Path
 from unishard.errors import ConfigError
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source, open_named
-from unishard.mapping.entries import Path
 
 __all__ = ["InnerConfig", "block_in"]
 

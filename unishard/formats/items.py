@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from unishard.config import value_at
+from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import Native, flat
+from unishard.contract.entries import Entry
+from unishard.contract.express import KEPT_AUTO, LEFT_OUT, Expressed, FieldResult
+from unishard.contract.rules import NO_KEY, Fit
 from unishard.formats.defaults import left_to_engine, stays_with_engine
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
-from unishard.formats.untouched import goes_through, stays, value_in
-from unishard.loading.placeholders import placeholder
-from unishard.mapping.entries import Entry
-from unishard.mapping.express import KEPT_AUTO, LEFT_OUT, Expressed, FieldResult
-from unishard.mapping.rules import NO_KEY, Fit
+from unishard.formats.roundtrip import goes_through, stays, value_in
 
 __all__ = ["Item", "item_of"]
 

@@ -12,8 +12,8 @@ from json import JSONDecodeError
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
+from unishard.config.loading import Origin, Origins
 from unishard.errors import ConfigError, Problem
-from unishard.loading import Origin, Origins
 
 __all__ = ["BrokenJson", "looks_like_json", "parse"]
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from unishard.contract.entries import Entry, Meaning
+from unishard.contract.rules import Fit
+from unishard.contract.templates import placeholders_in
 from unishard.formats.launch_line import LaunchLine
 from unishard.formats.launching import Launch
 from unishard.formats.names import names
 from unishard.formats.shell_words import Word
-from unishard.mapping.entries import Entry, Meaning
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import placeholders_in
 
 __all__ = ["launch_entries"]
 

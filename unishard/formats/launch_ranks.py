@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.contract.templates import placeholders_in
 from unishard.formats.launch_line import LaunchLine
 from unishard.formats.launching import Launch
-from unishard.mapping.templates import placeholders_in
 
 __all__ = ["launch_of", "with_hosts"]
 

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator
 from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning
+from unishard.contract.rules import Fit
 from unishard.formats import catalog
 from unishard.formats.following import LAUNCHER
 from unishard.formats.reading import ReadDocument
 from unishard.formats.supplied import Supplied
-from unishard.mapping.entries import Entry, Meaning
-from unishard.mapping.rules import Fit
 
 __all__ = ["clashes", "decided", "deciding", "engine_is_open", "staying"]
 

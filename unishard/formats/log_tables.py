@@ -11,11 +11,11 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.key_rows import integer
+from unishard.contract.rules import Fit, Rule, Setting, When, unless
+from unishard.contract.templates import placeholders_in
 from unishard.formats.fallbacks import row
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit, Rule, Setting, When, unless
-from unishard.mapping.templates import placeholders_in
 
 __all__ = [
     "NOT_LOGGED",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unishard.mapping.entries import Key
-from unishard.mapping.key_rows import drops
+from unishard.contract.entries import Key
+from unishard.contract.key_rows import drops
 
 __all__ = ["ignored", "names"]
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.config import Config
 from unishard.config.describe import shown
+from unishard.config.loading import Origin, Origins
 from unishard.config.nested import Native, flat
+from unishard.contract.express import AUTO, FieldResult
+from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.comparing import NOT_SAID, Difference, compare
 from unishard.formats.fallbacks import FALLBACKS
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.loading import Origin, Origins
-from unishard.mapping.express import AUTO, FieldResult
-from unishard.mapping.rules import SCRIPT, Fit
 
 if TYPE_CHECKING:
     from unishard.formats.items import Item

@@ -9,19 +9,19 @@ from pydantic import ValidationError
 
 from unishard.config import Config, leaves
 from unishard.config.describe import shown
+from unishard.config.loading.document import Document
+from unishard.config.loading.origins import OVERRIDE, Origins
+from unishard.config.loading.overrides import override
+from unishard.config.loading.placeholders import STAND_INS, stand_ins
+from unishard.config.loading.renamed import current_change
+from unishard.config.loading.validation import dotted, findings_of
 from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
 from unishard.formats.undecided import without_unused
-from unishard.loading.document import Document
-from unishard.loading.origins import OVERRIDE, Origins
-from unishard.loading.overrides import override
-from unishard.loading.placeholders import STAND_INS, stand_ins
-from unishard.loading.renamed import current_change
-from unishard.loading.validation import dotted, findings_of
-from unishard.mapping.entries import Entry, Meaning, Undecided
-from unishard.mapping.rules import Fit
 
 __all__ = ["ReadDocument", "assemble", "default_of"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats.checking import check
 from unishard.formats.source import Source
 from unishard.formats.translating import Outcome, translate
-from unishard.mapping.rules import Fit
 
 __all__ = ["Remedy", "remedy"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from unishard.config.nested import Native, merge, nested
+from unishard.contract.entries import Entry, Path
+from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Entry, Path
-from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.formats.items import Item

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from unishard.mapping.entries import Entry, Meaning, Path, Undecided
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Entry, Meaning, Path, Undecided
+from unishard.contract.rules import Fit
 
 __all__ = ["open_end"]
 

@@ -9,11 +9,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unishard.config.loading import Origin, Origins
+from unishard.config.loading.document import from_text, text_of
+from unishard.config.loading.validation import Finding
 from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
-from unishard.loading import Origin, Origins
-from unishard.loading.document import from_text, text_of
-from unishard.loading.validation import Finding
 
 __all__ = ["Source", "find_named", "open_named", "open_source"]
 

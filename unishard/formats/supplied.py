@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, drop_keys
@@ -14,7 +15,6 @@ from unishard.formats.following import Named, opened
 from unishard.formats.launching import Launch
 from unishard.formats.names import names
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry
 
 __all__ = ["TRAINER", "Supplied", "of_config", "trainer", "whose"]
 

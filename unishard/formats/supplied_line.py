@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from unishard.config.loading.hostfile import hosts_of
+from unishard.contract.entries import Entry
 from unishard.formats.engine_options import with_engine_options
 from unishard.formats.following import launcher_named, opened, recipe_named
 from unishard.formats.launch_entries import launch_entries
@@ -17,8 +19,6 @@ from unishard.formats.script_arguments import script_arguments, value_of_word
 from unishard.formats.shell_words import Word
 from unishard.formats.source import Source, find_named
 from unishard.formats.supplied import Supplied, whose
-from unishard.loading.hostfile import hosts_of
-from unishard.mapping.entries import Entry
 
 __all__ = ["of_line"]
 

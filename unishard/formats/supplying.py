@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from unishard.config.loading.document import text_of
 from unishard.errors import ConfigError, Problem
 from unishard.formats.launch_line import LaunchLine, code_in, launch_lines
 from unishard.formats.script_arguments import script_arguments
@@ -13,7 +14,6 @@ from unishard.formats.shell_words import Word
 from unishard.formats.source import open_source
 from unishard.formats.supplied import Supplied, of_config, whose
 from unishard.formats.supplied_line import of_line
-from unishard.loading.document import text_of
 
 __all__ = ["PAGES", "script_text", "supplied"]
 

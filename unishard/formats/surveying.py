@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from unishard.config import value_at
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, UnishardError
 from unishard.formats import catalog
 from unishard.formats.checking import check
@@ -17,7 +18,6 @@ from unishard.formats.launcher_config import engine_is_open
 from unishard.formats.other_tools import named
 from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, translate
-from unishard.mapping.rules import Fit
 
 __all__ = ["ForeignConfig", "FoundConfig", "SkippedFile", "UnreadableConfig", "survey"]
 

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
+from unishard.config.loading.document import text_of
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry
+from unishard.contract.express import Expressed
+from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
@@ -17,13 +21,9 @@ from unishard.formats.format import Format
 from unishard.formats.items import Item, item_of
 from unishard.formats.readback import Change, changes, differences, read_back, refusals, to_write_out, with_differences
 from unishard.formats.reading import ReadDocument, assemble, default_of
+from unishard.formats.roundtrip import untouched
 from unishard.formats.saves import carried, described, with_files
 from unishard.formats.source import Source, open_source
-from unishard.formats.untouched import untouched
-from unishard.loading.document import text_of
-from unishard.mapping.entries import Entry
-from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Fit
 
 if TYPE_CHECKING:
     from unishard.formats.filling import Filling

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unishard.loading.placeholders import Needs, needs
-from unishard.mapping.entries import Entry, Undecided
-from unishard.mapping.rules import Fit
+from unishard.config.loading.placeholders import Needs, needs
+from unishard.contract.entries import Entry, Undecided
+from unishard.contract.rules import Fit
 
 __all__ = ["without_unused"]
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from unishard.config import Config, Section, leaves, value_at
 from unishard.config.describe import choices
+from unishard.config.loading.editing import check_text
+from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import nested
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import ReadDocument
 from unishard.formats.unishard.from_config import described
-from unishard.loading.editing import check_text
-from unishard.loading.placeholders import placeholder
-from unishard.mapping.rules import Fit
-from unishard.plugins import registry
 
 __all__ = ["Draft", "Question", "offered"]
 

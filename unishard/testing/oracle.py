@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from unishard.config import Config, Optimizer, Precision, Scheduler
+from unishard.contract.backend import OptimizerFactory
 from unishard.distributed.dtypes import DTYPES
-from unishard.plugins.backend import OptimizerFactory
 
 __all__ = ["Curve", "Summed", "rate", "train"]
 

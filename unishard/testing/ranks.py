@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from unishard.plugins import registry
+from unishard.contract import registry
 
 __all__ = ["RankError", "RankFailure", "run_ranks"]
 

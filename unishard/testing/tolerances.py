@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from unishard.plugins.tolerances import TOLERANCES, Tolerance
+from unishard.contract.tolerances import TOLERANCES, Tolerance
 
 __all__ = ["GAPS", "TOLERANCES", "KnownGap", "Tolerance"]
 

@@ -9,10 +9,10 @@ from unishard.config import Config, leaves
 from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Entry, Given, Key, Meaning, Unreadable, interpret
-from unishard.mapping.express import AUTO, Expressed, express
-from unishard.mapping.rules import Fit, Rule
-from unishard.mapping.templates import is_placeholder
+from unishard.contract.entries import Entry, Given, Key, Meaning, Unreadable, interpret
+from unishard.contract.express import AUTO, Expressed, express
+from unishard.contract.rules import Fit, Rule
+from unishard.contract.templates import is_placeholder
 from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
 from unishard_deepspeed.keys import TAKES
 

@@ -8,11 +8,11 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.field_rows import BUFFERS
-from unishard.mapping.key_rows import integer, number
-from unishard.mapping.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.field_rows import BUFFERS
+from unishard.contract.key_rows import integer, number
+from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 

@@ -8,10 +8,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import boolean, number, one_of, text
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.key_rows import boolean, number, one_of, text
+from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
 

@@ -8,10 +8,10 @@ from typing import Any
 from unishard.config import Config, value_at
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import boolean, drops, number
-from unishard.mapping.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.key_rows import boolean, drops, number
+from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
 __all__ = ["KEYS", "SCRIPT_RULES", "assumed", "peak_of"]

@@ -10,11 +10,11 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.field_rows import MATMUL, write
-from unishard.mapping.key_rows import boolean, integer, number
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.field_rows import MATMUL, write
+from unishard.contract.key_rows import boolean, integer, number
+from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype

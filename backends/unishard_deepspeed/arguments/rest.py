@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.mapping.entries import NOTHING, Given, Key, Meaning
-from unishard.mapping.express import AUTO
-from unishard.mapping.field_rows import logged_by_script, saved_by_script, started_elsewhere
-from unishard.mapping.key_rows import boolean, drops, integer, own, refuses
-from unishard.mapping.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.entries import NOTHING, Given, Key, Meaning
+from unishard.contract.express import AUTO
+from unishard.contract.field_rows import logged_by_script, saved_by_script, started_elsewhere
+from unishard.contract.key_rows import boolean, drops, integer, own, refuses
+from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE

@@ -8,10 +8,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import boolean, drops, integer, listed, refuses
-from unishard.mapping.rules import Fit, Rule, When
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.key_rows import boolean, drops, integer, listed, refuses
+from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 

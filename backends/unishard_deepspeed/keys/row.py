@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from unishard.mapping.entries import NOTHING
+from unishard.contract.entries import NOTHING
 from unishard_deepspeed.keys.values import ANY, Values
 
 __all__ = ["CHECKPOINTS", "OWN_CHECKPOINTS", "Row", "Use", "decided", "log", "other", "refused", "removed", "same"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from unishard.mapping.entries import NOTHING
+from unishard.contract.entries import NOTHING
 from unishard_deepspeed.keys import top, zero
 from unishard_deepspeed.keys.row import Row, Use
 from unishard_deepspeed.keys.values import Takes

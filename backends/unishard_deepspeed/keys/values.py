@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import boolean, integer, number, one_of, text
+from unishard.contract.entries import Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.key_rows import boolean, integer, number, one_of, text
 
 __all__ = ["COMPILE", "Takes", "Values", "count", "dtype", "number_from"]  # and the values of single keys, in capitals
 

@@ -12,7 +12,7 @@ A case that differs between DeepSpeed's optimizers has one entry for each, with 
 
 from __future__ import annotations
 
-from unishard.patches import by_name
+from unishard.contract.private_api import by_name
 from unishard_deepspeed.patches.table.building import BUILDING
 from unishard_deepspeed.patches.table.reaching import REACHING
 from unishard_deepspeed.patches.table.updating import UPDATING

@@ -5,7 +5,7 @@ Every other module of this package uses documented names only.
 
 from __future__ import annotations
 
-from unishard.patches import Patch, by_name
+from unishard.contract.private_api import Patch, by_name
 
 __all__ = ["PATCHES"]
 

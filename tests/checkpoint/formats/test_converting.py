@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 from unishard.checkpoint import manifest
+from unishard.checkpoint.convert import convert, formats
 from unishard.checkpoint.hashing import hash_of, hexadecimal
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.cli import app
 from unishard.cli import convert as cli_convert
 from unishard.errors import CheckpointError
-from unishard.plugins.convert import convert, formats
 
 GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"0.bias": (7,)}]
 
@@ -328,7 +328,7 @@ class TestCommand:
         assert len(result.stderr.splitlines()) == 1
 
     def test_needs_no_engine_to_be_imported(self):
-        code = "import sys, unishard.cli; from unishard.plugins import registry\n"
+        code = "import sys, unishard.cli; from unishard.contract import registry\n"
         code += "for name in registry.available(): registry.get(name).checkpoint_formats\n"
         code += "print({'torch', 'deepspeed'} & set(sys.modules))"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

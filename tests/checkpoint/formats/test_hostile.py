@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from unishard.checkpoint import dcp, finding, manifest, metadata
+from unishard.checkpoint.convert import convert
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.engine.model import weight_files
 from unishard.errors import CheckpointError, ModelError
-from unishard.plugins.convert import convert
 
 SMALL = [{"a.weight": (3, 5)}]
 

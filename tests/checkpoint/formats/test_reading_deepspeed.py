@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.checkpoint import manifest
+from unishard.checkpoint.convert import convert
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
-from unishard.plugins.convert import convert
 
 SMALL = [{"a.weight": (3, 5), "a.scale": ()}, {"b": (7,)}]
 SHAPE = st.lists(st.integers(1, 5), max_size=3).map(tuple)

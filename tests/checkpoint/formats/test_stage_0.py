@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from unishard.checkpoint import manifest
+from unishard.checkpoint.convert import convert
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.errors import CheckpointError
-from unishard.plugins.convert import convert
 
 
 def stored(folder, module, optimizer):

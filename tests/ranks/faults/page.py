@@ -15,7 +15,7 @@ from soak.run import SECTION
 from faults import SUBJECTS
 from faults.fault import BOUND, Elsewhere, Fault, Subject
 from unishard.config.communication import Communication
-from unishard.distributed.silence import TIMEOUTS
+from unishard.failures.heartbeat import TIMEOUTS
 from unishard.testing.cells import BACKENDS
 
 __all__ = ["page", "without_times"]

@@ -13,7 +13,7 @@ from models import KINDS
 from models.case import Case, Kind
 from models.exporting import EQUAL
 from models.runs import MORE, UPDATES, Run, runs_of
-from unishard.plugins.tolerances import TOLERANCES
+from unishard.contract.tolerances import TOLERANCES
 from unishard.testing.cells import BACKENDS
 
 __all__ = ["beyond", "page"]

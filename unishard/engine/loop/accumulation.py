@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Config
-from unishard.distributed.collective_check import samples
+from unishard.config.hints.arguments import instead
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.results import Step
 from unishard.distributed.host_read import HostRead
-from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.added_modules import AddedModules
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.divided_loss import warn_if_divided, warn_if_mean
@@ -37,13 +38,12 @@ from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
-from unishard.engine.results import Step
 from unishard.errors import ContractError, NonFiniteError
-from unishard.hints.arguments import instead
+from unishard.failures.collective_check import samples
 
 if TYPE_CHECKING:
-    from unishard.engine.metrics.profiling import Profiling
-    from unishard.engine.metrics.recorder import MetricsRecorder
+    from unishard.observe.profiling import Profiling
+    from unishard.observe.recorder import MetricsRecorder
 
 __all__ = ["Accumulation"]
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.config import Config
+from unishard.config.hints.arguments import instead
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import LoaderChecks
@@ -21,10 +22,9 @@ from unishard.data.wrappers import hides_state, instead_of, unwrapped
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.passes import Passes
-from unishard.engine.loop.progress import Progress
 from unishard.engine.loop.training_passes import TrainingPasses
 from unishard.errors import DataError
-from unishard.hints.arguments import instead
+from unishard.observe.progress import Progress
 
 __all__ = ["Batching"]
 

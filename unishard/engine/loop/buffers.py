@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unishard.checkpoint.export.sources import persistent_buffers
 from unishard.checkpoint.hashing import hash_of
 from unishard.config import Config
+from unishard.contract.adapter import InferenceAdapter
 from unishard.distributed.broadcast import average, broadcast
 from unishard.distributed.shards import flat
-from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.call_order import CallOrder
-from unishard.export.sources import persistent_buffers
 
 __all__ = ["Buffers"]
 

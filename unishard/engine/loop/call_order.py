@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from unishard.config import Config
-from unishard.distributed import collective_check
 from unishard.engine.loop import dtype_errors, input_errors
-from unishard.engine.loop.progress import Progress
 from unishard.errors import ContractError
+from unishard.failures import collective_check
+from unishard.observe.progress import Progress
 
 __all__ = ["CallOrder", "Phase"]
 
@@ -75,6 +75,11 @@ class CallOrder:
         """The progress bar of the current loop."""
         self.before_update: Callable[[], None] | None = None
         """A check to make once, in the next forward that begins an update; collective."""
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether the next forward is the first of its window."""
+        return not self.micro_batch and self.phase is Phase.OPEN
 
     @property
     def last(self) -> bool:

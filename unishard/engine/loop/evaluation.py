@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unishard.contract.adapter import InferenceAdapter
 from unishard.data.sampler import ShareSampler
 from unishard.distributed import gather
-from unishard.distributed.endings import naming_causes
-from unishard.engine.adapter import InferenceAdapter
+from unishard.distributed.nested_tensors import tensors_in
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.inference_mode import as_no_grad, without_inference_mode
 from unishard.engine.loop.lockstep import Call, Lockstep
-from unishard.engine.model.inputs import tensors_in
 from unishard.errors import ContractError
+from unishard.failures.endings import naming_causes
 
 __all__ = ["Evaluation"]
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unishard.engine.adapter import EngineAdapter
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.private_api import CORE_PATCHES
 from unishard.errors import ContractError
-from unishard.patches import CORE_PATCHES
 
 __all__ = ["ForeignBackwardCheck"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unishard.engine.model.inputs import replace_tensors
+from unishard.distributed.nested_tensors import replace_tensors
 
 __all__ = ["as_no_grad", "as_no_grad_in_forward", "with_inference_as_no_grad", "without_inference_mode"]
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unishard.distributed.nested_tensors import tensors_in
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.model.inputs import tensors_in
 from unishard.errors import ModelError
 
 __all__ = ["InplaceWrites"]

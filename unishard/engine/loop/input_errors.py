@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from unishard.distributed.rank_locations import place_of
 from unishard.engine.loop.failed_modules import modules_in
 from unishard.errors import ModelError, UnishardError
+from unishard.failures.rank_locations import place_of
 
 __all__ = ["explained"]
 

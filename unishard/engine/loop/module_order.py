@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unishard.contract.units import Unit
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.model.units import Unit
 
 __all__ = ["named_with_class", "watch_modules"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from unishard.distributed.collective_check import samples_modules
-from unishard.engine.adapter import EngineAdapter
+from unishard.contract.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.optim.stepping import same_model
 from unishard.errors import ModelError
+from unishard.failures.collective_check import samples_modules
 
 __all__ = ["ReachedParameters"]
 

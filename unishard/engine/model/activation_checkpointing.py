@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unishard.config import Config
+from unishard.contract.units import Unit
 from unishard.engine.model.kv_cache import without_cache
-from unishard.engine.model.units import Unit, find_blocks, find_classes
+from unishard.engine.model.units import find_blocks, find_classes
 from unishard.errors import ModelError
 
 __all__ = ["SAVED", "apply", "find"]

@@ -18,8 +18,9 @@ from torch import nn
 
 from unishard import config
 from unishard.config import Config
+from unishard.contract.units import Unit
 from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
-from unishard.engine.model.units import Unit, find_blocks
+from unishard.engine.model.units import find_blocks
 from unishard.errors import ConfigError, ModelError, Problem
 
 __all__ = ["apply", "eager_modules", "find", "require_backend"]
@@ -75,6 +76,8 @@ class Compiled:
     and stop compiling at the ninth (torch 2.13, `torch.compiler.config.recompile_limit`). In training, transformers models pass an
     empty cache to each block, which is removed; without gradients, as in `generate`, a block with a cache runs uncompiled.
     """
+
+    compiles = True
 
     def __init__(self, function: Callable[..., Any], backend: str, *, block: bool) -> None:
         self._function = function

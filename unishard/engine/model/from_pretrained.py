@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from unishard.checkpoint.regular_file import path_of
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
-from unishard.distributed import lifeline, process_group
-from unishard.distributed.endings import naming_causes
+from unishard.distributed import process_group
 from unishard.engine.model.init import without_data
 from unishard.engine.model.materialization import set_reader
 from unishard.engine.model.weight_files import facts_of, files_of, opened, shapes_of
 from unishard.errors import ModelError
+from unishard.failures import lifetime, monitor_client
+from unishard.failures.endings import naming_causes
 
 __all__ = ["from_pretrained"]
 
@@ -50,7 +51,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             transformers converts several tensors of the files into one parameter.
     """
     expect_config(cfg)
-    process_group.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
+    lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
     folder = path_of(path, "from_pretrained")
     model = _empty(cls, folder, kwargs)
     files = files_of(folder)
@@ -75,7 +76,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             set_reader(parameters[name], read)
         elif name in buffers:
             buffers[name].copy_(read(0, buffers[name].numel()).view(buffers[name].shape))
-    with naming_causes(), lifeline.asking():
+    with naming_causes(), monitor_client.asking():
         process_group.agree(facts_of(folder, files), f"files in {folder}")
     return model.eval()
 

@@ -11,8 +11,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
-from unishard.distributed import process_group
 from unishard.engine.model.materialization import replace_data
+from unishard.failures import lifetime
 
 __all__ = ["init", "without_data"]
 
@@ -35,7 +35,7 @@ def init(cfg: Config) -> Iterator[None]:
         ConfigError: `cfg` is not a config.
     """
     expect_config(cfg)
-    if process_group.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout).rank == 0:
+    if lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout).rank == 0:
         yield
         return
     with without_data():

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Precision
 from unishard.distributed.dtypes import DTYPES
-from unishard.engine.model.inputs import cast, tensors_in
+from unishard.distributed.nested_tensors import cast, tensors_in
 from unishard.engine.model.kept_fp32 import holds_all, modules_kept
 from unishard.errors import ConfigError, Problem
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from unishard.config import Sharding
+from unishard.contract.footprint import ModelShape, ParameterShape, TensorShape
 from unishard.distributed.dtypes import name_of
 from unishard.engine.model.kept_fp32 import declared_by
 from unishard.engine.model.units import find_units
-from unishard.plugins.footprint import ModelShape, ParameterShape, TensorShape
 
 __all__ = ["shape_of"]
 

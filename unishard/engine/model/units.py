@@ -9,56 +9,19 @@ Llama                           units: auto
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
-from typing import NamedTuple
 
 from torch import nn
 
 from unishard.config import Sharding
+from unishard.contract.units import ModelUnits, Unit, numel_of
 from unishard.engine.model.outside_reads import embeddings_read_outside
 from unishard.errors import ModelError
 
-__all__ = ["ModelUnits", "Unit", "find_blocks", "find_classes", "find_conditional", "find_units", "units_of"]
+__all__ = ["find_blocks", "find_classes", "find_conditional", "find_units", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A module whose parameters are gathered together."""
-
-    name: str
-    """Name in `model.named_modules()`."""
-    module: nn.Module
-    is_embedding: bool = field(init=False)
-    """Whether it is torch's table of embeddings and nothing else, whose gradient depends on the indices and not on the weights.
-
-    Decided when it is found, before `prepare` adds hooks and functions of its own.
-    """
-
-    def __post_init__(self) -> None:
-        """Look for what may compute with the weights, as the hook of `torch.nn.utils.spectral_norm` does."""
-        module = self.module
-        added = bool(module._forward_pre_hooks or module._forward_hooks) or "forward" in vars(module)
-        object.__setattr__(self, "is_embedding", type(module) is nn.Embedding and not added)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all its parameters."""
-        return _numel(self.module)
-
-
-class ModelUnits(NamedTuple):
-    """The units that `prepare` found in a model."""
-
-    gathered: Sequence[Unit]
-    """Modules whose parameters are gathered together; empty with `no_shard`."""
-    casting: Sequence[Unit]
-    """Modules that, like the root, cast their inputs to `precision.compute`: those gathered; with `no_shard`, the default units."""
-    conditional: Sequence[Unit]
-    """Modules that a rank may skip in a micro-batch."""
 
 
 def units_of(model: nn.Module, cfg: Sharding) -> ModelUnits:
@@ -152,10 +115,6 @@ def find_blocks(model: nn.Module, cfg: Sharding, field: str) -> list[Unit]:
     return found
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _block_classes(model: nn.Module) -> set[str]:
     """Classes of repeated blocks: `_no_split_modules` of a Hugging Face model, else the class of siblings with parameters."""
     declared = set(getattr(model, "_no_split_modules", None) or ())
@@ -165,7 +124,7 @@ def _block_classes(model: nn.Module) -> set[str]:
     repeated: set[str] = set()
     level = [model]
     while level:  # level by level, so that modules inside a repeated block are not searched
-        families = [[child for child in parent.children() if _numel(child)] for parent in level]
+        families = [[child for child in parent.children() if numel_of(child)] for parent in level]
         for family in families:
             counts = Counter(type(child).__name__ for child in family if not isinstance(child, (*_CONTAINERS, nn.Embedding)))
             repeated |= {name for name, count in counts.items() if count > 1}
@@ -178,7 +137,7 @@ def _outermost(model: nn.Module, classes: set[str], field: str, closed: Collecti
     for name, child in model.named_children():
         if type(child).__name__ in closed:
             continue
-        if type(child).__name__ in classes and _numel(child):
+        if type(child).__name__ in classes and numel_of(child):
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 kind = type(child).__name__
                 raise ModelError(f"{field}: {prefix}{name} is a {kind}, which has no forward; name the class of its elements")
@@ -215,7 +174,7 @@ def _require_present(model: nn.Module, classes: set[str], field: str) -> None:
 
 def _sizes(model: nn.Module) -> dict[str, int]:
     """Elements of a module of each class with parameters."""
-    return {type(module).__name__: _numel(module) for module in model.modules() if module is not model and _numel(module)}
+    return {type(module).__name__: numel_of(module) for module in model.modules() if module is not model and numel_of(module)}
 
 
 def _candidates(model: nn.Module) -> str:

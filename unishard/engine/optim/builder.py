@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
+from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.engine.optim.kept_groups import separate
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 from unishard.errors import ConfigError, Problem
-from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
 
 __all__ = ["OptimizerSetup"]
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from unishard.engine.adapter import EngineAdapter
+from unishard.contract.adapter import EngineAdapter
 from unishard.engine.optim import stepping
 from unishard.engine.optim.public_optimizer import GuardedOptimizer, PublicOptimizer
 from unishard.errors import ContractError

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unishard import config
+from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.engine.optim.parameter_groups import groups_of, without_match
 from unishard.errors import ConfigError, Problem
-from unishard.plugins.backend import OptimizerBuilder, OptimizerFactory
 
 __all__ = ["description_of", "description_of_built", "factory", "from_factory", "move_to_shards", "require_package"]
 

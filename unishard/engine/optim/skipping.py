@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.patches import CORE_PATCHES
+from unishard.contract.private_api import CORE_PATCHES
 
 __all__ = ["DeviceSkip"]
 

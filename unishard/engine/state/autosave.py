@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unishard import config
-from unishard.distributed import host_numbers, launcher
-from unishard.distributed.second_signal import REPEATED
+from unishard.distributed import host_numbers
 from unishard.errors import ContractError
+from unishard.failures import launcher
+from unishard.failures.second_signal import REPEATED
 
 __all__ = ["EXIT_CODE", "Autosave", "Cause"]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.contract.adapter import EngineAdapter
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import full_tensor
-from unishard.engine.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.state.average_shards import AverageShards, resume_average

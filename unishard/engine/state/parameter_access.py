@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unishard.contract.adapter import InferenceAdapter
 from unishard.distributed.shards import Shard, copy_dtype, full_tensor, shard_norms, write_shard
-from unishard.engine.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.inference_mode import without_inference_mode

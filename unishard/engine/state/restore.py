@@ -19,16 +19,16 @@ from unishard.checkpoint.matching import Wanted, fit
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.checkpoint.user_state import once, unpack
 from unishard.checkpoint.verifying import damaged
+from unishard.contract.optimizer_state import StateSpec, keys_of
+from unishard.contract.results import Resumed
 from unishard.data import position
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
-from unishard.engine.optim.optimizer_state import StateSpec, keys_of
-from unishard.engine.results import Resumed
 from unishard.engine.state.average_shards import has_average, resume_average
+from unishard.engine.state.manifest_validation import require_sense
 from unishard.engine.state.resume import random_states, resume
 from unishard.engine.state.run import Run
-from unishard.engine.state.sense import require_sense
 from unishard.errors import CheckpointError
 
 __all__ = ["restore"]

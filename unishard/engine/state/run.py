@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unishard.config import Config
-from unishard.engine.adapter import InferenceAdapter
+from unishard.contract.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers

@@ -12,22 +12,22 @@ import torch.distributed as dist
 
 from unishard.checkpoint import directory, finding, ownership
 from unishard.checkpoint.background import Background
+from unishard.checkpoint.export.online import export
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.regular_file import path_of
 from unishard.checkpoint.saving import Retention, save, without_collections
+from unishard.config.hints.arguments import instead
+from unishard.contract.results import Resumed
 from unishard.distributed import process_group
 from unishard.distributed.interrupts import deferred
 from unishard.distributed.on_ranks import on_first, ranks_of
-from unishard.engine.metrics.recorder import timed
-from unishard.engine.results import Resumed
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
 from unishard.engine.state.lineage import Lineage, RunName
 from unishard.engine.state.restore import restore
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import take_snapshot
 from unishard.errors import CheckpointError, ContractError, RankMismatchError
-from unishard.export.online import export
-from unishard.hints.arguments import instead
+from unishard.observe.recorder import timed
 
 __all__ = ["SaveAndLoad"]
 

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.checkpoint import keys
+from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.lazy_shards import lazy_shard_of
 from unishard.checkpoint.manifest import GroupRecord, ModelRecord, OptimizerFacts, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
+from unishard.contract import registry
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard
 from unishard.distributed.storable import obstacle
@@ -21,8 +23,6 @@ from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
-from unishard.export.models import assets_of
-from unishard.plugins import registry
 from unishard.version import __version__
 
 __all__ = ["options_of", "take_snapshot"]

@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from unishard.engine.adapter import InferenceAdapter
+from unishard.contract.adapter import InferenceAdapter
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.state.parameter_access import ParameterAccess
 from unishard.errors import ContractError, ModelError, UnishardError

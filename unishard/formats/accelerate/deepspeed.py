@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Path, Undecided, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.key_rows import listed, number
+from unishard.contract.rules import Fit
+from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot
-from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import listed, number
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import is_placeholder
 
 __all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "OF_THE_FILE", "deepspeed_entries", "experts", "no_file"]
 

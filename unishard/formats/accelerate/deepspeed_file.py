@@ -11,6 +11,8 @@ from typing import Any
 
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.express import AUTO
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
 from unishard.formats.accelerate.distributed_types import precision_of
@@ -18,8 +20,6 @@ from unishard.formats.accelerate.entries import block_of, dropped, overlooked, r
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.source import Source, open_named
-from unishard.mapping.entries import Entry, Meaning, Path
-from unishard.mapping.express import AUTO
 
 __all__ = ["FILE", "file_entries", "opened"]
 

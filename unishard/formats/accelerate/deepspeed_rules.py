@@ -12,13 +12,13 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import none, write
+from unishard.contract.rules import Fit, Rule, When, unless
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
-from unishard.mapping.field_rows import none, write
-from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["DEEPSPEED_RULES", "SAVE", "SAVE_KEY"]
 

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Unreadable
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Unreadable
+from unishard.contract.rules import Fit
 
 __all__ = ["KINDS", "DistributedType", "kind_named", "kind_of", "precision_of", "precision_word"]
 

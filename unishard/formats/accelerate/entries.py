@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.rules import Fit
 from unishard.formats.accelerate.keys import TOOL
-from unishard.mapping.entries import Entry, Meaning, Path
-from unishard.mapping.rules import Fit
 
 __all__ = ["block_of", "dropped", "overlooked", "refused"]
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Path
+from unishard.contract.express import Expressed, FieldResult
+from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import OF_THE_FILE
 from unishard.formats.accelerate.entries import block_of
 from unishard.formats.accelerate.keys import KEYS, TOOL
@@ -19,9 +22,6 @@ from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Path
-from unishard.mapping.express import Expressed, FieldResult
-from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 

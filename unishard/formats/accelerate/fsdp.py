@@ -8,14 +8,14 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Path, Unreadable
+from unishard.contract.key_rows import boolean, integer, listed
+from unishard.contract.rules import Fit
+from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
-from unishard.mapping.entries import Entry, Path, Unreadable
-from unishard.mapping.key_rows import boolean, integer, listed
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import is_placeholder
 
 __all__ = ["CLASSES", "NAMES", "fsdp_entries"]
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, text
+from unishard.contract.rules import Fit
+from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.distributed_types import KINDS, kind_named, precision_word
 from unishard.formats.names import names
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.key_rows import boolean, drops, integer, one_of, refuses, text
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import is_placeholder
 
 __all__ = ["KEYS", "TOOL"]
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Unreadable, interpret
+from unishard.contract.key_rows import integer, listed
+from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
 from unishard.formats.accelerate.distributed_types import KINDS, kind_of, precision_of
@@ -15,9 +18,6 @@ from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
 from unishard.formats.accelerate.keys import KEYS, TOOL
 from unishard.formats.engine_block import Spot
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Unreadable, interpret
-from unishard.mapping.key_rows import integer, listed
-from unishard.mapping.rules import Fit
 
 __all__ = ["entries_of", "ranks_of"]
 

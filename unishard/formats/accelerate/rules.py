@@ -11,10 +11,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import BEFORE_EACH_FORWARD, BUFFERS, MATMUL, RESHARDS_TO_ALL, moved_together, none, unlooked, write
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import exact, noted, row, rows, when_default
-from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, MATMUL, RESHARDS_TO_ALL, moved_together, none, unlooked, write
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["FSDP_RULES", "mixed"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
+from unishard.contract.field_rows import logged_by_script, saved_by_script, write
+from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
 from unishard.formats.accelerate.launch_rules import LAUNCH_RULES
 from unishard.formats.fallbacks import FALLBACKS, noted, row, when_default
-from unishard.mapping.field_rows import logged_by_script, saved_by_script, write
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["BY_SCRIPT"]
 

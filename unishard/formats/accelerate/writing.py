@@ -8,13 +8,13 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
+from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.rules import Fit, Rule
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed_rules import DEEPSPEED_RULES, SAVE, SAVE_KEY
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.rules import Fit, Rule
 
 __all__ = ["TABLES", "expressed", "text_of"]
 

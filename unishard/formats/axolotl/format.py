@@ -8,6 +8,9 @@ from pathlib import PurePath
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.contract.entries import NOTHING, Entry, Meaning, interpret
+from unishard.contract.express import Expressed
+from unishard.contract.rules import Fit
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
 from unishard.formats.axolotl.rules import RULES, written
 from unishard.formats.axolotl.sharding import sharded
@@ -20,9 +23,6 @@ from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import partitioned
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import NOTHING, Entry, Meaning, interpret
-from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unishard.contract.entries import Key
+from unishard.contract.key_rows import refuses
 from unishard.formats.hf.loop import off
 from unishard.formats.names import ignored
-from unishard.mapping.entries import Key
-from unishard.mapping.key_rows import refuses
 
 __all__ = ["IGNORED"]
 

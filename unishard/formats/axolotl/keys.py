@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.key_rows import boolean, drops, integer, number, refuses
+from unishard.contract.rules import Fit
 from unishard.formats.axolotl.ignored_keys import IGNORED
 from unishard.formats.axolotl.logs import LOGGED
 from unishard.formats.axolotl.saving import SAVED
@@ -13,9 +16,6 @@ from unishard.formats.hf.loop import checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.names import names
-from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.key_rows import boolean, drops, integer, number, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
 

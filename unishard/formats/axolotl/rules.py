@@ -10,6 +10,9 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
+from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.field_rows import started_elsewhere
+from unishard.contract.rules import Fit, Rule, When, unless
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.axolotl.logs import LOGS
 from unishard.formats.axolotl.saving import SAVING
@@ -19,9 +22,6 @@ from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.rules import RULES as ARGUMENTS
 from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.field_rows import started_elsewhere
-from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["RULES", "written"]
 

@@ -8,14 +8,14 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.field_rows import keeps_more, write
+from unishard.contract.key_rows import number, text
+from unishard.contract.rules import Fit, Rule, When
 from unishard.formats.fallbacks import exact, when_default
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.field_rows import keeps_more, write
-from unishard.mapping.key_rows import number, text
-from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["FOLDER", "SAVED", "SAVING"]
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Unreadable
+from unishard.contract.key_rows import integer
+from unishard.contract.rules import Fit
 from unishard.formats.axolotl.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
@@ -14,9 +17,6 @@ from unishard.formats.hf.sharding import words_of
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.names import names
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Unreadable
-from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit
 
 __all__ = ["sharded"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.key_rows import integer
+from unishard.contract.rules import Fit
 
 __all__ = ["BATCHES"]
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Undecided, Unreadable
+from unishard.contract.entries import Given, Undecided, Unreadable
 
 __all__ = ["updates"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.rules import Fit
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
 from unishard.formats.engine_block import EngineBlock, Spot, combined
-from unishard.mapping.entries import Entry, Meaning, Path
-from unishard.mapping.rules import Fit
 
 __all__ = ["DEEPSPEED", "engine", "trains"]
 

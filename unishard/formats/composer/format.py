@@ -8,6 +8,10 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Key, Meaning, interpret
+from unishard.contract.express import AUTO, Expressed, FieldResult, express
+from unishard.contract.key_rows import drops, refuses
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.composer import shapes
 from unishard.formats.composer.engine import DEEPSPEED, engine, trains
@@ -20,10 +24,6 @@ from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Key, Meaning, interpret
-from unishard.mapping.express import AUTO, Expressed, FieldResult, express
-from unishard.mapping.key_rows import drops, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.key_rows import integer, one_of, refuses
+from unishard.contract.rules import Fit
 from unishard.formats.names import names
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.key_rows import integer, one_of, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["ARGUMENTS", "FSDP"]
 

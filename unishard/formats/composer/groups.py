@@ -13,9 +13,9 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.mapping.entries import Given, Meaning, Unreadable
-from unishard.mapping.key_rows import number, text
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Given, Meaning, Unreadable
+from unishard.contract.key_rows import number, text
+from unishard.contract.rules import Fit
 
 __all__ = ["read", "unlike", "write"]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import Given, Key, Meaning, Undecided
+from unishard.contract.key_rows import boolean, drops, integer, refuses
+from unishard.contract.rules import Fit
 from unishard.formats.composer.batches import BATCHES
 from unishard.formats.composer.fsdp_keys import FSDP
 from unishard.formats.composer.logs import LOGGED
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.composer.saving import SAVED
 from unishard.formats.names import ignored
-from unishard.mapping.entries import Given, Key, Meaning, Undecided
-from unishard.mapping.key_rows import boolean, drops, integer, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["KEYS", "RUN", "deferred"]
 

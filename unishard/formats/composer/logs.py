@@ -8,6 +8,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.key_rows import integer
+from unishard.contract.rules import Fit, Rule
+from unishard.contract.templates import placeholders_in
 from unishard.formats.composer.durations import updates
 from unishard.formats.fallbacks import row
 from unishard.formats.log_tables import (
@@ -23,10 +27,6 @@ from unishard.formats.log_tables import (
     text_rows,
     to_row,
 )
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit, Rule
-from unishard.mapping.templates import placeholders_in
 
 __all__ = ["LOGGED", "LOGS"]
 

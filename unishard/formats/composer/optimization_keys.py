@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.key_rows import boolean, drops, number, one_of
+from unishard.contract.rules import Fit
 from unishard.formats.composer import groups
 from unishard.formats.composer.durations import updates
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.key_rows import boolean, drops, number, one_of
-from unishard.mapping.rules import Fit
 
 __all__ = ["OPTIMIZATION", "defaults_of"]
 

@@ -9,12 +9,12 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, endless, lost, started_elsewhere, unlooked
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, When, unless
 from unishard.formats.composer import groups
 from unishard.formats.composer.logs import LOGS
 from unishard.formats.composer.saving import SAVING
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
-from unishard.mapping.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, endless, lost, started_elsewhere, unlooked
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
 

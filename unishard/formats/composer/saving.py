@@ -8,12 +8,12 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning, Undecided
+from unishard.contract.field_rows import keeps_more, write
+from unishard.contract.key_rows import integer, number, text
+from unishard.contract.rules import Fit, Rule, When
 from unishard.formats.composer.durations import updates
 from unishard.formats.fallbacks import exact, row, when_default
-from unishard.mapping.entries import Given, Key, Meaning, Undecided
-from unishard.mapping.field_rows import keeps_more, write
-from unishard.mapping.key_rows import integer, number, text
-from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["SAVED", "SAVING"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import Entry, Path
 from unishard.formats.engine_block import Spot, combined
-from unishard.mapping.entries import Entry, Path
 
 __all__ = ["current_keys", "placed", "together"]
 

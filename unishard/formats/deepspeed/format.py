@@ -7,6 +7,9 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.entries import Entry, Meaning, Path, Undecided
+from unishard.contract.express import Expressed, express
 from unishard.formats.deepspeed.keys import KEYS, with_logs
 from unishard.formats.deepspeed.rules import RULES
 from unishard.formats.defaults import without_unishards
@@ -14,9 +17,6 @@ from unishard.formats.documents import json_text
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Path, Undecided
-from unishard.mapping.express import Expressed, express
-from unishard.plugins import registry
 
 __all__ = ["FORMAT"]
 

@@ -10,11 +10,11 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import Entry, Given, Key, Meaning, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.rules import Fit
+from unishard.contract.templates import placeholders_in
 from unishard.formats.log_tables import destinations, interval, left, without_field
-from unishard.mapping.entries import Entry, Given, Key, Meaning, Unreadable
-from unishard.mapping.express import AUTO
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import placeholders_in
 
 __all__ = ["KEYS", "MONITORS", "with_logs"]
 

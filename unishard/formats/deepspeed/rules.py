@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit, Rule
 from unishard.formats.deepspeed.keys import MONITORS
 from unishard.formats.fallbacks import row
 from unishard.formats.log_tables import NOT_LOGGED, interval_row, text_rows, to_row
-from unishard.mapping.rules import Fit, Rule
 
 __all__ = ["RULES"]
 

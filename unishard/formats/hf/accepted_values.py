@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Unreadable
+from unishard.contract.key_rows import integer
 from unishard.formats.names import names
-from unishard.mapping.entries import Unreadable
-from unishard.mapping.key_rows import integer
 
 __all__ = ["VALUES"]
 

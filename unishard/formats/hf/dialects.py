@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.key_rows import boolean, drops, refuses
+from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.hf.sections import ARGUMENTS, SURE
 from unishard.formats.names import ignored, names
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import boolean, drops, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["DIALECT", "around", "bare", "section_in", "sure", "wrapped"]
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.express import AUTO, Expressed, FieldResult, express
+from unishard.contract.field_rows import RESHARDS_TO_ALL
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.errors import ConfigError, Problem
 from unishard.formats.defaults import without_unishards
 from unishard.formats.fallbacks import exact, noted, row, when_default
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.express import AUTO, Expressed, FieldResult, express
-from unishard.mapping.field_rows import RESHARDS_TO_ALL
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
-from unishard.plugins import registry
 
 __all__ = ["ENGINES", "FSDP", "decided_of", "engine_of"]
 

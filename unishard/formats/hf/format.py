@@ -7,6 +7,9 @@ from typing import Any
 
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.entries import NOTHING, Entry, Key, Meaning, interpret
+from unishard.contract.express import Expressed
+from unishard.contract.rules import Fit
 from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
@@ -20,9 +23,6 @@ from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.zero import filled_from, partitioned
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import NOTHING, Entry, Key, Meaning, interpret
-from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT", "HfFormat", "entries_of"]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.key_rows import refuses
+from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import off
 from unishard.formats.names import ignored
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.key_rows import refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["IGNORED"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.key_rows import listed
+from unishard.contract.rules import Fit
 from unishard.formats.hf.ignored_keys import IGNORED
 from unishard.formats.hf.logs import LOGGED
 from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import listed
-from unishard.mapping.rules import Fit
 
 __all__ = ["ENGINES", "KEYS"]
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from unishard.config.nested import Native
+from unishard.contract.entries import Unreadable
+from unishard.contract.express import FieldResult
+from unishard.contract.key_rows import number
+from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import off
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.entries import Unreadable
-from unishard.mapping.express import FieldResult
-from unishard.mapping.key_rows import number
-from unishard.mapping.rules import Fit
 
 __all__ = ["Lengths", "lengths_of"]
 

@@ -8,12 +8,12 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.rules import Fit, Rule
+from unishard.contract.templates import placeholders_in
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import FOLDER
 from unishard.formats.log_tables import ONLY_LOGS, destinations, interval, interval_row, left, text_key, text_rows, to_row
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.rules import Fit, Rule
-from unishard.mapping.templates import placeholders_in
 
 __all__ = ["LOGGED", "LOGS"]
 

@@ -8,10 +8,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import write
+from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
 from unishard.formats.fallbacks import copied, exact, row
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
-from unishard.mapping.field_rows import write
-from unishard.mapping.rules import SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["OPTIMIZING"]
 

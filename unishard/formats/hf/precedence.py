@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unishard.contract.entries import Entry, Meaning, Unreadable
+from unishard.contract.rules import Fit
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import SILENT
-from unishard.mapping.entries import Entry, Meaning, Unreadable
-from unishard.mapping.rules import Fit
 
 __all__ = ["with_precedence"]
 

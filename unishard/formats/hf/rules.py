@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.field_rows import BEFORE_EACH_FORWARD, BUFFERS, unlooked
+from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
 from unishard.formats.fallbacks import copied, exact, rows, when_default
 from unishard.formats.hf.engine_rules import ENGINES, FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
@@ -15,9 +18,6 @@ from unishard.formats.hf.optimizer_rules import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import FSDP_ON, switched_on, without
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, unlooked
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["RULES", "written"]
 

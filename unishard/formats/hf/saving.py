@@ -9,13 +9,13 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.field_rows import keeps_more, write
+from unishard.contract.key_rows import boolean, integer, number, text
+from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard.formats.fallbacks import copied, exact, row, when_default
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.field_rows import keeps_more, write
-from unishard.mapping.key_rows import boolean, integer, number, text
-from unishard.mapping.rules import SCRIPT, Fit, Rule, When
 
 __all__ = ["EPOCHS", "FOLDER", "SAVED", "SAVING", "limit", "stepped"]
 

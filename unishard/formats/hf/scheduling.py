@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.mapping.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.key_rows import integer, number
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import is_placeholder
+from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.key_rows import integer, number
+from unishard.contract.rules import Fit
+from unishard.contract.templates import is_placeholder
 
 __all__ = ["SCHEDULE", "UPDATES", "updates", "warmup"]
 

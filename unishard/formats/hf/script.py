@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Key
+from unishard.contract.express import Expressed
+from unishard.contract.rules import Rule
 from unishard.formats.hf.dialects import DIALECT
 from unishard.formats.hf.format import HfFormat, entries_of
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Key
-from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Rule
 
 __all__ = ["ScriptFormat"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.mapping.entries import NOTHING, Key
+from unishard.contract.entries import NOTHING, Key
 
 __all__ = ["LLAMAFACTORY", "swift", "with_script_defaults"]
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Unreadable
+from unishard.contract.key_rows import boolean
+from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.names import names
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Unreadable
-from unishard.mapping.key_rows import boolean
-from unishard.mapping.rules import Fit
 
 __all__ = ["BOTH", "FIRST", "known", "replicated", "sharded", "words_of"]
 

@@ -7,10 +7,10 @@ from pathlib import PurePath
 from typing import Any
 
 from unishard.config.nested import Native
+from unishard.contract.entries import Entry
+from unishard.contract.rules import Fit
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.source import Source, open_named
-from unishard.mapping.entries import Entry
-from unishard.mapping.rules import Fit
 
 __all__ = ["Shipped", "filled_in", "shipped_config", "told"]
 

@@ -10,13 +10,13 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.express import AUTO
+from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.named_files import opened
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning, Undecided
-from unishard.mapping.express import AUTO
-from unishard.mapping.rules import Fit
 
 __all__ = ["SILENT", "Arguments", "filled_from", "partitioned"]
 

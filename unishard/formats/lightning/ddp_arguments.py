@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.key_rows import broadcast_buffers, integer, number, refuses
+from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import left, off, optional
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import broadcast_buffers, integer, number, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["DDP", "MODEL_PARALLEL"]
 

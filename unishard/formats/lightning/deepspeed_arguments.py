@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from unishard.contract.entries import Key
 from unishard.formats.lightning.keys import left
-from unishard.mapping.entries import Key
 
 __all__ = ["ARGUMENTS", "OWN", "SCALING", "Leaf", "leaves_of"]
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Key
+from unishard.contract.express import Expressed
 from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
@@ -19,8 +21,6 @@ from unishard.formats.lightning.strategy_arguments import TOOL
 from unishard.formats.lightning.writing import expressed
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
-from unishard.mapping.entries import Key
-from unishard.mapping.express import Expressed
 
 __all__ = ["FORMAT"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.nested import Native
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.key_rows import refuses
+from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import left, off
 from unishard.formats.lightning.shape import built, short
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.key_rows import refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["ARGUMENTS", "OWN", "defaults"]
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.key_rows import boolean, integer, number, one_of
+from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.hydra import composed
 from unishard.formats.lightning.logs import LOGGED
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
-from unishard.mapping.entries import Given, Key, Meaning, Unreadable
-from unishard.mapping.key_rows import boolean, integer, number, one_of
-from unishard.mapping.rules import SCRIPT, Fit
 
 __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.rules import NO_KEY, Fit, Rule
+from unishard.contract.templates import placeholders_in
 from unishard.formats.fallbacks import row
 from unishard.formats.lightning.shape import Built, built, short
 from unishard.formats.lightning.trainer_rules import trainer
 from unishard.formats.log_tables import NOT_LOGGED, NOT_PROFILED, destinations, interval, interval_row, left, to_row
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.rules import NO_KEY, Fit, Rule
-from unishard.mapping.templates import placeholders_in
 
 __all__ = ["LOGGED", "LOGS"]
 

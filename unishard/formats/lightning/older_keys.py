@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.key_rows import boolean, refuses
+from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import TRAINER, off
 from unishard.formats.names import ignored
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import boolean, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["OLDER", "place_in", "strategy_in"]
 

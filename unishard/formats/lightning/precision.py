@@ -7,8 +7,8 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.nested import Native
-from unishard.mapping.entries import Given, Meaning, Unreadable
-from unishard.mapping.rules import Fit
+from unishard.contract.entries import Given, Meaning, Unreadable
+from unishard.contract.rules import Fit
 
 __all__ = ["DEFAULT", "precision", "precision_section", "word_of"]
 

@@ -12,9 +12,9 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract.rules import Fit, Rule, When, unless
 from unishard.formats.fallbacks import exact, when_default
 from unishard.formats.lightning.trainer_rules import trainer
-from unishard.mapping.rules import Fit, Rule, When, unless
 
 __all__ = ["PRECISION"]
 

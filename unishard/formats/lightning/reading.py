@@ -8,6 +8,8 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Key, Meaning, Unreadable, interpret
+from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import BESIDE, PRECISIONS, TRAINER, UNSET
 from unishard.formats.lightning.older_keys import OLDER, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
@@ -16,8 +18,6 @@ from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, bui
 from unishard.formats.lightning.strategies import Strategy, strategy_of
 from unishard.formats.lightning.strategy_arguments import TOOL, StrategyArguments, entries_of
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Key, Meaning, Unreadable, interpret
-from unishard.mapping.rules import Fit
 
 __all__ = ["LightningDocument"]
 

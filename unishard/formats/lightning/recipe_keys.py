@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Entry, Key, Meaning, Path, Undecided, Unreadable, interpret
+from unishard.contract.key_rows import boolean, drops, number, sets
+from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import UNSET
 from unishard.formats.lightning.shape import Built, built, short
-from unishard.mapping.entries import Entry, Key, Meaning, Path, Undecided, Unreadable, interpret
-from unishard.mapping.key_rows import boolean, drops, number, sets
-from unishard.mapping.rules import Fit
 
 __all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
 

@@ -9,14 +9,14 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import BEFORE_EACH_FORWARD, BUFFERS, RESHARDS_TO_ALL, moved_together
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.formats.fallbacks import exact, row, rows, when_default
 from unishard.formats.lightning.launch_rules import LAUNCHING
 from unishard.formats.lightning.logs import LOGS
 from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
-from unishard.mapping.field_rows import BEFORE_EACH_FORWARD, BUFFERS, RESHARDS_TO_ALL, moved_together
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
 

@@ -11,12 +11,12 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Path, Undecided, Unreadable
+from unishard.contract.field_rows import keeps_more, write
+from unishard.contract.key_rows import integer, number, text
+from unishard.contract.rules import Fit, Rule, When
 from unishard.formats.fallbacks import exact, row, when_default
 from unishard.formats.lightning.shape import Built, built, short
-from unishard.mapping.entries import Entry, Meaning, Path, Undecided, Unreadable
-from unishard.mapping.field_rows import keeps_more, write
-from unishard.mapping.key_rows import integer, number, text
-from unishard.mapping.rules import Fit, Rule, When
 
 __all__ = ["SAVING", "minutes_of", "saving_entries"]
 

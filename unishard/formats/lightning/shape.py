@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from unishard.mapping.entries import Path
+from unishard.contract.entries import Path
 
 __all__ = ["ARGUMENTS", "CLASS", "Built", "Shape", "built", "short"]
 

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from unishard.config.describe import shown
+from unishard.contract.entries import Unreadable
 from unishard.formats.lightning.shape import Built, short
-from unishard.mapping.entries import Unreadable
 
 __all__ = ["CLASSES", "NAMES", "Strategy", "strategy_of"]
 

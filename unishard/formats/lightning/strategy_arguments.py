@@ -7,6 +7,8 @@ from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Key, Meaning, Path, Unreadable, interpret
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
@@ -15,8 +17,6 @@ from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import precision_section, word_of
 from unishard.formats.lightning.strategies import Strategy
 from unishard.formats.source import open_source
-from unishard.mapping.entries import Entry, Key, Meaning, Path, Unreadable, interpret
-from unishard.mapping.rules import Fit
 
 __all__ = ["TOOL", "StrategyArguments", "entries_of"]
 

@@ -8,14 +8,14 @@ from typing import Any
 from unishard.config import Config, leaves
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.express import AUTO, KEPT_AUTO, Expressed, FieldResult, express
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule
 from unishard.formats.defaults import without_unishards
 from unishard.formats.lightning.rules import FSDP, strategy
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_rules import MODULE, TRAINING, trainer
 from unishard.formats.reading import ReadDocument
-from unishard.mapping.express import AUTO, KEPT_AUTO, Expressed, FieldResult, express
-from unishard.mapping.rules import NO_KEY, SCRIPT, Fit, Rule
-from unishard.plugins import registry
 
 __all__ = ["expressed"]
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning
+from unishard.contract.express import AUTO, Expressed
+from unishard.contract.rules import Fit
 from unishard.formats.hf.script import ScriptFormat
 from unishard.formats.hf.script_defaults import LLAMAFACTORY
 from unishard.formats.hf.shipped import shipped_config, told
@@ -13,9 +16,6 @@ from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.llamafactory.shipped import SHIPPED
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.mapping.entries import Entry, Meaning
-from unishard.mapping.express import AUTO, Expressed
-from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 

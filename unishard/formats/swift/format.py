@@ -7,6 +7,9 @@ from typing import Any
 
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.express import Expressed
+from unishard.contract.rules import Fit
 from unishard.formats.hf.script import ScriptFormat
 from unishard.formats.hf.script_defaults import swift
 from unishard.formats.hf.switches import DEEPSPEED as DEEPSPEED_ARGUMENT
@@ -15,9 +18,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 from unishard.formats.swift.shipped import DEEPSPEED, FSDP
-from unishard.mapping.entries import Entry, Meaning, Undecided
-from unishard.mapping.express import Expressed
-from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 

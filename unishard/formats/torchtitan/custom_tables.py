@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from unishard.contract.entries import Entry, Key, Meaning
+from unishard.contract.key_rows import drops
+from unishard.contract.rules import Fit
 from unishard.formats.torchtitan.keys import KEYS
-from unishard.mapping.entries import Entry, Key, Meaning
-from unishard.mapping.key_rows import drops
-from unishard.mapping.rules import Fit
 
 __all__ = ["of_a_fork", "own_of"]
 

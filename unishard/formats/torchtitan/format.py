@@ -8,6 +8,9 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Meaning, Path, Unreadable, interpret
+from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.rules import Fit
 from unishard.formats.documents import toml_text
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.format import Format
@@ -18,9 +21,6 @@ from unishard.formats.torchtitan.custom_tables import of_a_fork, own_of
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.torchtitan.older_keys import current_keys, placed
 from unishard.formats.torchtitan.rules import RULES
-from unishard.mapping.entries import Entry, Meaning, Path, Unreadable, interpret
-from unishard.mapping.express import Expressed, FieldResult, express
-from unishard.mapping.rules import Fit
 
 __all__ = ["FORMAT"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.contract.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.key_rows import boolean, drops, integer, number, one_of, refuses
+from unishard.contract.rules import Fit
 from unishard.formats.names import ignored
 from unishard.formats.torchtitan.logs import LOGGED
 from unishard.formats.torchtitan.saving import SAVED
-from unishard.mapping.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
-from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, refuses
-from unishard.mapping.rules import Fit
 
 __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
 

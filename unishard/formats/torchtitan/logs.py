@@ -9,6 +9,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.key_rows import integer
+from unishard.contract.rules import Fit, Rule, When
+from unishard.contract.templates import placeholders_in
 from unishard.formats.fallbacks import row
 from unishard.formats.log_tables import (
     NOT_PROFILED,
@@ -22,10 +26,6 @@ from unishard.formats.log_tables import (
     to_row,
     without_field,
 )
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.key_rows import integer
-from unishard.mapping.rules import Fit, Rule, When
-from unishard.mapping.templates import placeholders_in
 
 __all__ = ["LOGGED", "LOGS"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.mapping.entries import Entry
+from unishard.contract.entries import Entry
 
 __all__ = ["current_keys", "placed"]
 

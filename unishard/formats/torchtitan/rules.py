@@ -10,11 +10,11 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, endless, lost, moved_together, none, started_elsewhere
+from unishard.contract.rules import Fit, Holds, Rule, When, unless
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.formats.torchtitan.logs import LOGS
 from unishard.formats.torchtitan.saving import SAVING
-from unishard.mapping.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, endless, lost, moved_together, none, started_elsewhere
-from unishard.mapping.rules import Fit, Holds, Rule, When, unless
 
 __all__ = ["RULES"]
 

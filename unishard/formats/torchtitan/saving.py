@@ -9,11 +9,11 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.field_rows import keeps_more
+from unishard.contract.key_rows import boolean, drops, integer, number, one_of, text
+from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
 from unishard.formats.fallbacks import exact, row, when_default
-from unishard.mapping.entries import Given, Key, Meaning
-from unishard.mapping.field_rows import keeps_more
-from unishard.mapping.key_rows import boolean, drops, integer, number, one_of, text
-from unishard.mapping.rules import NO_KEY, Fit, Rule, When, unless
 
 __all__ = ["SAVED", "SAVING"]
 

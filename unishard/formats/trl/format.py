@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.contract.entries import Key
+from unishard.contract.key_rows import drops
 from unishard.formats.hf.dialects import DIALECT
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.script import ScriptFormat
 from unishard.formats.names import names
-from unishard.mapping.entries import Key
-from unishard.mapping.key_rows import drops
 
 __all__ = ["FORMAT"]
 

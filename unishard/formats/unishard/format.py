@@ -8,8 +8,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.loading.document import from_mapping, without_own_sections
+from unishard.config.loading.placeholders import placeholder, stand_ins, undecided_in
+from unishard.config.loading.renamed import current_names
+from unishard.config.loading.validation import dotted, findings_of
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
+from unishard.contract import registry
+from unishard.contract.entries import Entry, Meaning, Path, Undecided
+from unishard.contract.express import Expressed, FieldResult
+from unishard.contract.rules import Fit
+from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
 from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
@@ -17,15 +26,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
-from unishard.loading.document import from_mapping, without_own_sections
-from unishard.loading.placeholders import placeholder, stand_ins, undecided_in
-from unishard.loading.renamed import current_names
-from unishard.loading.validation import dotted, findings_of
-from unishard.mapping.entries import Entry, Meaning, Path, Undecided
-from unishard.mapping.express import Expressed, FieldResult
-from unishard.mapping.rules import Fit
-from unishard.mapping.templates import placeholders_in
-from unishard.plugins import registry
 from unishard.version import __version__
 
 __all__ = ["FORMAT"]

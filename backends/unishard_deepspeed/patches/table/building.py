@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unishard.patches import Patch
+from unishard.contract.private_api import Patch
 from unishard_deepspeed.patches.table.classes import BF16, ENGINE, INIT, OFFLOAD, RUN, SOURCE, STAGE_3, STAGES_1_2, TAG, of
 
 __all__ = ["BUILDING"]

@@ -1,0 +1,100 @@
+"""Exports the weights of a checkpoint, in one process, block by block, usually without the model's class or transformers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from unishard.checkpoint import keys, manifest
+from unishard.checkpoint.export import tokenizers
+from unishard.checkpoint.export.assets import FOLDER, INDEX, Assets, require_inside
+from unishard.checkpoint.export.destination import require_free
+from unishard.checkpoint.export.layout import Layout, lay_out
+from unishard.checkpoint.export.writing import Advance, write
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
+from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.regular_file import read_bytes
+from unishard.checkpoint.tensor_reader import Tensors
+from unishard.checkpoint.verifying import verified
+from unishard.distributed.on_ranks import Ranks
+from unishard.errors import CheckpointError
+
+__all__ = ["export_checkpoint"]
+
+
+def export_checkpoint(
+    checkpoint_folder: Path,
+    out: Path,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: Path | None = None,
+    model: Path | None = None,
+    start: Callable[[int], None] = lambda total: None,
+    advance: Advance = lambda written: None,
+    *,
+    overwrite: bool = False,
+) -> Layout:
+    """Write the weights of a checkpoint in the Hugging Face layout. Every tensor is verified against its hash.
+
+    Args:
+        checkpoint_folder: A complete checkpoint.
+        out: Empty or nonexistent, unless `overwrite` is set.
+        dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
+        max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
+        tokenizer: A folder with a tokenizer; None for the one beside the pretrained weights, if any.
+        model: A folder with the `config.json` of a transformers model (needs transformers); None for the one in the checkpoint.
+        start: Called with the total number of bytes.
+        advance: Called with the number of further bytes written.
+        overwrite: Whether to replace an earlier export in `out`, once the new one is complete.
+
+    Returns:
+        What was written; without a `config.json` if the checkpoint has none.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete or damaged, the model cannot be exported, an argument is invalid, or the folder
+            cannot be written. Nothing is left behind.
+    """
+    facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
+    require_free(out, overwrite=overwrite)
+    assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
+    stretches = {source: _checked(tensors, source, facts) for source in assets.sources}
+    layout = lay_out(assets, stretches, dtype, max_shard_size)
+    layout.others.update(tokenizers.files_of(tokenizer))
+    start(layout.size)
+    write(out, stretches, layout.files, layout.others, Ranks(), advance, overwrite=overwrite)
+    return layout
+
+
+def _assets(folder: Path, facts: Manifest) -> Assets:
+    """The checkpoint's assets; only names if the checkpoint was converted from another tool and has none."""
+    if INDEX not in facts.files:
+        found = [keys.parameter_of(name) for name in facts.tensors]
+        names = {name: name for name in found if name is not None and name not in facts.ties}
+        return Assets(kind="plain", names={"model": names}, files={})
+    files: dict[str, bytes] = {}
+    for name, file in facts.files.items():
+        if name.startswith(FOLDER):
+            require_inside(name)
+            try:
+                files[name] = read_bytes(file_inside(folder, name), file.bytes)
+            except OutsideFolderError as error:
+                raise CheckpointError(f"{folder}: {error}; do not trust this checkpoint") from None
+            except OSError as error:
+                raise CheckpointError(f"{folder / name}: {error.strerror}; the checkpoint is incomplete") from error
+            if f"{zlib.crc32(files[name]):08x}" != file.crc32:
+                raise CheckpointError(f"{folder / name}: its checksum differs from the manifest; the file is damaged")
+    return Assets.from_files(files)
+
+
+def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
+    from unishard.checkpoint.export import from_config  # needs transformers, which the rest of this module does not
+
+    stretches = {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None}
+    return from_config.assets_of(model, stretches)
+
+
+def _checked(tensors: Tensors, source: str, facts: Manifest) -> LazyShard:
+    name = keys.PARAMETERS + source
+    return verified(tensors.stretch(name), tensors.folder, source, facts.tensors.get(name))

@@ -1,0 +1,202 @@
+"""transformers models: the names and files that their `save_pretrained` writes (transformers 5.23, modeling_utils.py)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from unishard.checkpoint.export import tokenizers
+from unishard.checkpoint.export.assets import Assets, TensorSlice
+from unishard.checkpoint.export.sources import sources_of
+from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.contract.private_api import CORE_PATCHES
+from unishard.errors import CheckpointError
+
+__all__ = ["assets_of"]
+
+_logger = logging.getLogger("unishard")
+
+_VIEWS = CORE_PATCHES["export-conversions"]
+_CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices and joins rows"
+_INSTEAD = (
+    "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), and call its save_pretrained"
+)
+
+
+def assets_of(model: Any, stretches: Mapping[str, LazyShard]) -> Assets:
+    """What `save_pretrained` would write, without tensors."""
+    _warn_of_own_save(_saving_class(model))
+    sources = sources_of(model)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
+    names, pieces, joined, refusal = _converted(model, {name: _shape(sources[name], stretches) for name in kept})
+    return Assets(
+        kind="model",
+        names={"model": {exported: sources[name] for exported, name in names.items()}},
+        pieces=pieces,
+        joined=joined,
+        files=_files(model),
+        refusal=refusal or _quantized(model),
+    )
+
+
+def _saving_class(model: Any) -> type:
+    return next(kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind))
+
+
+@cache
+def _warn_of_own_save(kind: type) -> None:
+    """Say once that a class, or a mixin of it, replaces `save_pretrained`, and may write more than this module knows of."""
+    from transformers import PreTrainedModel
+
+    if kind is not PreTrainedModel and (not dist.is_initialized() or dist.get_rank() == 0):
+        _logger.warning(
+            "%s.save_pretrained replaces that of transformers, and an export does not call it: what it writes besides weights and config "
+            "is missing; build the model in one process as here, load the exported weights, and call its save_pretrained",
+            kind.__name__,
+        )
+
+
+def _shape(source: str, stretches: Mapping[str, LazyShard]) -> torch.Size:
+    try:
+        return stretches[source].shape
+    except KeyError:
+        raise CheckpointError(f"{source} cannot be exported: it is not among the {len(stretches)} available tensors") from None
+
+
+class _Converted(NamedTuple):
+    """What transformers' conversion makes of a model's tensors, by their names in the file."""
+
+    names: dict[str, str]
+    """The name in the model."""
+    pieces: dict[str, TensorSlice]
+    """What part of it, where it is not all."""
+    joined: dict[str, list[str]]
+    """The names in the model, where it is several tensors, one behind the other."""
+    refusal: str | None = None
+    """A reason where the files would hold something else."""
+
+
+def _refused(what: str, why: str) -> _Converted:
+    return _Converted({}, {}, {}, f"{what}: {_CONVERTED}{why}")
+
+
+def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> _Converted:
+    """The names under which a model's tensors are saved: transformers' own conversion, applied to meta tensors.
+
+    Args:
+        model: Sharded or not.
+        shapes: Shapes of its tensors.
+    """
+    if not _VIEWS.works:
+        return _refused(type(model).__name__, f" ({_VIEWS.refusal()})")
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    name_of = {_storage(tensor): name for name, tensor in empty.items()}
+    try:
+        with _KeepViews() as mode:
+            found: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
+    except Exception as error:  # any error: a model that can be trained must still be saved
+        return _refused(type(model).__name__, f" ({error}); {_INSTEAD}")
+    converted = _Converted({}, {}, {})
+    for exported, tensor in found.items():
+        whole, parts = mode.joined.get(_storage(tensor), (tensor, [tensor]))
+        names = [name_of.get(_storage(part), "") for part in parts]
+        changed = any(not each.is_contiguous() or each._version for each in (tensor, *parts))  # rearranged, or changed in place
+        partial = whole is not parts[0] and any(name and part.shape != shapes[name] for name, part in zip(names, parts, strict=True))
+        if "" in names or changed or partial or whole is not tensor:
+            return _refused(f"{exported} of {type(model).__name__}", f"; {_INSTEAD}")
+        converted.names[exported] = names[0]
+        if len(names) > 1:
+            converted.joined[exported] = names
+        elif tensor.shape != shapes[names[0]]:
+            converted.pieces[exported] = TensorSlice(start=int(tensor.storage_offset()), shape=list(tensor.shape))
+    return converted
+
+
+def _storage(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+class _KeepViews(TorchFunctionMode):
+    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again; records joined rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By storage, what `torch.cat` has made along dim 0, and of what."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function is Tensor.contiguous:
+            return args[0]
+        result = function(*args, **kwargs or {})
+        if function is torch.cat and not (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)):
+            self.joined[_storage(result)] = result, list(args[0])
+        return result
+
+
+def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:
+    """Names, without those that the class declares as tied to another name that is kept.
+
+    A tie that the class does not declare is exported under each of its names, since no reader would tie them again.
+    """
+    declared = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in (getattr(module, "_tied_weights_keys", None) or {})
+    ]
+    same: dict[str, list[str]] = defaultdict(list)
+    for name, source in sources.items():
+        same[source].append(name)
+    dropped: set[str] = set()
+    for names in same.values():
+        aliases = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in declared)]
+        dropped.update(aliases[: len(names) - 1])
+    return [name for name in sources if name not in dropped]
+
+
+def _files(model: Any) -> dict[str, bytes]:
+    settled = copy.deepcopy(model.config)
+    files = _code(model, settled)
+    config = json.loads(settled.to_json_string())
+    config.pop("transformers_weights", None)
+    config["architectures"] = [type(model).__name__]
+    files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    if model.can_generate() and model.generation_config is not None:
+        files["generation_config.json"] = model.generation_config.to_json_string(use_diff=True, keys_to_pop=["compile_config"]).encode()
+    origin = model.config._name_or_path
+    return files | (tokenizers.beside(Path(origin)) if origin else {})
+
+
+def _code(model: Any, config: Any) -> dict[str, bytes]:
+    """The source files of custom classes that were registered with transformers; adds references to them to the config."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    kind: Any = type(model)
+    with TemporaryDirectory() as folder:
+        if kind._auto_class is not None:
+            custom_object_save(kind.__new__(kind), folder, config=config)
+        if config._auto_class is not None:
+            custom_object_save(config, folder, config=config)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _quantized(model: Any) -> str | None:
+    if getattr(model, "hf_quantizer", None) is None:
+        return None
+    return f"{type(model).__name__} is quantized, which an export does not support; train adapters on it and export those"

@@ -1,0 +1,170 @@
+"""Writes planned files: every rank writes its shards directly to their file offsets, block by block. Nothing is gathered."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unishard.checkpoint import shared_folder
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.export.destination import hidden, move_in, require_free
+from unishard.checkpoint.export.file_sizes import missing, share
+from unishard.checkpoint.export.plan import ExportedTensor, File
+from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed.on_ranks import Ranks
+from unishard.errors import CheckpointError
+
+__all__ = ["BLOCK", "write"]
+
+BLOCK = 1 << 24
+"""Bytes read at once: the same size and alignment as the chunks of a checkpoint, so that each chunk is read once."""
+
+Advance = Callable[[int], None]
+"""Called with the number of further bytes written."""
+
+
+def write(
+    folder: Path,
+    stretches: Mapping[str, LazyShard],
+    files: Sequence[File],
+    others: Mapping[str, bytes],
+    ranks: Ranks,
+    advance: Advance = lambda written: None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a folder atomically. Collective.
+
+    Args:
+        folder: Empty or nonexistent, unless `overwrite` is set; on a file system that all ranks share.
+        stretches: This rank's shard of each tensor, by its name in the model.
+        files: The planned tensor files; the same on all ranks.
+        others: All other files, by name; rank 0's are written.
+        ranks: The ranks that take part.
+        advance: Called with this rank's progress.
+        overwrite: Whether to replace an earlier export there, once the new one is complete.
+
+    Raises:
+        CheckpointError: On every rank: one of them cannot write, no rank holds some elements, or a value overflows the dtype.
+            Nothing is left behind.
+    """
+    draft = Path(ranks.each(lambda: _begin(folder, files, overwrite) if ranks.rank == 0 else "")[0])
+    try:
+        shared_folder.require_shared(draft, ranks, folder, "the folder of an export")
+        held = ranks.each(lambda: _held(stretches, files))
+        ranks.each(lambda: _refuse_gaps(stretches, held) if ranks.rank == 0 else None)
+        ranks.each(lambda: _fill(draft, folder, stretches, files, held, ranks.rank, advance))
+        ranks.each(lambda: _finish(draft, folder, files, others, overwrite) if ranks.rank == 0 else None)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _begin(folder: Path, files: Sequence[File], overwrite: bool) -> str:
+    """Create the draft folder, with every file at its full size."""
+    draft = hidden(folder, "tmp")
+    with _os_errors(folder):
+        require_free(folder, overwrite=overwrite)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            draft.mkdir()
+            for file in files:
+                path = draft / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as opened:
+                    opened.write(file.header)
+                    opened.truncate(file.size)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+    return str(draft)
+
+
+def _held(stretches: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, tuple[int, int]]:
+    sources = dict.fromkeys(place.entry.source for file in files for place in file.places)
+    return {source: (stretches[source].start, stretches[source].end) for source in sources}
+
+
+def _refuse_gaps(stretches: Mapping[str, LazyShard], held: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+    for source in held[0]:
+        gap = missing([theirs[source] for theirs in held], stretches[source].shape.numel())
+        if gap is not None:
+            raise CheckpointError(f"no rank holds element {gap} of {source}; every rank of the engine must take part in the export")
+
+
+def _fill(
+    draft: Path,
+    folder: Path,
+    stretches: Mapping[str, LazyShard],
+    files: Sequence[File],
+    held: Sequence[Mapping[str, tuple[int, int]]],
+    rank: int,
+    advance: Advance,
+) -> None:
+    for file in files:
+        with _os_errors(folder / file.name):
+            descriptor = os.open(draft / file.name, os.O_WRONLY)
+            try:
+                for entry, at in file.places:
+                    begin, end = share([theirs[entry.source] for theirs in held], rank)
+                    begin, end = max(begin, entry.start), min(end, entry.start + math.prod(entry.shape))
+                    _put(descriptor, at, entry, stretches[entry.source], begin, end, advance)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _put(descriptor: int, at: int, entry: ExportedTensor, stretch: LazyShard, begin: int, end: int, advance: Advance) -> None:
+    length = max(1, BLOCK // stretch.dtype.itemsize)
+    while begin < end:
+        until = min(end, (begin // length + 1) * length)
+        data: memoryview = _cast(stretch.read(begin, until), entry).view(torch.uint8).numpy().data
+        place = at + (begin - entry.start) * entry.dtype.itemsize
+        advance(len(data))
+        while data:
+            count = os.pwrite(descriptor, data, place)
+            data, place = data[count:], place + count
+        begin = until
+
+
+@torch.no_grad()
+def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
+    """Cast to the file's dtype, always on the CPU, so that rounding is the same everywhere (to nearest, ties to even)."""
+    values = values.detach().cpu()
+    cast = values.to(entry.dtype).contiguous()
+    if entry.dtype == torch.float16 and values.dtype != torch.float16 and not torch.equal(cast.isfinite(), values.isfinite()):
+        raise CheckpointError(f"{entry.source} has values beyond 65504, the fp16 maximum; export it as bf16 or fp32")
+    return cast
+
+
+def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes], overwrite: bool) -> None:
+    with _os_errors(folder):
+        shared_folder.unmark(draft)
+        for name, data in others.items():
+            path = draft / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            fsync(path)
+        for inside in {(draft / name).parent for name in [*others, *(file.name for file in files)]} | {draft}:
+            fsync(inside)
+        move_in(draft, folder, overwrite=overwrite)
+
+
+@contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into one CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({error.strerror or error}); free disk space, or choose a folder that every rank can write to; "
+            "nothing is left behind"
+        ) from error

@@ -1,0 +1,265 @@
+"""The interface between `Engine` and a sharding engine: everything that a backend implements for run time.
+
+`Engine` defines the training loop; each adapter method does one operation on the sharding engine. Subclass `EngineAdapter` for
+training, and `InferenceAdapter` for models prepared with `train=False` under a strategy that shards parameters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unishard.contract.optimizer_state import StateSpec
+from unishard.contract.results import Placement
+from unishard.contract.units import Unit
+from unishard.distributed.host_read import HostRead
+from unishard.distributed.nested_tensors import tensors_in
+from unishard.distributed.shards import Shard
+
+__all__ = ["EngineAdapter", "InferenceAdapter"]
+
+
+class InferenceAdapter(ABC):
+    """A sharded model for inference. `EngineAdapter` adds training."""
+
+    forward_is_collective = True
+    """Whether a forward without a graph needs the other ranks; if so, `lockstep` repeats calls on finished ranks."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Hold the model.
+
+        Args:
+            module: The user's model, sharded in place, under its own parameter names.
+            device: Where this rank computes.
+        """
+        self.module = module
+        self.device = device
+
+    @property
+    def training(self) -> EngineAdapter | None:
+        """The same adapter if it has an optimizer, else None."""
+        return None
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of one micro-batch through the sharded model."""
+
+    @abstractmethod
+    def master_shard(self, parameter: nn.Parameter) -> Shard:
+        """This rank's shard of a master weight, or of a frozen parameter, as a view of live memory."""
+
+    @abstractmethod
+    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Update every other copy of an edited master weight, of any dtype, to `full` (fp32)."""
+
+    def gathered_modules(self) -> Iterable[Unit]:
+        """Modules outside units whose parameters are gathered, by a collective, each time that they are entered."""
+        return ()
+
+    @abstractmethod
+    def placement(self) -> Placement:
+        """Report what the engine holds, from its live tensors, not from the config. `prepare` compares it with the config."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the engine's resources. Called once."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's `generate`; every rank makes the same number of forwards."""
+        return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def settle(self) -> None:  # noqa: B027 (nothing to do if nothing stays gathered)
+        """Reshard all gathered parameters. Called between two updates, before state is read or written. Collective.
+
+        Raises:
+            CheckpointError: The state cannot be read as shards; says what to change in the config.
+        """
+
+    def loaded(self) -> None:  # noqa: B027 (nothing to do if there is one copy)
+        """Update every copy after master weights, frozen parameters and optimizer state were written in place. Collective."""
+
+    def weights_written(self) -> None:
+        """Update every copy after master weights were written in place, between two updates. Collective."""
+        self.loaded()
+
+    def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """A block in which these parameters are full tensors that autograd knows, also outside the forward of their modules. Collective.
+
+        A gradient that reaches them in a `backward` inside the block is accumulated and reduced like any other, whenever it comes.
+
+        Args:
+            names: Names in the user's model, the same and in the same order on every rank. No state is read or written in the block.
+        """
+        return nullcontext()
+
+    def reads_shard(self, error: RuntimeError) -> str | None:
+        """Recognize the error of an operation on a parameter that is sharded at the time.
+
+        Returns:
+            None for other errors; else what helps besides `engine.unsharded`, or nothing.
+        """
+        return None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """A block in which no parameter requires a gradient."""
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        try:
+            for parameter in trainable:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in trainable:
+                parameter.requires_grad_(True)
+
+
+class EngineAdapter(InferenceAdapter):
+    """A sharded model and its optimizer."""
+
+    on_gradient: Callable[[Tensor], None]
+    """Set by `Engine`: called with the gradient of each output of a training forward; see `watch`."""
+
+    def __init__(self, module: nn.Module, device: torch.device, optimizer: Any) -> None:
+        """Hold the model and the optimizer.
+
+        Args:
+            module: The user's model, sharded in place, under its own parameter names.
+            device: Where this rank computes.
+            optimizer: The optimizer that steps; its `param_groups` hold the live learning rates.
+        """
+        super().__init__(module, device)
+        self.optimizer = optimizer
+
+    @property
+    def training(self) -> EngineAdapter:
+        """The adapter itself."""
+        return self
+
+    # -- one accumulation window ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, *, last: bool) -> None:
+        """Prepare for the forward of a micro-batch; `last` in its window tells the engine when to run its collectives."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of a loss that is already divided."""
+
+    @abstractmethod
+    def finish_gradients(self) -> None:
+        """Reduce all remaining gradients at the end of a window, so that they are those that `update` uses. Collective.
+
+        Called at most once in a window, and only if the user reads or edits gradients.
+        """
+
+    @abstractmethod
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float | HostRead, bool | None]:
+        """End the window: divide the gradients, clip them, step the optimizer, and zero the gradients. Collective.
+
+        Args:
+            max_norm: Clip the divided gradients to this norm; None for no clipping.
+            divisor: Divide the accumulated gradients by this, mostly 1.
+            finished: Whether `finish_gradients` was called in this window; if not, reduce the gradients first.
+
+        Returns:
+            The global L2 norm of the divided gradients before clipping (fp32), and whether the update was made. Unless
+            `training.nonfinite` is `ignore`, an update with a non-finite norm is skipped and changes neither parameters nor state.
+            An adapter whose device does that without the host returns the norm as a `HostRead`, and None: it was made if the norm is
+            finite.
+        """
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Drop all gradients of the window, reduced or not, and a forward that had no backward."""
+
+    # -- shards -----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
+        """This rank's shard of a finished gradient, as a view of live memory.
+
+        Args:
+            parameter: A trainable parameter.
+            create: Whether to create a zero gradient for a parameter without one; if not, the result is None on every rank.
+        """
+
+    @abstractmethod
+    def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
+        """This rank's shards of a parameter's optimizer state, by the optimizer's keys.
+
+        Tensors in the parameter's shape are live memory. A number, such as a step count, is a shard of shape () with an fp32 copy in
+        host memory. Empty for a parameter that was never updated, and if this rank holds nothing of it.
+        """
+
+    @abstractmethod
+    def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        """Clear all optimizer state and create it for these parameters: zeros, and the given numbers.
+
+        Optimizers create their state in the first step, so a new engine has none to load into.
+        """
+
+    # -- with defaults ----------------------------------------------------------------------------------------------------
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The innermost torch optimizer, which makes the updates."""
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        """Freeze parameters or make them trainable, between two windows. Updates must not change parameters without a gradient."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        for name in names:
+            named[name].requires_grad_(trainable)
+
+    def watch(self, output: Any) -> None:
+        """Call `on_gradient` with the gradient of each tensor in an output of `forward`.
+
+        An adapter whose engine registers its own hooks on outputs calls this before those, and overrides this method to do nothing.
+        """
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+
+    def input_gradients(self, *, graph: bool) -> None:
+        """Called when `torch.autograd.grad` of an output is about to run through the model, before it uses parameters.
+
+        Args:
+            graph: Whether the gradients get a graph (`create_graph=True`), for a backward through them, such as a gradient penalty's.
+
+        Raises:
+            ContractError: The engine cannot do this; says where it works.
+        """
+
+    reduces_each_backward = True
+    """Whether gradients are reduced in each backward, and not only in the last one of a window or in `update`."""
+
+    def shared_parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name, the parameters that can train and whose gradients are right only if all ranks have one, or none.
+
+        Those that any rank may skip are not among them: conditional modules, and all where the engine adds zeros for missing gradients.
+        """
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+
+    def leaf(self, name: str) -> Tensor:
+        """The tensor on which autograd accumulates the gradient of one of `shared_parameters`."""
+        return self.shared_parameters()[name]
+
+    def without_gradient(self) -> Collection[str]:
+        """Names of the `shared_parameters` that have no gradient of this rank in the window, after its last backward."""
+        return [name for name, parameter in self.shared_parameters().items() if parameter.grad is None]
+
+    @property
+    def gradient_order(self) -> str:
+        """A hash of the order in which the gradients of the window came; empty if they are reduced in an order of their own."""
+        return ""
+
+    def leaves(self) -> Iterable[Tensor]:
+        """The tensors on which autograd accumulates this model's gradients."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

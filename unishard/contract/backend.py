@@ -1,0 +1,165 @@
+"""The protocol between the core and a backend. A backend's author implements it, and an `EngineAdapter`, and runs `unishard.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Key
+from unishard.contract.express import Expressed
+from unishard.contract.footprint import Footprint, ModelShape
+from unishard.contract.report import Translation
+from unishard.contract.rules import Rule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unishard.checkpoint.formats import CheckpointFormat
+    from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.private_api import Patch
+    from unishard.contract.units import ModelUnits
+
+__all__ = ["Backend", "OptimizerBuilder", "OptimizerFactory"]
+
+OptimizerFactory = Callable[[Iterable[Any]], Any]
+"""Builds a `torch.optim.Optimizer` from the trainable parameters that the engine hands it."""
+
+OptimizerBuilder = Callable[[Iterable[tuple[str, Any]]], Any]
+"""What a backend is given: builds a `torch.optim.Optimizer` from pairs of name and trainable parameter, all of them, as
+`model.named_parameters()` yields them; the names are those of the model before it was sharded."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An engine's translator and builder. Stateless; importing it needs neither torch nor the engine."""
+
+    @property
+    def name(self) -> str:
+        """The word in `backend:`."""
+        ...
+
+    @property
+    def requires(self) -> Mapping[str, str]:
+        """Import name of each package that `prepare` needs, to the extra that brings it: `{"deepspeed": "deepspeed"}`."""
+        ...
+
+    @property
+    def tested(self) -> Mapping[str, Sequence[str]]:
+        """Versions that were tested, oldest first, by the name of each package that decides how it trains: `{"torch": ("2.11", "2.12")}`.
+
+        A version counts as tested if it begins with one of them, number by number: 2.11.1 with 2.11.
+        """
+        ...
+
+    @property
+    def patches(self) -> Mapping[str, Patch]:
+        """The private names of the engine that rare cases need, by the short name of the case. Imports no engine."""
+        ...
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        """One row for each leaf of `Config`, in its order."""
+        ...
+
+    @property
+    def constants(self) -> Mapping[str, tuple[Any, str]]:
+        """Dotted native keys that are written whatever the config says: `(value, why)`."""
+        ...
+
+    def translate(self, cfg: Config, topology: Topology) -> Translation:
+        """The native config and the report. Pure.
+
+        Raises:
+            ConfigError: `native.<name>` holds a key that the engine does not know, or one that a field decides.
+        """
+        ...
+
+    def require(self, cfg: Config, translation: Translation) -> None:
+        """Check that this machine can run a config, for `unishard check`; `prepare` checks it, too. May import the engine.
+
+        Raises:
+            BackendError: The engine is too old, or lacks something that the config needs.
+        """
+        ...
+
+    @property
+    def keys(self) -> Mapping[str, Key]:
+        """The engine's own arguments, dotted, and what each says in the config's words."""
+        ...
+
+    @property
+    def script_rules(self) -> Mapping[str, Rule]:
+        """How a training script without unishard hands each field to the engine: one row for each leaf of `Config`, in its order."""
+        ...
+
+    def parse(
+        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
+    ) -> list[Entry]:
+        """What the engine's own arguments say, one entry for each; the inverse of `arguments`. Pure.
+
+        Args:
+            native: What a training script without unishard hands to the engine, as nested mappings.
+            defaults: What a tool around the engine assumes where `native` is silent, by dotted key; the engine's own defaults count
+                for the rest.
+            topology: The ranks, where they are known.
+        """
+        ...
+
+    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+        """What a training script without unishard hands to the engine for the same training. Pure.
+
+        Args:
+            cfg: What to run; `native.<name>` is merged last.
+            topology: The ranks.
+            undecided: Fields that the training script decides; their value in `cfg` only fills their place.
+        """
+        ...
+
+    @property
+    def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
+        """Checkpoint directories of the engine's own, by the word after `--from` and `--to` of `unishard checkpoint convert`."""
+        ...
+
+    def footprint(self, shape: ModelShape, cfg: Config, topology: Topology) -> Footprint:
+        """What one rank holds and sends in an optimizer step. Pure.
+
+        Bytes of the persistent state are exact for the optimizer of the config: `unishard plan` shows them, and `prepare` can compare them
+        with what is held.
+
+        Args:
+            shape: The model.
+            cfg: What to run.
+            topology: The ranks, and which of them this is.
+
+        Raises:
+            ConfigError: As `translate`; or a pattern of the section `optimizer` matches no parameter.
+        """
+        ...
+
+    def prepare(
+        self,
+        model: nn.Module,
+        cfg: Config,
+        translation: Translation,
+        topology: Topology,
+        units: ModelUnits,
+        optimizer: OptimizerBuilder | None,
+    ) -> InferenceAdapter:
+        """Shard the model and put an adapter around its engine. Imports the engine. Collective.
+
+        Args:
+            model: Full, on any device, trainable parameters in `precision.master`; they may differ between ranks (rank 0's count).
+                They may be on the meta device, on rank 0 too: `unishard.engine.model.materialization` gives them their data.
+            cfg: What to run.
+            translation: What `translate` made of it; its native config is what runs.
+            topology: The ranks. The process group is up.
+            units: What is gathered together, what casts its inputs, and what a rank may skip.
+            optimizer: Builds the optimizer from the named trainable parameters. None for a model that is only evaluated, which is asked
+                for where the strategy shards parameters, which are then to be frozen and cast to `precision.compute`.
+
+        Returns:
+            An `EngineAdapter`; an `InferenceAdapter` where `optimizer` is None.
+        """
+        ...

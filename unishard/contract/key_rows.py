@@ -1,0 +1,199 @@
+"""Makes the usual rows of a format's table of keys, and reads the values that people write in configs of other tools.
+
+Those tools take text for numbers and YAML 1.1's words for booleans, so these readers do as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.config.describe import shown
+from unishard.contract.entries import NOTHING, Given, Key, Meaning, TemplateWord, Undecided, Unreadable
+from unishard.contract.express import AUTO
+from unishard.contract.rules import Fit
+from unishard.contract.templates import is_template_word
+
+__all__ = ["boolean", "broadcast_buffers", "drops", "integer", "listed", "number", "one_of", "own", "refuses", "sets", "text"]
+
+Convert = Callable[[Any], Any]
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def boolean(value: Any) -> bool:
+    """True or false, also as a word or as 0 and 1.
+
+    Raises:
+        Unreadable: It is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word not in _BOOLEANS:
+        raise _unreadable("true or false", value, "one of the two")
+    return _BOOLEANS[word]
+
+
+def number(low: float = -math.inf, high: float = math.inf) -> Convert:
+    """Reads a finite number in these bounds, also from text such as `1e-5`."""
+
+    def convert(value: Any) -> float:
+        found = _float(value)
+        if found is None or not low <= found <= high:
+            raise _unreadable(f"a number{_bounds(low, high)}", value)
+        return found
+
+    return convert
+
+
+def integer(low: float = -math.inf, high: float = math.inf) -> Convert:
+    """Reads a whole number in these bounds, also from text and from a float such as 5e8."""
+
+    def convert(value: Any) -> int:
+        found = _float(value)
+        if found is None or found != int(found) or not low <= found <= high:
+            raise _unreadable(f"a whole number{_bounds(low, high)}", value)
+        try:
+            return int(found if isinstance(value, float) else value)  # digits beyond a float's stay
+        except ValueError:  # text such as 5e8
+            return int(found)
+
+    return convert
+
+
+def _unreadable(what: str, value: Any, write: str = "one") -> Unreadable:
+    message = f"must be {what}, got {shown(value)}; write {write}"
+    return TemplateWord(message, value) if is_template_word(value) else Unreadable(message)
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _bounds(low: float, high: float) -> str:
+    if math.isfinite(low) and math.isfinite(high):
+        return f" from {low:g} to {high:g}"
+    words = [f"{word} {limit:g}" for word, limit in (("of at least", low), ("of at most", high)) if math.isfinite(limit)]
+    return f" {words[0]}" if words else ""
+
+
+def text(value: Any) -> str:
+    """Text that is not empty.
+
+    Raises:
+        Unreadable: It is something else.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise Unreadable(f"must be text, got {shown(value)}; write some")
+    return value
+
+
+def listed(value: Any) -> list[str]:
+    """A list of names, also from text with commas between them.
+
+    Raises:
+        Unreadable: It is something else, or names nothing.
+    """
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise Unreadable(f"must be a list of names, got {shown(value)}; write [A, B]")
+    found = [name.strip() for name in names if name.strip()]
+    if not found:
+        raise Unreadable("must name something; remove the key or write a name")
+    return found
+
+
+def one_of(words: Mapping[str, Any]) -> Convert:
+    """Reads one of these words, in any case, as the value that stands beside it."""
+
+    def convert(value: Any) -> Any:
+        word = str(value).strip().lower()
+        if word not in words:
+            raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
+        return words[word]
+
+    return convert
+
+
+def sets(
+    field: str,
+    convert: Convert,
+    fit: Fit = Fit.EXACT,
+    note: str = "",
+    *,
+    auto: str = "",
+    silent: Any = NOTHING,
+    kept: bool = False,
+) -> Key:
+    """A key that decides one field.
+
+    Args:
+        field: Dotted path.
+        convert: The field's value from the key's.
+        fit: How well the field says it.
+        note: How it differs.
+        auto: Who decides the value of `"auto"`; empty where the key knows no such word.
+        silent: What the tool assumes where a document does not have the key.
+        kept: Whether the key is repeated where the document is written in its own format again.
+    """
+
+    def read(value: Any, given: Given) -> Meaning:
+        if auto and value == AUTO:
+            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {auto}", {field: Undecided(auto)})
+        return Meaning(fit, note, {field: convert(value)}, kept=kept)
+
+    return Key(read, field, fit, note, silent)
+
+
+def broadcast_buffers(value: Any, given: Given) -> Meaning:
+    """The argument of DistributedDataParallel that sends rank 0's buffers before each forward."""
+    if not boolean(value):
+        return Meaning(fields={"training.buffers": "local"})
+    note = "DDP sends them before each forward; here they are sent where they are read: at evaluation and in checkpoints"
+    return Meaning(Fit.EQUIVALENT, note, {"training.buffers": "rank0"})
+
+
+def drops(why: str, *, silent: Any = NOTHING, unknown: bool = False) -> Key:
+    """A key that concerns only a launcher, a log or files. It is copied when the document is written in its own format again.
+
+    Args:
+        why: What it concerns.
+        silent: What the tool assumes where a document does not have the key.
+        unknown: Whether the tool has no such key.
+    """
+    return Key(lambda value, given: Meaning(Fit.IGNORED, why, kept=True, unknown=unknown), "", Fit.IGNORED, why, silent)
+
+
+def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
+    """A key for something that unishard does not support.
+
+    Args:
+        why: The reason, and after a semicolon what instead.
+        off: Whether a value switches it off, so that nothing is lost.
+    """
+
+    def read(value: Any, given: Given) -> Meaning:
+        if off is not None and off(value):
+            return Meaning(Fit.IGNORED, "is off", kept=True)
+        return Meaning(Fit.UNSUPPORTED, why)
+
+    return Key(read, "", Fit.UNSUPPORTED, why)
+
+
+def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
+    """A key for a setting that only one engine has.
+
+    Args:
+        key: The setting, dotted, after the engine's name: `deepspeed.zero_optimization.sub_group_size`.
+        convert: Its value from the key's.
+        fit: What is lost with another engine: `ignored` for what affects only time, memory or logs.
+        note: Why.
+    """
+    return Key(lambda value, given: Meaning(fit, note, native={key: convert(value)}), "", fit, note)

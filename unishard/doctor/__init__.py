@@ -1,9 +1,0 @@
-"""The checks of `unishard doctor`: whether this environment can train, and what to do if not. Importing it needs no torch."""
-
-from __future__ import annotations
-
-from unishard.doctor.check import Check, Status
-from unishard.doctor.examination import connected, examine, place, worst
-from unishard.doctor.verdict import is_probe, verdict
-
-__all__ = ["Check", "Status", "connected", "examine", "is_probe", "place", "verdict", "worst"]

@@ -1,0 +1,397 @@
+"""Checks that all ranks make the same collective calls; on a mismatch, raises an error on all ranks that names each rank's call.
+
+Each rank hashes its calls (`Journal`), all of them, and before some of them it sends the hash to the others over gloo and waits for theirs:
+in the first updates, then as often as costs nothing, and always before rare calls. If all are equal, the call continues; else the ranks
+exchange their last calls and raise an error, before the collectives of this call. Ranks that already wait in collectives after calls that
+were not compared are found by the watchdog.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unishard.config import Communication
+from unishard.distributed.process_group import TIMEOUT, host_group
+from unishard.errors import RankMismatchError
+from unishard.failures import monitor_client
+from unishard.failures.call_log import Journal, tail_from
+from unishard.failures.device_wait import DeviceWait
+from unishard.failures.endings import headline
+from unishard.failures.verdict import different_calls
+from unishard.failures.watchdog import watch
+
+__all__ = ["DesyncCheck", "Member", "begin", "interval", "join", "leaving", "meet", "samples", "samples_modules"]
+
+LATE = TIMEOUT
+"""How long a rank may be late outside the library."""
+_RADIX = 8
+"""Up to this many ranks exchange digests in one round; more ranks need log(ranks) rounds."""
+_ANSWER = 3.0
+"""Seconds to wait for another rank to report its call."""
+_EVERY = 10
+"""Wait for the other ranks before the calls of every tenth optimizer step, and of all of the first ten."""
+_PACE = 1.0
+"""Seconds after which they are waited for again, if optimizer steps take longer than a tenth of that."""
+_SAID = 8
+"""Calls that a rank reports when it closes an engine."""
+_ABSENT = 2**40
+"""A digest that no call has: a rank that receives it raises."""
+
+_current: DesyncCheck | None = None
+_begun = 0
+"""Calls of `begin` without a check."""
+
+
+class _Sent(NamedTuple):
+    """A digest that this rank has sent without waiting for the others' digests."""
+
+    number: int
+    digest: int
+    sending: list[tuple[Any, Tensor]]
+    receiving: list[tuple[Any, Tensor]]
+
+
+class Member:
+    """One engine's access to the check."""
+
+    def __init__(self, check: DesyncCheck) -> None:
+        self._check = check
+        check.members += 1
+        check.active += 1
+        self._number = check.members
+
+    def enter(self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "", held: str = "") -> float:
+        """Check the ranks before the collectives of a call. Collective.
+
+        Args:
+            call: A method of the engine.
+            detail: What must be the same on all ranks.
+            seconds: A time that this rank has measured.
+            skipped: As in `Call`, and the same on all ranks.
+            order: As in `Call`, and the same on all ranks.
+            held: As in `Call`, and the same on all ranks.
+
+        Returns:
+            The longest time of all ranks.
+
+        Raises:
+            RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's call.
+        """
+        return self._check.enter(self._place(call, detail), seconds=seconds, skipped=skipped, order=order, held=held)
+
+    def note(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
+        """Record a call, which the next `enter` checks.
+
+        Raises:
+            RankMismatchError: The ranks have been found to differ.
+        """
+        self._check.note(self._place(call, detail), skipped=skipped, order=order)
+
+    def enter_module(self, name: str, *, wait: bool) -> None:
+        """Record that the forward enters a module whose parameters are gathered; with `wait`, check it as in `enter`."""
+        if wait:
+            self._check.enter(name, is_module=True)
+        else:
+            self._check.note(name, is_module=True)
+
+    def leave(self, why: BaseException | None = None) -> None:
+        """Report that this engine is closed. Does not wait; ranks that still use the engine raise an error."""
+        closed = f"has closed the {self._name}"
+        self._check.active -= 1
+        self._check.leave(closed, why)
+
+    @contextmanager
+    def reading(self, device: torch.device) -> Iterator[None]:
+        """Wrap collectives on a device, so that the watchdog knows what the host waits for in the block, or after it."""
+        self._check.device_wait = wait = DeviceWait.on(device) if device.type == "cuda" else None
+        try:
+            yield
+        except BaseException:
+            self._check.device_wait = None
+            raise
+        if wait is not None:
+            wait.end()
+
+    def _place(self, call: str, detail: str) -> str:
+        return f"is in {self._name}.{call} ({detail})" if detail else f"is in {self._name}.{call}"
+
+    @property
+    def _name(self) -> str:
+        return "engine" if self._check.active == 1 else f"engine {self._number}"
+
+
+def begin(cfg: Communication) -> None:
+    """Start the check of the current process group if the config asks for one. Collective.
+
+    Raises:
+        RankMismatchError: A rank is gone, or the ranks differ in `communication.desync_check`.
+    """
+    global _current, _begun
+    if (line := monitor_client.current()) is not None:
+        line.be_patient(cfg.desync_timeout)
+    if (check := _of_this_group()) is not None:
+        check.timeout = cfg.desync_timeout
+    if check is not None or dist.get_world_size() == 1:
+        return
+    _begun += 1
+    if line is not None:
+        wait = {"what": "to call unishard.prepare", "patience": cfg.desync_timeout}
+        answers = line.collect(f"check/{_begun}", cfg.desync_check, **wait)  # type: ignore[arg-type]
+        if len(answers) < line.size:
+            raise RankMismatchError(f"{line.cause(1.0)}; it was waited for in unishard.prepare")
+        if len(set(answers.values())) > 1:
+            held = ", ".join(f"rank {rank} has {value}" for rank, value in sorted(answers.items())[:8])
+            raise RankMismatchError(f"ranks hold different configs; start every rank with the same:\ncommunication.desync_check: {held}")
+    if cfg.desync_check:
+        _current = DesyncCheck(cfg.desync_timeout, _begun)
+
+
+def meet(place: str) -> None:
+    """Check a call outside an engine, if this process group has a check. Collective."""
+    if (check := _of_this_group()) is not None:
+        check.enter(f"is in {place}")
+
+
+@contextmanager
+def leaving(place: str) -> Iterator[None]:
+    """A block outside an engine with collectives. If it raises, the other ranks learn of it, and raise where they wait for this one."""
+    try:
+        yield
+    except RankMismatchError:  # the other ranks know
+        raise
+    except BaseException as error:
+        if (check := _of_this_group()) is not None:
+            check.leave(f"has left {place}", error)
+        raise
+
+
+def samples(updates: int) -> bool:
+    """Whether ranks wait for each other before each call of an optimizer step, however short: in the first ones, and in every tenth.
+
+    Waking another process takes about a millisecond on a busy machine, too much for every call of a short step. The calls in between are
+    hashed, and compared in the next step that is checked.
+
+    Args:
+        updates: Completed accumulation windows of an engine, the same on every rank.
+    """
+    return updates < _EVERY or updates % _EVERY == 0
+
+
+def samples_modules(updates: int) -> bool:
+    """Whether ranks also wait for each other before each module whose parameters are gathered.
+
+    Args:
+        updates: As in `samples`.
+    """
+    return updates < _EVERY
+
+
+def interval(seconds: float) -> int:
+    """Optimizer steps until the next one whose calls are checked.
+
+    Args:
+        seconds: What a step takes, the same on every rank.
+    """
+    return max(1, min(_EVERY, round(_PACE / max(seconds, 1e-6))))
+
+
+def join(cfg: Communication) -> Member | None:
+    """Join the check of the current process group; None if there is nothing to check. Collective."""
+    if dist.get_world_size() == 1 or not cfg.desync_check:
+        return None
+    begin(cfg)
+    check = _of_this_group()
+    return None if check is None else Member(check)
+
+
+def _of_this_group() -> DesyncCheck | None:
+    return _current if _current is not None and dist.is_initialized() and _current.world is dist.group.WORLD else None
+
+
+class DesyncCheck:
+    """The check of all ranks of one process group. Used by one thread at a time."""
+
+    def __init__(self, timeout: float, serial: int = 0) -> None:
+        """Create the check. Collective.
+
+        Args:
+            timeout: Seconds after which a late rank is named.
+            serial: Another one for each check of this process.
+        """
+        self.world = dist.group.WORLD
+        self.timeout = timeout
+        self._serial = serial
+        self.members = self.active = 0
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.line = monitor_client.current()
+        self.journal = journal = Journal()
+        if self.line is not None:
+            self.line.place, self.line.unit = journal.now, lambda: journal.unit
+        # Gloo even with NCCL: nothing here waits for a device. The main thread's collectives there have other tags than what is sent here.
+        self._group = host_group()
+        self._rounds = list(_rounds(self.size))
+        self.number = 0
+        """Digests that this rank has sent."""
+        self._sent: list[_Sent] = []
+        self.failed = ""
+        self._absent = False
+        """Whether the others have been told that this rank makes no call any more."""
+        self.waiting = False
+        self.device_wait: DeviceWait | None = None
+        self.thread = threading.get_ident()
+        self.moved = time.monotonic()
+        self._lock = threading.Lock()
+        watch(self)
+
+    def note(self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "", held: str = "") -> None:
+        """See `Member.note`."""
+        if self.failed:
+            raise RankMismatchError(self.failed)
+        self.moved = time.monotonic()
+        if is_module:
+            self.journal.enter(place)
+        else:
+            self.thread = threading.get_ident()
+            self.journal.note(place, skipped, order, held)
+
+    def enter(
+        self, place: str, *, is_module: bool = False, seconds: float = 0.0, skipped: str = "", order: str = "", held: str = ""
+    ) -> float:
+        """See `Member.enter`."""
+        with self._waits():
+            self._settle()
+            with self._lock:  # the watchdog may answer for this rank at the same time
+                self.note(place, is_module=is_module, skipped=skipped, order=order, held=held)
+                self.number += 1
+            least, largest, slowest = self._exchange(self.journal.state, int(seconds * 1e6))
+            if least != largest:
+                raise RankMismatchError(self._report(self.number))
+            return slowest / 1e6
+
+    def leave(self, place: str, why: BaseException | None) -> None:
+        """See `Member.leave`."""
+        if self.failed or self.world is not dist.group.WORLD:
+            return
+        with self._lock:
+            self.journal.note(place, error="" if why is None else _headline(why))
+            self.moved = time.monotonic()
+            self._send(self.journal.state)
+        if self.line is not None:
+            tail = self.journal.tail()
+            self.line.give(self._key(self.number), tail._replace(calls=tail.calls[-_SAID:]))
+
+    def give_up(self, why: str) -> None:
+        """Called by the watchdog: no rank can go on."""
+        with self._lock:
+            self.failed = self.failed or why
+            if not self.waiting:
+                self._say_absent()
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        """A block in which this rank waits for the others."""
+        if self.failed:
+            raise RankMismatchError(self.failed)
+        self.waiting, self.moved = True, time.monotonic()
+        try:
+            yield
+        except RankMismatchError:
+            raise
+        except RuntimeError:  # gloo: the other rank is gone, or later than LATE
+            self.failed = self._report(self.number)
+            raise RankMismatchError(self.failed) from None
+        finally:
+            with self._lock:
+                self.waiting, self.moved = False, time.monotonic()
+                if self.failed:
+                    self._say_absent()
+
+    def _say_absent(self) -> None:
+        """Release ranks that wait for this one. The check cannot be used any more."""
+        if not self._absent:
+            self._absent = True
+            self._send(_ABSENT)
+
+    def _exchange(self, digest: int, time: int) -> tuple[int, int, int]:
+        """The least and the largest digest of all ranks, and the longest time."""
+        least = largest = digest
+        for stage, distances in enumerate(self._rounds):
+            sending, receiving = self._stage(stage, distances, torch.tensor([least, largest, time], dtype=torch.int64, device="cpu"))
+            for work, theirs in receiving:
+                work.wait()
+                low, high, other = theirs.tolist()
+                least, largest, time = min(least, low), max(largest, high), max(time, other)
+            for work, _ in sending:
+                work.wait()
+        return least, largest, time
+
+    def _send(self, digest: int) -> None:
+        """Send a digest to all ranks that this rank sends to in any round, without waiting."""
+        self.number += 1
+        sending, receiving = [], []
+        mine = torch.tensor([digest, digest, 0], dtype=torch.int64, device="cpu")
+        try:
+            for stage, distances in enumerate(self._rounds):
+                out, back = self._stage(stage, distances, mine)
+                sending += out
+                receiving += back
+        except RuntimeError:  # another rank is gone already, and reports its own error
+            pass
+        self._sent.append(_Sent(self.number, digest, sending, receiving))
+
+    def _stage(self, stage: int, distances: list[int], mine: Tensor) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
+        rank, size, group = self.rank, self.size, self._group
+        sending = [(group.send([mine], (rank + distance) % size, stage), mine) for distance in distances]
+        receiving = []
+        for distance in distances:
+            theirs = torch.empty(3, dtype=torch.int64, device="cpu")
+            receiving.append((group.recv([theirs], (rank - distance) % size, stage), theirs))
+        return sending, receiving
+
+    def _settle(self) -> None:
+        """Receive the others' digests for the calls that this rank did not wait for."""
+        while self._sent:
+            number, digest, sending, receiving = self._sent.pop(0)
+            for work, _ in (*receiving, *sending):
+                work.wait()
+            if digest == _ABSENT or any(value != digest for _, theirs in receiving for value in theirs.tolist()[:2]):
+                raise RankMismatchError(self._report(number))
+
+    def _report(self, number: int) -> str:
+        """Exchange the last calls after a digest that differed, and describe where they differ."""
+        line, tail = self.line, self.journal.tail()
+        if line is None:
+            return different_calls({self.rank: tail}, dict.fromkeys(set(range(self.size)) - {self.rank}, ""))
+        answers = {} if line.verdict else line.collect(self._key(number), tail, seconds=_ANSWER)
+        if line.verdict:
+            return line.verdict
+        missing = set(range(self.size)) - answers.keys()
+        if missing:
+            line.wait(lambda: missing <= line.endings.keys(), 1.0)
+        self.journal.restart(number)
+        gone = {rank: line.endings[rank].text if rank in line.endings else "" for rank in missing}
+        return different_calls({rank: tail_from(value) for rank, value in answers.items()}, gone)
+
+    def _key(self, number: int) -> str:
+        return f"report/{self._serial}/{number}"
+
+
+def _headline(error: BaseException) -> str:
+    """An error in one line; a RankMismatchError only by its name, since its message lists all ranks again."""
+    return type(error).__name__ if isinstance(error, RankMismatchError) else headline(error)
+
+
+def _rounds(size: int) -> Iterator[list[int]]:
+    """Distances to the peers of each round of a dissemination exchange, after which every rank has heard of every other."""
+    step = 1
+    while step < size:
+        yield [step * turn for turn in range(1, _RADIX) if step * turn < size]
+        step *= _RADIX

@@ -1,0 +1,161 @@
+"""What a rank writes when it ends: the one whose error it is writes that error, the others one line that names it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unishard.distributed.error_text import errors_in, readable
+from unishard.errors import RankMismatchError
+from unishard.failures.endings import StuckProcess, headline, is_lost_connection
+from unishard.failures.heartbeat import SILENT
+from unishard.failures.monitor_client import Ending, Lifeline
+from unishard.failures.monitor_server import DIED, FOLLOWED, RAISED
+from unishard.failures.rank_locations import where_raised
+
+__all__ = ["install", "record"]
+
+_NEWS = 1.0
+"""Seconds to wait for the error of another rank that explains this rank's."""
+_PRINTED = 2.0
+"""Seconds to wait until that rank has written it."""
+_GONE = 5.0
+"""Seconds that a rank waits for that rank to end: a launcher names the first that ends, and ending takes longer on a busy host."""
+
+_hook: _Hook | None = None
+
+
+class _Hook:
+    """Replaces `sys.excepthook`; the hook before it writes this rank's own errors."""
+
+    def __init__(self, line: Lifeline) -> None:
+        self.line = line
+        self._process = os.getpid()
+        self._before = self._first = sys.excepthook
+        self._inside = False
+
+    def put(self) -> None:
+        """Become `sys.excepthook`, also if torch has put its own around this one."""
+        if sys.excepthook is not self:
+            self._before = sys.excepthook
+            sys.excepthook = self
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        """Write the error, or which other one has caused it."""
+        if self._inside or os.getpid() != self._process:
+            return self._first(kind, error, trace)
+        self._inside = True
+        try:
+            error = readable(error)
+            cause = next((each for each in errors_in(error) if not _follows(each)), None)
+            if cause is None:
+                record(self._follow(next(errors_in(error)), trace))
+            else:
+                self._lead(error, trace)
+                record(error)
+        finally:
+            self._inside = False
+
+    def stop(self, cause: str) -> None:
+        """Write that this process is stopped because no rank can go on."""
+        if self.line.verdict:
+            self._share(cause, f"was stopped: {cause}")
+        else:
+            self._write(self._because(cause))
+        record(RankMismatchError(cause))
+
+    def _lead(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Write an error of this rank; in one line if another rank has raised the same before."""
+        own = f"raised {headline(error)}"
+        self.line.end(own, RAISED)
+        leader = next(ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank)
+        if leader.rank != self.line.rank:
+            self._write_after(leader, f"raised the same error as rank {leader.rank}: {type(error).__name__}")
+            return
+        self._write(own)
+        self._before(type(error), error, trace)
+        self.line.printed()
+
+    def _follow(self, error: BaseException, trace: TracebackType | None) -> BaseException:
+        """Write an error that another rank has caused, or that all ranks have found together; returns the one to record."""
+        line = self.line
+        first = line.first(0.0 if line.verdict else _NEWS)
+        if line.verdict:
+            self._share(line.verdict, f"raised {type(error).__name__} ({where_raised(error)}): {line.verdict}")
+            return RankMismatchError(line.verdict)
+        if first is not None and (first.how in (RAISED, DIED, SILENT) or str(error).startswith(str(first))):
+            line.end(f"raised {headline(error)}", FOLLOWED)
+            self._write_after(first, self._because(str(first)))
+            return RankMismatchError(str(first))
+        if isinstance(error, RankMismatchError):
+            self._share(str(error), f"raised {type(error).__name__} ({where_raised(error)}): {error}")
+        else:
+            line.end(f"raised {headline(error)}", FOLLOWED)
+            self._write(f"raised {headline(error)}")
+            self._before(type(error), error, trace)
+        return error
+
+    def _share(self, error: str, text: str) -> None:
+        """Write an error of all ranks on the first one that ends with it."""
+        own = f"raised RankMismatchError: {error}"
+        self.line.end(own, FOLLOWED)
+        leader = next(ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank)
+        if leader.rank != self.line.rank:
+            self._write_after(leader, f"ended for the same reason as rank {leader.rank}")
+            return
+        self._write(text)
+        self.line.printed()
+
+    def _because(self, cause: str) -> str:
+        place, unit, first = self.line.place(), self.line.unit(), self.line.first()
+        gathers = unit and any(f".{call} " in place for call in ("forward", "backward"))
+        if (
+            gathers and first is not None and first.how == DIED and not torch.cuda.is_available()
+        ):  # gloo aborts a process that gathers others
+            cause += f"; if it wrote that gloo received another size, it ran other modules than {unit}: see sharding.conditional_modules"
+        return f"ended {place.removeprefix('is ')} because {cause}" if place.startswith("is in ") else f"ended because {cause}"
+
+    def _write_after(self, other: Ending, text: str) -> None:
+        """Write a line once another rank has written its error, and leave after it: the launcher then sees that one first."""
+        self.line.wait(lambda: self.line.has_printed(other.rank), _PRINTED)
+        self._write(text)
+        self.line.wait(lambda: self.line.is_gone(other.rank), _GONE)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"unishard: rank {self.line.rank} of {self.line.size} {text}\n")  # at once, so that lines of ranks do not mix
+        sys.stderr.flush()
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether another rank may have caused an error."""
+    return isinstance(error, RankMismatchError) or is_lost_connection(error)
+
+
+def record(error: BaseException) -> None:
+    """Write torchrun's error file, as `torch.distributed.elastic.multiprocessing.errors.record` does."""
+    if not dist.is_torchelastic_launched():
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    error = readable(error)
+    try:
+        raise error
+    except BaseException:
+        get_error_handler().record_exception(error)
+
+
+def install(line: Lifeline) -> None:
+    """Let errors of this process be written by the rules of this module, and end it where it would wait for ranks that are gone.
+
+    Call it again after the process group has started: torch then replaces `sys.excepthook`.
+    """
+    global _hook
+    if _hook is None or _hook.line is not line:
+        _hook = _Hook(line)
+        line.when_doomed = StuckProcess(line, _hook.stop).look
+    _hook.put()

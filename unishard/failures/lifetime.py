@@ -1,0 +1,112 @@
+"""The default process group of a run, the same for both engines: its start under the monitor, and its clean shutdown."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unishard.config.topology import Topology, forgotten_srun, rendezvous
+from unishard.contract.private_api import CORE_PATCHES
+from unishard.distributed import descriptors, devices
+from unishard.distributed.process_group import TIMEOUT, forget_groups
+from unishard.failures import arrival, launcher, monitor_client
+
+__all__ = ["ended_by", "ensure", "shutdown"]
+
+_failed = False
+"""Whether an engine was closed by an error: collectives may be pending on this rank or on others."""
+
+
+def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
+    """Initialize the default process group, or use the one that the caller has initialized. Collective.
+
+    CUDA ranks get `cpu:gloo,cuda:nccl`, for collectives on tensors of either device, and their device becomes the current one; CPU ranks
+    get gloo. A plain `python script.py` becomes a group of one rank without using the network.
+
+    Args:
+        topology: The ranks.
+        patience: `communication.desync_timeout`; the ranks are then connected first, so that one that ends or does not answer is known to
+            the others (`lifeline`). None to connect nothing.
+
+    Returns:
+        The topology with the rank and world size of the actual group.
+
+    Raises:
+        ConfigError: The launcher's environment has no rendezvous address, or a rank has no CUDA device of its own.
+        RankMismatchError: Another rank has ended before it came here; with `patience`.
+    """
+    if patience is not None:
+        launcher.watch()
+    cuda, started = torch.cuda.is_available(), dist.is_initialized()
+    if cuda:
+        devices.use(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
+    if started:
+        if patience is not None:
+            arrival.join_group(TIMEOUT, patience)
+        return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size())
+    meet: dict[str, Any] = {"init_method": rendezvous(topology)}
+    if meet["init_method"] is None:
+        meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    elif patience is not None and topology.world_size > 1:
+        meet = {"store": arrival.meet(topology, TIMEOUT, patience)}
+    if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
+        warnings.warn(forgotten, UserWarning, stacklevel=3)
+    descriptors.make_room(topology.world_size)
+    # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the group split NCCL's
+    # communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
+    with monitor_client.asking():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
+        )
+    atexit.register(shutdown)
+    arrival.started()
+    if cuda and topology.world_size > 1:
+        with monitor_client.asking():
+            devices.refuse_shared(torch.cuda.current_device())
+    return topology
+
+
+def ended_by(error: BaseException | None) -> None:
+    """Record how an engine was closed: after an error, `shutdown` does not wait for ranks that may never arrive."""
+    global _failed
+    _failed = _failed or not (error is None or isinstance(error, SystemExit | GeneratorExit))
+
+
+def shutdown() -> None:
+    """Destroy the process group so that the interpreter exits cleanly. Safe to call twice.
+
+    A gloo worker thread that drops the last reference to a finished collective during interpreter finalization aborts the process
+    (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released, after the last collective and
+    before finalization prevents it.
+
+    After an error NCCL's communicators are aborted, because destroying them waits for pending collectives.
+    """
+    global _failed
+    arrival.leave()
+    if not dist.is_initialized():
+        return
+    forget_groups()
+    gc.collect()
+    time.sleep(0.1)
+    # Set by the interpreter for an unhandled exception, before atexit handlers run.
+    failed, _failed = _failed or getattr(sys, "last_value", None) is not None, False
+    if failed and "nccl" in dist.get_backend_config():
+        _abort()
+    else:
+        dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """Abort all communicators, or only those of the default group if torch has no function for all."""
+    if CORE_PATCHES["abort-all-groups"].works:
+        dist.distributed_c10d._abort_process_group()
+    elif dist.group.WORLD is not None:
+        dist.group.WORLD.abort()

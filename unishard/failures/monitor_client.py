@@ -1,0 +1,396 @@
+"""The connection of each rank to the hub on rank 0: by it a rank learns within milliseconds that another one has ended, and why.
+
+It is there from the first call that needs the other ranks, before the process group; a process that is killed closes it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from unishard.failures.heartbeat import SILENT, Silence
+from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence, own_address
+from unishard.failures.verdict import Judge
+
+__all__ = ["Ending", "Lifeline", "asking", "current", "forget", "has_been_open", "is_served", "open_line"]
+
+_CONNECT = 5.0
+"""Seconds to try an address of the hub."""
+_POLL = 0.25
+"""Seconds between two looks at a main thread that may be stuck."""
+_ASK = 1.0
+"""Seconds between two looks whether rank 0 still answers, while this rank waits in C++."""
+
+_WEIGHTS = {RAISED: 0, DIED: 0, SILENT: 0, FOLLOWED: 1, ENDED: 1}
+"""Which endings explain others."""
+
+_logger = logging.getLogger("unishard")
+_current: Lifeline | None = None
+_opened = 0
+"""Lines that this process has opened: each has keys of its own in the store."""
+
+
+class Ending(NamedTuple):
+    """The end of a rank's process, or of its part in the run."""
+
+    rank: int
+    text: str
+    """`raised ValueError: a broken sample (train.py:31 in main)`; empty if it ended without a word."""
+    how: str
+
+    def __str__(self) -> str:
+        if self.how == DIED:
+            return f"rank {self.rank} is gone: its process ended without an error (killed, for lack of memory, or in C++)"
+        return f"rank {self.rank} {self.text}"
+
+
+class Lifeline:
+    """One rank's connection. Any thread may use it."""
+
+    def __init__(self, connection: socket.socket, rank: int, size: int, hub: Hub | None) -> None:
+        """Start the thread that listens.
+
+        Args:
+            connection: To the hub, which knows this rank.
+            rank: This rank.
+            size: Number of ranks.
+            hub: The hub, in its own process.
+        """
+        self.rank, self.size = rank, size
+        self.thread = threading.get_ident()
+        """The thread that trains."""
+        self.endings: dict[int, Ending] = {}
+        """Of all ranks that have ended, the first one first; the same order on every rank."""
+        self.verdict = ""
+        """Why no rank can go on, although all live; empty while they can."""
+        self.place: Callable[[], str] = lambda: ""
+        """Where this rank is, as `is in engine.forward (update 3)`; empty if unknown."""
+        self.unit: Callable[[], str] = lambda: ""
+        """The module that this rank has gathered last, as `layers.0 (LlamaDecoderLayer)`; empty if there was none."""
+        self.when_doomed: Callable[[], None] = lambda: None
+        """Called a few times a second once another rank has ended, or there is a verdict."""
+        self._socket, self._hub = connection, hub
+        self._silence = Silence()
+        self._collected: dict[str, list[Any] | None] = {}
+        """What came under the keys that this rank waits for; None until then. The hub answers again to who asks later."""
+        self._asks = False
+        self._printed: set[int] = set()
+        self._gone: set[int] = set()
+        self._closed = False
+        self._news = threading.Condition()
+        self._sending = threading.Lock()
+        threading.Thread(target=self._listen, name="unishard-line", daemon=True).start()
+        os.register_at_fork(after_in_child=self._close_in_child)
+
+    # -- what a rank says -------------------------------------------------------------------------------------------------
+
+    def collect(
+        self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None
+    ) -> dict[int, Any]:
+        """Give a value and get those of all ranks, as JSON. Collective; can be interrupted.
+
+        Args:
+            key: Used once.
+            value: This rank's.
+            what: What is waited for, as in `has waited 10 s for rank 1 to call unishard.prepare`.
+            seconds: After this time, what is there is returned; None to wait.
+            patience: Seconds until a warning names the ranks that are waited for; None for no warning.
+
+        Returns:
+            By rank; without the ranks that have ended before, and those that are too late.
+        """
+        with self._news:
+            self._collected[key] = None
+        self.give(key, value, what=what, seconds=seconds, patience=patience)
+        self._silence.rest()
+        end = None if seconds is None else time.monotonic() + seconds + 1
+        with self._news:
+            try:
+                while (grouped := self._collected[key]) is None:
+                    if self._closed or 0 in self._gone or (end is not None and time.monotonic() >= end):
+                        return {self.rank: value}  # the hub is gone
+                    self._news.wait(0.5)
+                    self.ask()
+            finally:
+                del self._collected[key]
+        return {rank: value for value, spans in grouped for first, last in spans for rank in range(first, last + 1)}
+
+    def give(self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None) -> None:
+        """Give a value without waiting for those of the others; the arguments are those of `collect`."""
+        self._send({"kind": "collect", "key": key, "value": value, "what": what, "seconds": seconds, "patience": patience})
+
+    def status(self, status: Any) -> None:
+        """Tell the hub where this rank stands still; None once it moves."""
+        self._send({"kind": "status", "status": status})
+        if status is None:
+            self._silence.rest()
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """A block in which this rank may wait for others in C++ before the watchdog looks at it: a rank that does not answer is named."""
+        self._silence.rest()
+        self._asks = True
+        self._send({"kind": "asks", "asks": True})
+        try:
+            yield
+        finally:
+            self._asks = False
+            self._send({"kind": "asks", "asks": False})
+
+    def be_patient(self, seconds: float) -> None:
+        """Set `communication.desync_timeout`, on which it depends for how long a rank may not answer."""
+        for silence in (self._silence, *([self._hub.silence] if self._hub is not None else [])):
+            silence.patience = seconds
+
+    def ask(self) -> None:
+        """Ask whether rank 0's process still runs. Called about once a second while this rank waits."""
+        if self.rank == 0 or self._closed or 0 in self._gone:
+            return
+        ask, silent = self._silence.look((0,))
+        if ask:
+            self._send({"kind": "ping"})
+        if silent:
+            # What rank 0 reads first if it runs again.
+            self._send({"kind": "ended", "text": f"has ended, since rank 0 {self._silence.text}", "how": RAISED})
+            with self._news:
+                self.endings.setdefault(0, Ending(0, self._silence.text, SILENT))
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait of `_listen`
+
+    def end(self, text: str, how: str) -> None:
+        """Tell all ranks that this one ends, and why. Only the first time counts."""
+        if self.rank in self.endings:
+            return
+        self._send({"kind": "ended", "text": text, "how": how})
+        if not self.wait(lambda: self.rank in self.endings, 2.0):
+            self.endings[self.rank] = Ending(self.rank, text, how)
+
+    def printed(self) -> None:
+        """Tell all ranks that this one has written its error."""
+        self._send({"kind": "printed"})
+
+    # -- what it has heard ------------------------------------------------------------------------------------------------
+
+    @property
+    def doomed(self) -> bool:
+        """Whether the run cannot go on: another rank has ended, or there is a verdict."""
+        return bool(self.verdict) or any(rank != self.rank for rank in list(self.endings))
+
+    def others(self) -> list[Ending]:
+        """The other ranks that have ended, the first one first."""
+        return [ending for ending in list(self.endings.values()) if ending.rank != self.rank]
+
+    def first(self, seconds: float = 0.0) -> Ending | None:
+        """The ending of another rank that explains why this one cannot go on: an own error of it or its death before anything else.
+
+        Args:
+            seconds: How long to wait for news.
+        """
+        self.wait(lambda: any(_WEIGHTS[ending.how] == 0 for ending in self.others()), seconds)
+        own = self.endings.get(self.rank)
+        others = [own] if own is not None and own.how == SILENT else self.others()  # the others have ended without this one
+        return min(others, key=lambda ending: _WEIGHTS[ending.how], default=None)
+
+    def cause(self, seconds: float = 0.0) -> str:
+        """Why the run cannot go on: the verdict, or the ending of another rank; empty if unknown.
+
+        Args:
+            seconds: How long to wait for news.
+        """
+        self.wait(lambda: self.doomed, seconds)
+        first = self.first()
+        return self.verdict or ("" if first is None else str(first))
+
+    def has_printed(self, rank: int) -> bool:
+        """Whether a rank has written its error, or is gone."""
+        return rank in self._printed or rank in self._gone
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank's process has ended."""
+        return rank in self._gone
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait for something that is heard."""
+        with self._news:
+            return self._news.wait_for(lambda: condition() or self._closed, seconds) and condition()
+
+    # -- the connection ---------------------------------------------------------------------------------------------------
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._sending, contextlib.suppress(OSError):  # the hub is gone
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _listen(self) -> None:
+        buffer, poll = b"", select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            if not poll.poll(1000 * (_POLL if self.doomed else _ASK)):
+                if self.doomed:
+                    self.when_doomed()
+                elif self._asks:
+                    self.ask()
+                continue
+            try:
+                data = self._socket.recv(65536)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            self._silence.heard(0)
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+        with self._news:
+            self._gone.add(0)
+            self.endings.setdefault(0, Ending(0, "", DIED))
+            self._news.notify_all()
+        while not self._closed:
+            time.sleep(_POLL)
+            self.when_doomed()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        with self._news:
+            match message["kind"]:
+                case "collected" if message["key"] in self._collected:
+                    self._collected[message["key"]] = message["values"]
+                case "ended":
+                    self.endings[message["rank"]] = Ending(message["rank"], message["text"], message["how"])
+                case "gone":
+                    self._gone.add(message["rank"])
+                case "printed":
+                    self._printed.add(message["rank"])
+                case "verdict":
+                    self.verdict = message["text"]
+            self._news.notify_all()
+        if message["kind"] == "ping":
+            self._send({"kind": "pong"})
+        if message["kind"] == "late":
+            _logger.warning("rank %d %s", self.rank, message["text"])
+
+    def close(self) -> None:
+        """Close the connection; the others hear that this rank has ended."""
+        self.end("has ended its program, or left it with sys.exit", ENDED)
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _close_in_child(self) -> None:
+        self._closed = True
+        self._socket.close()
+        if self._hub is not None:
+            self._hub.close_in_child()
+
+
+def has_been_open() -> bool:
+    """Whether this process has ever opened a line."""
+    return _opened > 0
+
+
+def is_served(store: Any, seconds: float) -> bool:
+    """Wait until rank 0 has opened the next line of a run; can be interrupted.
+
+    Args:
+        store: As in `open_line`.
+        seconds: How long to wait.
+
+    Raises:
+        DistNetworkError: The store is gone.
+    """
+    keys = dist.PrefixStore(f"unishard/line/{_opened + 1}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            keys.wait(["hub"], timedelta(seconds=min(_ASK, seconds)))
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # the time is over, which each kind of store says in another class
+            time.sleep(_POLL)
+            continue
+        return True
+    return False
+
+
+def current() -> Lifeline | None:
+    """The line of this process; None with one rank, or where the hub cannot be reached."""
+    return _current
+
+
+def asking() -> AbstractContextManager[None]:
+    """A block in which this rank may wait for others in C++; see `Lifeline.asking`."""
+    return contextlib.nullcontext() if _current is None else _current.asking()
+
+
+def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: bool = False) -> Lifeline | None:
+    """Open the line of this process. Collective: waits for rank 0, see `is_served`.
+
+    Args:
+        store: A `torch.distributed.Store` that all ranks share.
+        rank: This rank.
+        size: Number of ranks.
+        hosts: Names or addresses of rank 0's machine to try first.
+        local: Whether all ranks are on one machine; no other one can then connect.
+    """
+    global _current, _opened
+    _opened += 1
+    keys = dist.PrefixStore(f"unishard/line/{_opened}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    hub = None
+    if rank == 0:
+        token = secrets.token_hex(16)
+        asked = dist.PrefixStore(f"unishard/line/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
+        hub = Hub(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
+        keys.set("hub", json.dumps([socket.gethostname(), own_address(), hub.port, token]))
+    machine, address, port, token = json.loads(keys.get("hub"))
+    for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
+        if (connection := _connect(host, port, {"token": token, "rank": rank})) is not None:
+            _current = Lifeline(connection, rank, size, hub)
+            return _current
+    keys.set(f"without/{rank}", "")
+    _logger.warning(
+        "rank %d cannot connect to rank 0 (%s, port %d), so the end of a rank is noticed late; let ranks connect to each other's ports",
+        rank,
+        ", ".join([*hosts, address]),
+        port,
+    )
+    _current = None
+    return None
+
+
+def forget() -> None:
+    """Note that the line of this process is closed."""
+    global _current
+    _current = None
+
+
+def _connect(host: str, port: int, hello: dict[str, Any]) -> socket.socket | None:
+    """A connection to the hub, if it answers there."""
+    try:
+        connection = socket.create_connection((host, port), _CONNECT)
+    except OSError:
+        return None
+    try:
+        notice_silence(connection)
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        answer = b""
+        while not answer.endswith(b"\n"):  # what follows is for the thread
+            data = connection.recv(1)
+            if not data:
+                raise OSError("refused")
+            answer += data
+    except OSError:
+        connection.close()
+        return None
+    connection.settimeout(None)
+    return connection

@@ -1,0 +1,359 @@
+"""The hub on rank 0: a thread to which every rank holds a connection, so that the end of a process is known to all within milliseconds.
+
+It passes on what ranks say when they end, collects what all ranks have to give, and is silent in a healthy run. Messages are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unishard.failures.heartbeat import SILENT, Silence
+from unishard.failures.verdict import Judgement
+
+__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence", "own_address"]
+
+DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
+"""How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an error."""
+_TICK = 0.5
+"""Seconds between two looks at what ranks wait for."""
+_STOPPED = 5.0
+"""Seconds to wait for a rank that reads nothing, since its process is stopped."""
+_REMEMBERED = 32
+"""Complete collections that a late rank can still ask for."""
+_LONGEST = 16 * 2**20
+"""Bytes of a message; what is longer does not come from a rank."""
+
+
+_HELLO = 4096
+"""Bytes of the first message, before anybody knows that it comes from a rank."""
+
+
+def _listen(backlog: int, *, local: bool) -> socket.socket:
+    """A server for this machine only, or for all: of IPv6 and IPv4, of IPv4 where the system has IPv6 switched off."""
+    if local:
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+_logger = logging.getLogger("unishard")
+
+
+def _line_of(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+Judge = Callable[[Mapping[int, Any]], Judgement]
+_SILENCE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+"""At most: seconds until the first probe and between two, and how many go unanswered."""
+
+
+class _Link:
+    """A connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.rank = -1
+        self.buffer = b""
+
+
+class _Collection:
+    """Values of all ranks under one key."""
+
+    def __init__(self, what: str, missing: set[int]) -> None:
+        self.what = what
+        self.missing = missing
+        """The ranks that live and have given nothing."""
+        self.began = time.monotonic()
+        self.deadline: float | None = None
+        """When it is complete whoever is missing."""
+        self.patience: float | None = None
+        """Seconds until a warning names the ranks that are missing."""
+        self.values: dict[int, Any] = {}
+        self.answer = b""
+        """What all ranks get once it is complete, when `values` are forgotten."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no rank is waited for any more."""
+        return bool(self.answer)
+
+    def finish(self, key: str) -> None:
+        """Put the values into one line for any number of ranks: equal ones once, each with the first and last of the ranks that gave it."""
+        grouped: dict[str, tuple[Any, list[list[int]]]] = {}
+        for rank, value in sorted(self.values.items()):
+            spans = grouped.setdefault(json.dumps(value), (value, []))[1]
+            if spans and spans[-1][1] == rank - 1:
+                spans[-1][1] = rank
+            else:
+                spans.append([rank, rank])
+        self.answer = _line_of({"kind": "collected", "key": key, "values": list(grouped.values())})
+        self.values.clear()
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Let a connection end within a minute after its other host is gone, which closes nothing; the system's own limit is two hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    found = []
+    for name, most in _SILENCE.items():
+        option = getattr(socket, name, None)
+        if option is None:  # another system than Linux
+            return
+        if connection.getsockopt(socket.IPPROTO_TCP, option) > most:
+            connection.setsockopt(socket.IPPROTO_TCP, option, most)
+        found.append(connection.getsockopt(socket.IPPROTO_TCP, option))
+    idle, interval, count = found
+    # Probes are only sent while no data is on its way; this limits both.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (idle + interval * count))
+
+
+def own_address() -> str:
+    """An address of this machine."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "localhost"
+
+
+class Hub:
+    """Serves the connections of all ranks in a thread of its own."""
+
+    def __init__(self, size: int, token: str, judge: Judge, unreachable: Callable[[int], bool], *, local: bool = False) -> None:
+        """Start the thread.
+
+        Args:
+            size: Number of ranks.
+            token: What a rank must say first; others are refused.
+            judge: Called with the statuses of all ranks that live when each of them stands still.
+            unreachable: Whether a rank has said elsewhere that it cannot connect.
+            local: Whether all ranks are on this machine, so that no other one needs to connect.
+        """
+        self._size, self._token, self._judge, self._unreachable = size, token, judge, unreachable
+        self._listener = _listen(size, local=local)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._links: dict[int, _Link] = {}
+        self._ended: set[int] = set()
+        self._endings: list[dict[str, Any]] = []
+        """What was said of them, for ranks that come later."""
+        self._collections: dict[str, _Collection] = {}
+        self._statuses: dict[int, Any] = {}
+        """Of the ranks that live and stand still."""
+        self._asking: set[int] = set()
+        """Ranks that may wait for others in C++, and cannot say more."""
+        self._judged = False
+        self._considered = -_TICK
+        self._asked = False
+        """Whether statuses have come since they were considered."""
+        self.silence = Silence()
+        threading.Thread(target=self._serve, name="unishard-hub", daemon=True).start()
+
+    def close_in_child(self) -> None:
+        """Close a forked process's copies of the sockets, which would keep the connections open after the end of this process."""
+        for link in self._links.values():
+            link.socket.close()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while self._links or not self._ended:
+            for key, _ in self._selector.select(_TICK if self._is_waited_for() else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._receive(key.data)
+            self._look()
+        self._listener.close()
+
+    def _is_waited_for(self) -> bool:
+        return self._asked or self._somebody_waits()
+
+    def _somebody_waits(self) -> bool:
+        standing = self._statuses.keys() | self._asking
+        return any(not found.complete for found in self._collections.values()) or not standing.isdisjoint(self._links)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # closed again, or this process has as many files open as it may
+            _logger.warning("a rank could not connect to rank 0 (%s)", error.strerror)
+            time.sleep(_TICK)
+            return
+        notice_silence(connection)
+        connection.settimeout(_STOPPED)
+        self._selector.register(connection, selectors.EVENT_READ, _Link(connection))
+
+    def _receive(self, link: _Link) -> None:
+        try:
+            data = link.socket.recv(65536)
+        except OSError:
+            data = b""
+        *lines, link.buffer = (link.buffer + data).split(b"\n")
+        self.silence.heard(link.rank)
+        for line in lines:
+            try:
+                self._handle(link, json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not from a rank
+                data = b""
+                break
+        if not data or len(link.buffer) > (_HELLO if link.rank < 0 else _LONGEST):
+            self._drop(link)
+
+    def _drop(self, link: _Link) -> None:
+        self._selector.unregister(link.socket)
+        link.socket.close()
+        if link.rank >= 0:
+            del self._links[link.rank]
+            self._end(link.rank, "", DIED)
+
+    def _handle(self, link: _Link, message: dict[str, Any]) -> None:
+        if link.rank < 0:
+            rank = message["rank"]
+            known = secrets.compare_digest(message["token"].encode(), self._token.encode())
+            if not known or type(rank) is not int or not 0 <= rank < self._size or rank in self._links:
+                raise ValueError("a stranger")
+            link.rank = rank
+            self._links[link.rank] = link
+            for message in ({"kind": "welcome"}, *self._endings):
+                self._send(link, message)
+            return
+        match message["kind"]:
+            case "collect":
+                self._collect(link, message)
+            case "status":
+                if message["status"] is None or link.rank in self._ended:
+                    self._statuses.pop(link.rank, None)
+                else:
+                    self._statuses[link.rank] = message["status"]
+                self._asked = True
+                self._consider()
+            case "ended":
+                self._end(link.rank, message["text"], message["how"])
+            case "asks":
+                (self._asking.add if message["asks"] else self._asking.discard)(link.rank)
+            case "printed":
+                self._cast(_line_of({"kind": "printed", "rank": link.rank}))
+            case "ping":
+                self._send(link, {"kind": "pong"})
+
+    def _end(self, rank: int, text: str, how: str) -> None:
+        said = [{"kind": "gone", "rank": rank}] if how in (DIED, SILENT) else []
+        if rank not in self._ended:
+            self._ended.add(rank)
+            self._asking.discard(rank)
+            said.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
+            self._statuses.pop(rank, None)
+        for each in said:
+            self._endings.append(each)
+            self._cast(_line_of(each))
+        for key, found in list(self._collections.items()):
+            found.missing.discard(rank)
+            self._finish(key)
+
+    def _cast(self, line: bytes) -> None:
+        for rank in sorted(self._links, reverse=True):  # this process last: it may end as soon as it hears
+            self._write(self._links[rank], line)
+
+    def _send(self, link: _Link, message: dict[str, Any]) -> None:
+        self._write(link, _line_of(message))
+
+    def _write(self, link: _Link, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read
+            link.socket.sendall(line)
+
+    # -- collections ------------------------------------------------------------------------------------------------------
+
+    def _collect(self, link: _Link, message: dict[str, Any]) -> None:
+        key = message["key"]
+        if key not in self._collections:
+            complete = [each for each, found in self._collections.items() if found.complete]
+            for old in complete[: max(0, len(complete) - _REMEMBERED)]:
+                del self._collections[old]
+            self._collections[key] = _Collection(message["what"], set(range(self._size)) - self._ended)
+        found = self._collections[key]
+        if found.complete:
+            self._write(link, found.answer)
+            return
+        found.values[link.rank] = message["value"]
+        found.missing.discard(link.rank)
+        if found.deadline is None and message["seconds"] is not None:
+            found.deadline = time.monotonic() + message["seconds"]
+        if found.patience is None and message["patience"] is not None:
+            found.began, found.patience = time.monotonic(), message["patience"]
+        self._finish(key)
+
+    def _finish(self, key: str, *, late: bool = False) -> None:
+        found = self._collections[key]
+        if found.complete or (not late and found.missing):
+            return
+        found.finish(key)
+        self._cast(found.answer)
+
+    def _look(self) -> None:
+        """Complete collections whose time is over, and warn of ranks that are waited for."""
+        self._consider()
+        now = time.monotonic()
+        for key, found in list(self._collections.items()):
+            if found.complete:
+                continue
+            if found.deadline is not None and now >= found.deadline:
+                self._finish(key, late=True)
+            elif found.patience is not None and now >= found.began + found.patience:
+                self._warn(found, found.patience)
+                found.patience = None
+                self._finish(key)
+
+        self._ask()
+
+    def _ask(self) -> None:
+        """While ranks wait, ask whether the processes of the others still run."""
+        if not self._somebody_waits():
+            self.silence.rest()
+            return
+        others = [rank for rank in self._links if rank and rank not in self._ended]
+        ask, silent = self.silence.look(others)
+        for rank in others if ask else ():
+            self._send(self._links[rank], {"kind": "ping"})
+        for rank in silent:
+            self._end(rank, self.silence.text, SILENT)
+
+    def _warn(self, found: _Collection, seconds: float) -> None:
+        away = {rank for rank in found.missing if rank not in self._links and self._unreachable(rank)}
+        self._ended |= away
+        for each in self._collections.values():
+            each.missing -= away
+        missing = sorted(found.missing)
+        link = self._links.get(min(found.values, default=-1))
+        if missing and link is not None:
+            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:16]))}"
+            self._send(link, {"kind": "late", "text": f"has waited {seconds:.0f} s for {ranks} {found.what}"})
+
+    # -- ranks that stand still -------------------------------------------------------------------------------------------
+
+    def _consider(self) -> None:
+        """Judge, once the status of every rank that lives is known; all of them at once, and not at each status that comes."""
+        away = sum(rank not in self._links for rank in self._ended)
+        live = len(self._links) - len(self._ended) + away
+        if not self._asked or self._judged or len(self._statuses) < live or len(self._links) + away < self._size:
+            self._asked = False
+            return
+        if time.monotonic() - self._considered < _TICK:
+            return
+        self._considered, self._asked = time.monotonic(), False
+        verdict, late = self._judge(dict(self._statuses))
+        if verdict:
+            self._judged = True
+            self._cast(_line_of({"kind": "verdict", "text": verdict}))
+        for rank, text in late.items():
+            self._send(self._links[rank], {"kind": "late", "text": text})

@@ -1,0 +1,116 @@
+"""Where each rank is, in words: for the messages of `unishard.failures.collective_check`."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["describe", "may_wait_for_ranks", "place_of", "position_of", "stack_of", "where_raised"]
+
+_ENGINE = str(Path(__file__).parents[1] / "engine")
+"""On the stack of every call of an engine."""
+_PACKAGE = str(Path(__file__).parents[1])
+_BACKENDS = str(Path(__file__).parents[2] / "backends")
+"""In a checkout; installed, backends are among the packages."""
+_WRITING = str(Path(__file__).parents[1] / "checkpoint")
+_STDLIB = sysconfig.get_path("stdlib")
+_INSTALLED = tuple(
+    {sysconfig.get_path("stdlib"), *(sysconfig.get_path(name) for name in ("purelib", "platlib")), str(Path(torch.__file__).parents[1])}
+)
+_COLLECTIVES = str(Path(dist.__file__).parent)
+_CHECKPOINTS = str(Path(dist.__file__).parent / "checkpoint")
+"""In torch.distributed too, but it waits for disks."""
+
+
+def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str:
+    """A list of ranks by place, then the ranks that gave no answer, with the last place common to all."""
+    together: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        together.setdefault(place, []).append(rank)
+    lines = [f"{_ranks(ranks)} {_of_several(place) if len(ranks) > 1 else place}" for place, ranks in together.items()]
+    if missing := sorted(silent):
+        lines.append(f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone or gave no answer, last seen {last.partition(' ')[2]}")
+    return "; ".join(lines)
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def _of_several(place: str) -> str:
+    verb, _, rest = place.partition(" ")
+    return {"is": "are", "has": "have", "waits": "wait"}.get(verb, verb) + " " + rest
+
+
+def stack_of(thread: int) -> tuple[str, bool, bool]:
+    """Where a thread of this process is.
+
+    Returns:
+        `file:line in function` of the innermost frame of the user's code, whether the thread is in a call of an engine, and whether it is
+        in a collective of torch.distributed.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "nowhere: its thread has ended", False, False
+    frames = traceback.extract_stack(frame)
+    return _in_words(frames), _is_inside(frames), _waits(frames)
+
+
+def may_wait_for_ranks(thread: int, *, surely: bool) -> bool:
+    """Whether a thread that stands still may be in a collective, and not in other work such as writing a checkpoint.
+
+    Args:
+        thread: Its identifier.
+        surely: Whether to leave out calls of an engine that may as well compute: those that wait in C++ or for a device.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return False
+    frames = traceback.extract_stack(frame)
+    if _waits(frames):
+        return True
+    names = [entry.filename for entry in frames]
+    in_python = names[-1].startswith(_STDLIB) and "-packages" not in names[-1]  # a lock, a file, another process
+    return not surely and not in_python and _is_inside(frames) and not any(name.startswith(_WRITING) for name in names)
+
+
+def position_of(thread: int) -> tuple[int, ...]:
+    """The instruction at which each frame of a thread is: equal twice if the thread has not moved, or is back where it was."""
+    frame, position = sys._current_frames().get(thread), []
+    while frame is not None:
+        position += [id(frame), frame.f_lasti]
+        frame = frame.f_back
+    return tuple(position)
+
+
+def where_raised(error: BaseException) -> str:
+    """`file:line in function` of the user's code that raised an error, or whose call raised it; empty for an error that was not raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _in_words(frames) if frames else ""
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line in function` of the innermost frame of the user's code, of an error that is caught in a call from there."""
+    return _in_words(traceback.StackSummary.from_list([*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]))
+
+
+def _in_words(frames: traceback.StackSummary) -> str:
+    own = [entry for entry in frames if not entry.filename.startswith((_PACKAGE, _BACKENDS, "<", *_INSTALLED))]
+    entry = (own or frames)[-1]
+    return f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}"
+
+
+def _is_inside(frames: traceback.StackSummary) -> bool:
+    return any(entry.filename.startswith(_ENGINE) for entry in frames)
+
+
+def _waits(frames: traceback.StackSummary) -> bool:
+    innermost = next((entry.filename for entry in reversed(frames) if entry.filename.startswith(_COLLECTIVES)), "")
+    return bool(innermost) and not innermost.startswith(_CHECKPOINTS)

@@ -1,0 +1,185 @@
+"""What ranks that disagree, or that all stand still, tell about each other: the text of the error that each of them raises."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+from unishard.failures.call_log import Call, Tail, first_difference, tail_from
+from unishard.failures.rank_locations import describe
+
+__all__ = ["BUSY", "LEFT", "MEETS", "WAITS", "Judge", "Judgement", "different_calls", "status_of"]
+
+MEETS, WAITS, LEFT, BUSY = "meets", "waits", "left", "busy"
+"""What a rank that stands still does: it waits for the other ranks before a call; it waits in a collective; it has closed its engines;
+or anything else."""
+
+_DEADLOCK = "ranks made different calls and would deadlock"
+_MIXED = "ranks have gradients of different parameters, which would be added up"
+_EXCEPT = "except those of the classes in sharding.conditional_modules: add "
+_BRANCH = "or let every rank take the same branch"
+_OWN_MODULE = (
+    "except those of the classes in sharding.conditional_modules: put such parameters into a module with a forward, and add its class"
+)
+_UNEQUAL = "learning rates, other options or weights differ between ranks in"
+_UNWRITTEN = "not written by the script"
+_ALIKE = "write the same values on every rank: the ranks would train parts of different models"
+_NAMED = 4
+"""Values named that differ."""
+_SLOWEST = 6
+"""Timeouts that a collective which all ranks have joined may take."""
+
+
+class Judgement(NamedTuple):
+    """What the hub makes of ranks that all stand still."""
+
+    verdict: str = ""
+    """Why no rank can go on; empty while one might."""
+    late: Mapping[int, str] = {}
+    """What to log on a rank that has waited for long."""
+
+
+class Standstill(NamedTuple):
+    """A rank that stands still."""
+
+    tail: Tail
+    doing: str
+    place: str
+    """Where it is, in words."""
+    inside: bool
+    """Whether that is in a call of unishard."""
+    seconds: float
+    """Since its last call began."""
+    patience: float
+    """`communication.desync_timeout`."""
+
+
+def status_of(tail: Tail, doing: str, place: str, *, inside: bool, seconds: float, patience: float) -> Any:
+    """A status, as JSON."""
+    return Standstill(tail, doing, place, inside, seconds, patience)
+
+
+def different_calls(tails: Mapping[int, Tail], gone: Mapping[int, str]) -> str:
+    """The error of ranks that found that their calls differ, or that a rank is gone.
+
+    Args:
+        tails: Of the ranks that have answered.
+        gone: What became of the others; an empty text for one that gave no answer.
+    """
+    number = first_difference(tails)
+    at = max(tail.number for tail in tails.values()) if number is None else number
+    calls = {rank: call for rank, tail in tails.items() if (call := tail.at(at) or (tail.calls[-1] if tail.calls else None)) is not None}
+    places = {rank: call.text for rank, call in calls.items()} | {rank: text for rank, text in gone.items() if text}
+    places |= dict.fromkeys(tails.keys() - places.keys(), "has made no call since the last error")
+    silent = [rank for rank, text in gone.items() if not text]
+    if raised := _raised(tails, at):
+        return _because(raised, places, silent, _last_common(tails, at))
+    where = describe(places, silent, _last_common(tails, at))
+    if number is not None and len({call._replace(held="", error="") for call in calls.values()}) == 1:
+        return _unequal(calls)
+    problem, advice = _problem(calls.values()) if number is not None else (_DEADLOCK, "")
+    if not advice and number is not None and all(tail.number > number for tail in tails.values()):
+        advice = "; they have trained on since, perhaps differently: go back to a checkpoint from before this"
+    return f"{problem}: {where}{advice}"
+
+
+def _unequal(calls: Mapping[int, Call]) -> str:
+    """Name the values that differ between ranks which make the same call."""
+    held = {rank: json.loads(call.held or "{}") for rank, call in calls.items()}
+    names = [name for name in dict.fromkeys(chain(*held.values())) if len({values.get(name) for values in held.values()}) > 1]
+    told = {rank: f"has {', '.join(f'{name} {values.get(name, _UNWRITTEN)}' for name in names[:_NAMED])}" for rank, values in held.items()}
+    more = f"; {len(names) - _NAMED} other values differ too" if len(names) > _NAMED else ""
+    place = next(iter(calls.values())).place.removeprefix("is in ")
+    return f"{_UNEQUAL} {place}: {describe(told, (), '')}{more}; {_ALIKE}"
+
+
+def _raised(tails: Mapping[int, Tail], at: int) -> dict[int, str]:
+    """The errors with which ranks have left, in a call of a number or after it."""
+    found = {rank: [call.error for call in tail.calls[max(0, at - tail.first) :] if call.error] for rank, tail in tails.items()}
+    return {rank: errors[0] for rank, errors in found.items() if errors}
+
+
+def _because(raised: Mapping[int, str], places: Mapping[int, str], silent: Collection[int], last: str) -> str:
+    """Name the ranks that have left with an error first, since that is the cause of what the others meet."""
+    first = describe({rank: f"raised {text} and {places[rank]}" for rank, text in raised.items()}, (), "")
+    others = describe({rank: place for rank, place in places.items() if rank not in raised}, silent, last)
+    return f"{first}; {others}" if others else first
+
+
+def _problem(calls: Collection[Call]) -> tuple[str, str]:
+    """What is wrong with calls that differ, and what to do where that is known."""
+    if any(call.unit for call in calls):
+        classes = sorted({call.unit.rpartition("(")[2].rstrip(")") for call in calls if call.unit})
+        return _DEADLOCK, f"; all ranks must run the same modules in the same order, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}"
+    if len({call.place for call in calls}) > 1:
+        return _DEADLOCK, ""
+    if len({call.skipped for call in calls}) > 1:
+        classes = sorted({found for call in calls for found in re.findall(r"\((\w+)\)", call.skipped)})
+        advice = f"{_EXCEPT}{', '.join(classes)} there, {_BRANCH}" if classes else _OWN_MODULE
+        return _MIXED, f"; all ranks must use the same parameters, {advice}"
+    if len({call.order for call in calls}) > 1:
+        return _MIXED, ", after gradients that came in another order on each rank; all ranks must run the same modules in the same order"
+    return _DEADLOCK, ""
+
+
+def _last_common(tails: Mapping[int, Tail], at: int) -> str:
+    """The last call that all ranks have made, before the one at a number."""
+    tail = next(iter(tails.values()))
+    now = tail.at(at)
+    for number in range(at - 1, tail.first - 1, -1):
+        call = tail.at(number)
+        if call is not None and (now is None or call.place != now.place):
+            return call.place
+    return "is before its first call"
+
+
+class Judge:
+    """Judges the ranks that live, once all of them stand still. Runs on rank 0, in the hub's thread."""
+
+    def __init__(self) -> None:
+        self._warned: set[tuple[int, int]] = set()
+
+    def __call__(self, sent: Mapping[int, Any]) -> Judgement:
+        """Decide whether the ranks wait for each other, and which of them are late.
+
+        Args:
+            sent: The status of every rank that lives.
+        """
+        statuses = {rank: Standstill(tail_from(tail), *rest) for rank, (tail, *rest) in sent.items()}
+        tails = {rank: status.tail for rank, status in statuses.items()}
+        if first_difference(tails) is not None:
+            return Judgement(different_calls(tails, {}))
+        places = {rank: status.place for rank, status in statuses.items()}
+        where = describe(places, (), "")
+        if _is_deadlock(statuses):
+            if raised := _raised(tails, min(tail.number for tail in tails.values())):
+                return Judgement(_because(raised, places, (), ""))
+            return Judgement(f"{_DEADLOCK}: {where}")
+        waiting = sorted(rank for rank, status in statuses.items() if status.doing == MEETS and status.seconds >= status.patience)
+        if waiting and (asked := (statuses[waiting[0]].tail.epoch, statuses[waiting[0]].tail.number)) not in self._warned:
+            self._warned.add(asked)
+            return Judgement(late={waiting[0]: f"has waited {statuses[waiting[0]].seconds:.0f} s for other ranks: {where}"})
+        return Judgement()
+
+
+def _is_deadlock(statuses: Mapping[int, Standstill]) -> bool:
+    """Whether no rank computes, and one waits for a call that another will never make."""
+    if any(status.doing == BUSY or status.seconds < status.patience / 2 for status in statuses.values()):
+        return False
+    waiting = [status for status in statuses.values() if status.doing == MEETS or (status.doing == WAITS and status.inside)]
+    return any(_never_comes(other, each) for other in statuses.values() for each in waiting)
+
+
+def _never_comes(other: Standstill, waiting: Standstill) -> bool:
+    """Whether a rank that stands still will not make the call in which another one waits."""
+    if other.doing == LEFT:
+        return other.tail.number > waiting.tail.number and waiting.seconds >= waiting.patience
+    if other.doing == WAITS and other.inside:
+        # It waits in a collective of an engine, and the first one has left it out, or is behind, or ahead and also waits.
+        still = min(other.seconds, waiting.seconds)
+        return still >= waiting.patience * (1 if waiting.doing == MEETS else _SLOWEST) and other.tail.number != waiting.tail.number
+    # A rank that is through with a call may wait outside until the others are through with it too.
+    return other.doing == WAITS and (waiting.doing == MEETS or waiting.tail.number > other.tail.number)

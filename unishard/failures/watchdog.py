@@ -1,0 +1,150 @@
+"""The watchdog: a thread that looks once a second whether this rank stands still, and tells the hub where."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from unishard.failures.call_log import Journal
+from unishard.failures.device_wait import DeviceWait
+from unishard.failures.monitor_client import Lifeline
+from unishard.failures.rank_locations import position_of, stack_of
+from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, status_of
+
+__all__ = ["Watched", "watch"]
+
+_LONG = 6
+"""Timeouts until a long call is reported that no other rank waits for."""
+_QUIET = 5.0
+"""Seconds in one call until the hub learns of it, at most: updates of large models take seconds."""
+_SAID = 64
+"""How many of the last calls it gets."""
+
+_logger = logging.getLogger("unishard")
+
+
+class Watched(Protocol):
+    """What the watchdog reads of a check. Written by the training thread."""
+
+    world: dist.ProcessGroup | None
+    timeout: float
+    active: int
+    """Open engines."""
+    failed: str
+    journal: Journal
+    waiting: bool
+    """Whether it waits for other ranks before a call."""
+    moved: float
+    """When its last call began, or stopped to wait for other ranks."""
+    device_wait: DeviceWait | None
+    """The last collectives on a device that the host may be waiting for, if any."""
+    thread: int
+    rank: int
+    line: Lifeline | None
+
+    def give_up(self, why: str) -> None:
+        """Make the next call fail, and release ranks that wait for this one."""
+
+
+class _Watch:
+    """Looks at one check."""
+
+    def __init__(self) -> None:
+        self._warned = -1
+        self._told: tuple[Any, ...] | None = None
+        """What the hub was told last of this call."""
+        self._position: tuple[int, ...] = ()
+        self._processor_time = 0.0
+        self._blocked_since: float | None = None
+
+    def look(self, check: Watched) -> None:
+        """Tell the hub where this rank is, if it has made no call for a while."""
+        if check.failed or check.line is None:
+            return
+        if check.line.verdict:
+            check.give_up(check.line.verdict)
+            return
+        still = time.monotonic() - check.moved
+        if still < min(_QUIET, check.timeout / 4):
+            self._blocked_since = None
+            if self._told is not None:
+                self._told = None
+                check.line.status(None)
+            return
+        check.line.ask()
+        tail = check.journal.tail()
+        where, inside, collective = stack_of(check.thread)
+        doing, place = self._find(check, where, collective, inside=inside)
+        # Where a late rank is in the caller's code is reported at each look.
+        telling = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if inside else still)
+        if telling != self._told:
+            self._told, tail = telling, tail._replace(calls=tail.calls[-_SAID:])
+            check.line.status(status_of(tail, doing, place, inside=inside or check.waiting, seconds=still, patience=check.timeout))
+        if doing != MEETS and inside and still >= _LONG * check.timeout and self._warned != tail.number:
+            self._warned = tail.number
+            _logger.warning("rank %d %s for %.0f s, at %s", check.rank, check.journal.place.replace("is", "has been", 1), still, where)
+
+    def _find(self, check: Watched, where: str, collective: bool, *, inside: bool) -> tuple[str, str]:
+        """What this rank does, and where it is in words."""
+        call = check.journal.place
+        if check.waiting:
+            calls = check.journal.tail().calls
+            return MEETS, calls[-1].text if calls else call
+        wait = check.device_wait
+        if inside and wait is not None and not wait.ended:
+            collective = wait.holds()
+        elif wait is not None and wait.ended and wait.holds():
+            collective = True  # the host has gone on, and waits for what is queued behind that, perhaps outside
+        elif inside and not collective:
+            collective = self._is_idle(check.thread)
+        if self._is_blocked(check, collective):
+            waits = f"waits in torch.distributed at {where}"
+            return WAITS, f"{call}, {waits}" if inside else f"{waits}, outside unishard"
+        if not check.active and not inside:
+            return LEFT, call
+        return BUSY, f"{call} at {where}" if inside else f"is at {where}, outside unishard"
+
+    def _is_blocked(self, check: Watched, collective: bool) -> bool:
+        """Whether the thread has been in the same collective for a quarter of the timeout."""
+        now, before, self._position = time.monotonic(), self._position, position_of(check.thread)
+        if not collective:
+            self._blocked_since = None
+        elif self._blocked_since is None or before != self._position:
+            self._blocked_since = now
+        return self._blocked_since is not None and now - self._blocked_since >= check.timeout / 4
+
+    def _is_idle(self, thread: int) -> bool:
+        """Whether a thread has used no processor since the last look: engines also wait for collectives in C++."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return False
+        before, self._processor_time = self._processor_time, time.clock_gettime(time.pthread_getcpuclockid(thread))
+        return self._processor_time - before < 0.01
+
+
+def watch(check: Watched) -> None:
+    """Start the watchdog of a check; it ends with the check or its process group."""
+    reference, ended, interval = weakref.ref(check), threading.Event(), min(1.0, check.timeout / 10)
+
+    def run() -> None:
+        own = _Watch()
+        while not ended.wait(interval):
+            check = reference()
+            if check is None or check.world is not dist.group.WORLD:
+                return
+            own.look(check)
+            del check
+
+    thread = threading.Thread(target=run, name="unishard-desync", daemon=True)
+    thread.start()
+
+    def end() -> None:  # a thread inside torch during interpreter finalization would abort the process
+        ended.set()
+        thread.join(5.0)
+
+    atexit.register(end)

@@ -1,0 +1,108 @@
+"""What Accelerate makes of its file: the environment of its launcher, and the plugins that are built in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
+from unishard.formats.verify.fsdp import settings_of as fsdp_settings
+from unishard.formats.verify.settings import AUTO
+
+__all__ = ["settings_of"]
+
+_OWN = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DYNAMO_")
+_ANYWHERE = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+"""What the plugin refuses without an accelerator, or another setting of which it wants."""
+_WORDS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+
+def settings_of(text: str, folder: Path | None, ranks: int) -> dict[str, Any]:
+    """The settings with which Accelerate would train; what it leaves to the script is left out. Raises what Accelerate raises."""
+    with TemporaryDirectory() as place, _inside(folder):
+        path = Path(place) / "accelerate.yaml"
+        path.write_text(text, encoding="utf-8")
+        said = [] if re.search(r"\bnum_processes\b", text) else ["--num_processes", str(ranks)]
+        with _launched(path, said) as found:
+            return _settings(found, ranks)
+
+
+def _settings(environment: dict[str, str], ranks: int) -> dict[str, Any]:
+    from accelerate.utils.dataclasses import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    word = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    compute = {"precision.compute": _WORDS.get(word, word)}
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        plugin = DeepSpeedPlugin()
+        if "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in environment:
+            plugin.set_mixed_precision(word)
+        document = {**plugin.deepspeed_config, "steps_per_print": 10}
+        found = dict(deepspeed_settings(_without_none(document), ranks))
+        if document.get("gradient_clipping") == AUTO:
+            found["training.gradient_clipping"] = 1.0
+        if "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in environment:
+            found["training.micro_batch_size"] = AUTO
+        return found
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        groups = environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
+        return compute | fsdp_settings(FullyShardedDataParallelPlugin(), replicated=groups != "1")
+    return compute | {"sharding.strategy": "no_shard"}
+
+
+def _without_none(value: Any) -> Any:
+    """Accelerate says "none" for a path that it does not have."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if not (key == "nvme_path" and item == "none")}
+    return value
+
+
+@contextmanager
+def _inside(folder: Path | None) -> Iterator[None]:
+    """Accelerate looks for the files that a file names in the working directory."""
+    before = Path.cwd()
+    os.chdir(folder or before)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextmanager
+def _launched(path: Path, options: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Inside, the environment is that of a process that `accelerate launch` started."""
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith(_OWN)]:
+        del os.environ[name]
+    try:
+        with redirect_stdout(StringIO()):
+            found = _environment(path, options) | _ANYWHERE
+        os.environ.update(found)
+        yield found
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _environment(path: Path, options: Sequence[str]) -> dict[str, str]:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), *options, "train.py"])
+    arguments, defaults, formatted = _validate_launch_command(arguments)
+    arguments.main_process_port = arguments.main_process_port or 0
+    free, launch.is_port_in_use = launch.is_port_in_use, lambda port=None: False
+    try:
+        if not arguments.use_deepspeed:
+            made = launch.prepare_multi_gpu_env(arguments)
+            return {name: str(value) for name, value in made.items()}
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if formatted else [])]
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        return {name: str(value) for name, value in launch.prepare_deepspeed_cmd_env(arguments)[1].items()}
+    finally:
+        launch.is_port_in_use = free

@@ -1,0 +1,166 @@
+"""What a source and its translation come to, setting by setting, and whether the report says each difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unishard.config.loading.document import text_of
+from unishard.contract.rules import Fit
+from unishard.contract.templates import placeholders_in
+from unishard.errors import ConfigError
+from unishard.formats import Outcome, catalog
+from unishard.formats.readback import read_back
+from unishard.formats.verify.consumers import of_source, read_settings
+from unishard.formats.verify.settings import AUTO, KEPT, Effective, of_config, same
+
+__all__ = ["ComparedSetting", "Verification", "verify"]
+
+_LAYOUT = ("sharding.strategy", "sharding.units")
+"""Fields in which equivalent means other collectives: the report says so."""
+_UNITS = "sharding.units"
+"""Of which `auto` means one for each block."""
+_LATER = "# Set auto_wrap_policy"
+"""How what we write for Lightning, which has no word for `auto`, begins to say so."""
+_ABSENT: Any = object()
+
+
+class ComparedSetting(NamedTuple):
+    """One setting."""
+
+    field: str
+    source: Any
+    """With the tool of the source; None in words where it does not say."""
+    written: Any
+    """In the translation itself; None where it does not say."""
+    effective: Any
+    """With the tool that reads the translation."""
+    differs: bool
+    reported: bool
+
+
+class Verification(NamedTuple):
+    """What the consumers say of a translation."""
+
+    rows: tuple[ComparedSetting, ...]
+    source: Effective
+    effective: Effective
+    needs_input: bool
+    """Whether values are missing that only the training script knows."""
+
+    @property
+    def unreported(self) -> list[ComparedSetting]:
+        """The differences that no line of the report says."""
+        return [row for row in self.rows if row.differs and not row.reported]
+
+    @property
+    def clean(self) -> bool:
+        """Whether every difference is reported, and the consumer takes the translation.
+
+        It may refuse one that still has values to decide, and what it refuses in the source.
+        """
+        excused = self.needs_input or self.effective.refused == self.source.refused
+        return not self.unreported and (not self.effective.refused or excused)
+
+
+def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
+    """Read a translation with the tool that it is for, and compare it with what its source comes to.
+
+    Imports that tool, and torch with it; what is not installed is said in `missing`.
+
+    Args:
+        outcome: The translation.
+        overrides: Those with which it was made: a difference that was asked for is no surprise.
+    """
+    source, effective, open_ = (
+        of_source(outcome),
+        read_settings(outcome),
+        bool(outcome.of(Fit.NEEDS_INPUT) or outcome.reading.undecided or placeholders_in(outcome.text)),
+    )
+    if _unchanged(outcome):  # whatever the tool says of it, it said before
+        source = source._replace(refused=effective.refused)
+    if effective.missing or effective.refused:
+        return Verification((), source, effective, open_)
+    said = dict(source.settings)
+    if _in_one_group(outcome):
+        source, effective = _without_groups(source), _without_groups(effective)
+        said = dict(source.settings)
+    if said.get("sharding.strategy", "no_shard") != "no_shard" and _UNITS not in said:
+        said[_UNITS] = "auto"  # ZeRO gathers the parameters of each module
+    written = _in_the_file(outcome)
+    reported = _reported(outcome, overrides)
+    rows = []
+    for field in dict.fromkeys((*said, *effective.settings)):
+        one, other = said.get(field, _ABSENT), effective.settings.get(field, _ABSENT)
+        left = (
+            field != _UNITS and one == AUTO and (outcome.to == "hf" or field not in outcome.reading.decided)
+        )  # to the script, or who decides for it
+        differs = not left and _differ(field, one, other)
+        shown = [None if value is _ABSENT else value for value in (one, other)]
+        rows.append(ComparedSetting(field, shown[0], written.get(field), shown[1], differs, field in reported))
+    return Verification(tuple(rows), source, effective, open_)
+
+
+def _in_the_file(outcome: Outcome) -> dict[str, Any]:
+    """What the translation says itself, as unishard reads it: neither what its tool assumes, nor what the script decides."""
+    try:
+        back = read_back(catalog.get(outcome.to), outcome.document, outcome.reading)
+    except ConfigError:
+        return {}
+    said = {field for entry in back.entries if not entry.assumed for field in entry.meaning.fields} - back.undecided.keys()
+    return {field: value for field, value in of_config(back.config).items() if field in said}
+
+
+def _unchanged(outcome: Outcome) -> bool:
+    """Whether the file is repeated character by character."""
+    source = outcome.reading.source
+    return outcome.to == outcome.reading.format and source.folder is not None and text_of(Path(source.name)) == outcome.text
+
+
+def _in_one_group(outcome: Outcome) -> bool:
+    ranks, size = outcome.reading.topology, outcome.reading.config.sharding.group_size
+    return ranks is not None and (size or ranks.local_world_size) == ranks.world_size
+
+
+def _without_groups(found: Effective) -> Effective:
+    """Groups of all ranks are no groups."""
+    strategy = found.settings.get("sharding.strategy")
+    if not isinstance(strategy, str) or not strategy.startswith("hybrid_"):
+        return found
+    whole = {"hybrid_shard": "full_shard", f"hybrid_{KEPT}": KEPT}.get(strategy, strategy.removeprefix("hybrid_"))
+    return found._replace(settings={**found.settings, "sharding.strategy": whole})
+
+
+def _differ(field: str, one: Any, other: Any) -> bool:
+    if one is _ABSENT or other is _ABSENT:
+        return False
+    if field == _UNITS:
+        listed = isinstance(one, list) and isinstance(other, list)
+        return not same(one, other) if listed else (one == "none") is not (other == "none")
+    if field == "sharding.strategy" and KEPT in (one, other):
+        return not {one, other} <= {KEPT, "shard_grad_op"}
+    return not same(one, other)
+
+
+def _reported(outcome: Outcome, overrides: Iterable[str]) -> set[str]:
+    """The fields of which a line of the report says that they are not kept as they are, or that were asked to change."""
+    found = {text.partition("=")[0].strip() for text in overrides}
+    for section in [field for field in found if "." not in field]:
+        found |= {field for field in of_config(outcome.reading.config) if field.startswith(f"{section}.")}
+    for item, entry in zip(outcome.items, outcome.reading.entries, strict=False):
+        fields = {*entry.meaning.fields, *entry.meaning.decides}
+        if item.place:
+            found |= fields
+        if item.fit is Fit.EQUIVALENT:
+            found |= fields & set(_LAYOUT)
+        elif item.fit is not Fit.EXACT:
+            found |= fields
+    found |= {change.field for change in outcome.changes}
+    if _LATER in outcome.text:
+        found.add(_UNITS)
+    if "precision.compute" in found:
+        found.add("precision.loss_scale")
+    if "sharding.reshard_after_forward" in found:
+        found.add("sharding.strategy")
+    return found

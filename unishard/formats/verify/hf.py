@@ -1,0 +1,99 @@
+"""What transformers makes of its arguments: TrainingArguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
+from unishard.formats.verify.settings import AUTO, clipping
+
+__all__ = ["settings_of"]
+
+_SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "polynomial": "linear",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "warmup_stable_decay",
+}
+_WHOLE = {"output_dir", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps", "bf16", "fp16", "optim"}
+"""A file without any of these holds a part of the arguments; the others are in the script."""
+_ENGINES = {"fsdp", "deepspeed"}
+_OF_ENGINES = ("sharding.", "offload.")
+_OF_THE_MACHINE = {"use_cpu": True, "tf32": None}
+"""What transformers takes only with a GPU, which says nothing about a config."""
+_WITHOUT_GPU = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+"""The first needs a GPU, and the second the first."""
+_NAMES = {"adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
+
+
+def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The settings with which the Trainer would train. Raises what transformers raises; keys that are no arguments are left out."""
+    from transformers import TrainingArguments
+
+    known = {field.name for field in fields(TrainingArguments)}
+    with TemporaryDirectory() as place, _fresh(folder):
+        given = {key: value for key, value in document.items() if key in known}
+        built = TrainingArguments(**{**given, **_OF_THE_MACHINE, "output_dir": place, "report_to": "none"})
+        found = _settings(built)
+        if given.keys() & _WHOLE:
+            return found
+        return {field: value for field, value in found.items() if field.startswith(_OF_ENGINES)} if given.keys() & _ENGINES else {}
+
+
+def _settings(built: Any) -> dict[str, Any]:
+    optim = str(getattr(built.optim, "value", built.optim)).removeprefix("paged_").partition("_")[0]
+    found: dict[str, Any] = {
+        "precision.compute": "bf16" if built.bf16 else "fp16" if built.fp16 else "fp32",
+        "training.micro_batch_size": built.per_device_train_batch_size,
+        "training.gradient_accumulation_steps": built.gradient_accumulation_steps,
+        "training.gradient_clipping": clipping(built.max_grad_norm),
+        "training.seed": built.seed,
+        "optimizer.name": _NAMES.get(optim, optim),
+        "optimizer.lr": built.learning_rate,
+        "optimizer.weight_decay": built.weight_decay,
+        "scheduler.name": _SCHEDULES.get(str(getattr(built.lr_scheduler_type, "value", built.lr_scheduler_type)), "another"),
+    }
+    if optim in ("adamw", "lion"):
+        found["optimizer.betas"] = (built.adam_beta1, built.adam_beta2)
+    if built.max_steps > 0:
+        found["scheduler.total_steps"] = built.max_steps
+        found["scheduler.warmup_steps"] = built.get_warmup_steps(built.max_steps)
+    engine = getattr(built, "hf_deepspeed_config", None)
+    if engine is not None:
+        own = dict(deepspeed_settings(engine.config, 1))
+        return found | {field: value for field, value in own.items() if value != AUTO}
+    return found | (_fsdp(built.fsdp_plugin_args) if built.fsdp_plugin_args else {"sharding.strategy": "no_shard"})
+
+
+def _fsdp(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from unishard.formats.verify.fsdp import settings_of as fsdp_settings
+
+    return fsdp_settings(FullyShardedDataParallelPlugin(**{**arguments, **_WITHOUT_GPU}))
+
+
+@contextmanager
+def _fresh(folder: Path | None) -> Iterator[None]:
+    """Transformers and Accelerate keep what they were told last, some of it in the environment; a config that is named lies here."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    before, directory = dict(os.environ), Path.cwd()
+    os.chdir(folder or directory)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        os.chdir(directory)
+        os.environ.clear()
+        os.environ.update(before)

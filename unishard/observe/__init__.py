@@ -1,0 +1,1 @@
+"""What is logged, measured and traced of a training, and where it goes."""

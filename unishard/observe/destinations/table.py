@@ -1,0 +1,58 @@
+"""The destinations of `logging.to`, by name, and what each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from unishard.config import Config
+from unishard.errors import ConfigError, Problem
+from unishard.observe.destinations.writer import Writer
+
+__all__ = ["WRITERS", "open_writer", "require_installed"]
+
+
+class Destination(NamedTuple):
+    """One row."""
+
+    factory: str
+    """`module:function`; the function takes the config and returns a `Writer`."""
+    package: str = ""
+    """The package that it needs; unishard's extra has the same name. Empty if it needs none."""
+
+
+WRITERS: Mapping[str, Destination] = {
+    "progress": Destination("unishard.observe.destinations.progress:ProgressLine"),
+    "jsonl": Destination("unishard.observe.destinations.jsonl:JsonLines"),
+    "tensorboard": Destination("unishard.observe.destinations.tensorboard:TensorBoard", "tensorboard"),
+    "wandb": Destination("unishard.observe.destinations.wandb:Wandb", "wandb"),
+    "mlflow": Destination("unishard.observe.destinations.mlflow:MLflow", "mlflow"),
+}
+"""By the word in `logging.to`."""
+
+
+def require_installed(cfg: Config) -> None:
+    """Check that the packages of the destinations are installed.
+
+    Raises:
+        ConfigError: One is not. Lists all of them.
+    """
+    problems = list(_missing(cfg))
+    if problems:
+        raise ConfigError(problems)
+
+
+def open_writer(name: str, cfg: Config) -> Writer:
+    """Import a destination and start it."""
+    module, _, function = WRITERS[name].factory.partition(":")
+    factory: Callable[[Any], Writer] = getattr(import_module(module), function)
+    return factory(cfg)
+
+
+def _missing(cfg: Config) -> Iterator[Problem]:
+    for name in cfg.logging.to:
+        package = WRITERS[name].package
+        if package and find_spec(package) is None:
+            yield Problem("logging.to", f"{name} needs the package {package}; pip install 'unishard[{package}]', or remove {name}")

@@ -1,0 +1,21 @@
+"""What observers read of the loop: where it is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+__all__ = ["Position"]
+
+
+class Position(Protocol):
+    """The place of the loop in its windows."""
+
+    updates: int
+    """Accumulation windows that have ended."""
+    progress: Any
+    """The progress bar of the current loop; None without one."""
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether the next forward is the first of its window."""
+        ...

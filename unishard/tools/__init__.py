@@ -1,0 +1,1 @@
+"""What people run around a training: plan, compare, doctor, launch, demo, and the generated pages."""

@@ -1,0 +1,85 @@
+"""Whether two runs agree, and what to say where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+from unishard.contract.tolerances import TOLERANCES
+from unishard.errors import BackendError
+from unishard.tools.compare import modules
+from unishard.tools.compare.causes import LikelyCause, causes_of
+from unishard.tools.compare.distance import Distance, Divergence, distance_to, first_divergence
+from unishard.tools.compare.golden import ComparedRun
+from unishard.tools.compare.modules import Located
+
+__all__ = ["Verdict", "lines_of", "verdict_of"]
+
+_WIDTH = 80
+
+
+class Verdict(NamedTuple):
+    """The result of one comparison."""
+
+    found: ComparedRun
+    expected: ComparedRun
+    distance: Distance
+    at: Divergence | None
+    """The first difference; None if they agree."""
+    causes: list[LikelyCause]
+    located: Located = Located()
+    """The first module that differs."""
+
+    @property
+    def same(self) -> bool:
+        """Whether all common steps agree within the tolerances."""
+        return self.at is None
+
+    def as_json(self) -> dict[str, Any]:
+        """All that is known."""
+        return {
+            "run": self.found.name,
+            "expected": self.expected.name,
+            "same": self.same,
+            "distance": self.distance._asdict(),
+            "first_difference": None if self.at is None else self.at._asdict(),
+            "causes": [cause._asdict() for cause in self.causes],
+            "first_module": None if self.located.first is None else self.located.first._asdict(),
+            "notes": list(self.located.notes),
+        }
+
+
+def verdict_of(found: ComparedRun, expected: ComparedRun, compute: str) -> Verdict:
+    """Compare two runs.
+
+    Args:
+        found: The run.
+        expected: What it should have given.
+        compute: `precision.compute`, which decides the tolerances.
+
+    Raises:
+        BackendError: They have no step in common.
+    """
+    distance = distance_to(found.course, expected.course)
+    if not distance.steps:
+        raise BackendError(f"{found.name} and {expected.name} have no step in common; write the golden file with at least as many --steps")
+    at = first_divergence(found.course, expected.course, TOLERANCES[compute])
+    return Verdict(found, expected, distance, at, [] if at is None else causes_of(found, expected, at))
+
+
+def lines_of(verdict: Verdict) -> Iterator[str]:
+    """A verdict in 80 columns."""
+    distance, at = verdict.distance, verdict.at
+    names = f"{verdict.found.name} and {verdict.expected.name}"
+    if at is None:
+        norms = "" if distance.norm is None else f", of norms {distance.norm:.1e}"
+        far = f"the largest relative difference of losses is {distance.loss:.1e}{norms}"
+        yield from wrap(f"same: {names} in {distance.steps} steps; {far}", _WIDTH, subsequent_indent="  ")
+        return
+    values = f"{at.name} is {at.found}, not {at.expected} (relative difference {at.relative:.1e}, allowed {at.allowed:.0e})"
+    yield from wrap(f"different: {names} at step {at.step}: {values}", _WIDTH, subsequent_indent="  ")
+    for word, cause in zip(("likely cause", *["or"] * len(verdict.causes)), verdict.causes, strict=False):
+        yield from wrap(f"{word}: {cause.name}: {cause.why}", _WIDTH, subsequent_indent="  ")
+    for line in modules.lines_of(verdict.located):
+        yield from wrap(line, _WIDTH, subsequent_indent="  ")

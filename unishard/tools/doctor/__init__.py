@@ -1,0 +1,9 @@
+"""The checks of `unishard doctor`: whether this environment can train, and what to do if not. Importing it needs no torch."""
+
+from __future__ import annotations
+
+from unishard.tools.doctor.check import Check, Status
+from unishard.tools.doctor.examination import connected, examine, place, worst
+from unishard.tools.doctor.verdict import is_probe, verdict
+
+__all__ = ["Check", "Status", "connected", "examine", "is_probe", "place", "verdict", "worst"]

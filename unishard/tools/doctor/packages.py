@@ -1,0 +1,117 @@
+"""Checks Python and the packages that unishard needs or can use: version, whether it was tested, and whether it can be imported."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distributions, requires
+
+from unishard.contract.tested_versions import PYTHONS, is_tested, span
+from unishard.tools.doctor.check import Check, Status
+from unishard.tools.doctor.importing import failure
+
+__all__ = ["PACKAGES", "packages", "python", "versions"]
+
+PACKAGES = {
+    "pydantic": "",
+    "ruamel.yaml": "",
+    "typer": "",
+    "rich": "",
+    "torch": "torch",
+    "numpy": "torch",
+    "deepspeed": "deepspeed",
+    "transformers": "hf",
+    "peft": "hf",
+    "safetensors": "hf",
+    "lion-pytorch": "optimizers",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow-skinny": "mlflow",
+    "sqlalchemy": "mlflow",
+    "alembic": "mlflow",
+    "ray": "ray",
+    "matplotlib": "demo",
+}
+"""Distributions that unishard imports, to the extra that installs each; empty for required ones."""
+
+
+def python() -> Check:
+    """Check the interpreter."""
+    version = platform.python_version()
+    details = {"version": version, "tested": is_tested(version, PYTHONS)}
+    if details["tested"]:
+        return Check("python", Status.OK, f"{version}, tested", details=details)
+    if sys.version_info < tuple(map(int, PYTHONS[0].split("."))):
+        return Check("python", Status.FAIL, f"{version}, too old", f"install Python {PYTHONS[0]} or newer", details)
+    return Check("python", Status.WARN, f"{version}, not tested", f"use Python {span(PYTHONS)}", details)
+
+
+def versions() -> dict[str, list[tuple[str, str]]]:
+    """Versions and locations of every installed distribution by lower-case name, the one that Python imports first."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for each in distributions():
+        name = (each.metadata["Name"] or "").lower().replace("_", "-")
+        place = (each.version, str(each.locate_file("")))
+        if place not in found[name]:
+            found[name].append(place)
+    return found
+
+
+def packages(tested: Mapping[str, Sequence[str]], engines: Mapping[str, str]) -> Iterator[Check]:
+    """One line for each package.
+
+    Args:
+        tested: Versions that were tested, by package.
+        engines: Import name of each package that a backend needs, to the extra that installs it. These are imported.
+    """
+    installed, floors = versions(), _floors()
+    for name in dict.fromkeys((*PACKAGES, *engines, *tested)):
+        found = installed.get(name, [])
+        if not found:
+            yield _absent(name, engines)
+            continue
+        version, place = found[0]
+        details = {"version": version, "tested": is_tested(version, tested[name]) if name in tested else None}
+        if name in engines and (error := failure(name)):
+            yield Check(name, Status.FAIL, f"{version} at {place} cannot be imported: {error}", f"reinstall {name}", details)
+        elif len({one for one, _ in found}) > 1:
+            places = ", ".join(f"{one} in {where}" for one, where in found)
+            yield Check(name, Status.WARN, f"installed twice: {places}; the first is used", f"uninstall one {name}", details)
+        elif name in floors and _older(version, floors[name]):
+            needs = f"{version}, older than unishard needs"
+            yield Check(name, Status.WARN, needs, f"pip install --upgrade '{name}>={floors[name]}'", details)
+        elif details["tested"] is False:
+            yield Check(name, Status.WARN, f"{version}, not tested", f"tested: {span(tested[name])}", details)
+        else:
+            yield Check(name, Status.OK, f"{version}, tested" if details["tested"] else version, details=details)
+
+
+def _absent(name: str, engines: Mapping[str, str]) -> Check:
+    extra = engines.get(name) or PACKAGES.get(name)
+    install = f"pip install 'unishard[{extra}]'" if extra else f"pip install {name}"
+    # Without torch no backend of any kind prepares a model.
+    status = Status.FAIL if name == "torch" else Status.WARN if name in engines else Status.OK
+    instead = install if name in engines else f"optional: {install}"
+    return Check(name, status, "not installed", instead, {"version": None, "tested": None})
+
+
+def _floors() -> dict[str, str]:
+    """The minimum versions in unishard's own metadata, by package; empty in a bare checkout."""
+    try:
+        said = requires("unishard") or []
+    except PackageNotFoundError:
+        return {}
+    found = (re.match(r"([\w.-]+)>=([\d.]+)", text) for text in said if "'dev'" not in text and '"dev"' not in text)
+    return {each[1].lower(): each[2] for each in found if each}
+
+
+def _older(version: str, floor: str) -> bool:
+    """Whether a version is below a minimum, compared by its numbers."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part[0]) if (part := re.match(r"\d+", one)) else 0 for one in text.split(".")]
+
+    return numbers(version) < numbers(floor)

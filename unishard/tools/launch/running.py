@@ -1,0 +1,145 @@
+"""Runs the ranks of this host with torchrun's agent, in this process, and says how they have ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from unishard.config import Config
+from unishard.errors import BackendError, RankMismatchError
+from unishard.failures import launcher
+from unishard.tools.launch.command import TorchrunCommand
+
+__all__ = ["gpus", "run"]
+
+PREEMPTED = 85
+"""How ranks exit that have saved after a signal of `checkpoint.on_signal`."""
+_CHECKED = "unishard.tools.doctor.before_script"
+"""The module that checks the hosts before it runs the script."""
+_AGENT = "torch.distributed.elastic.agent.server.api"
+_QUIET = ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
+_RESTART = re.compile(r"(\d+)/(\d+) attempts left; will restart")
+
+
+def gpus() -> int:
+    """The number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
+def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = True) -> int:
+    """Start the ranks of this host and wait for them.
+
+    Where there are several hosts, one rank of each first checks that they reach each other: for a few seconds, and silently if they do.
+
+    What ranks write goes to this process's streams. torchrun's own messages are left out unless the environment variable LOGLEVEL asks
+    for them. Ctrl-C and SIGTERM end all ranks.
+
+    Args:
+        command: Of torchrun.
+        cfg: The config.
+        options: Number of the command's first words that call torchrun.
+        check: Whether several hosts are checked.
+
+    Returns:
+        The exit status: 0, that of the rank that failed first (128 plus the signal if one killed it), 85 if the ranks have saved after a
+        signal and should be started again, or 128 plus the signal that ended this process.
+
+    Raises:
+        BackendError: The hosts cannot meet.
+    """
+    os.environ.update(command.environment)
+    os.environ[launcher.VARIABLE] = launcher.this_process()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets, with a warning
+    _be_quiet()
+    newest = _newest(cfg)
+    args = torchrun.get_args_parser().parse_args(command.words[options:])
+    if check and cfg.launch.max_nodes > 1:
+        args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+        args.training_script, args.module = _CHECKED, True
+    try:
+        torchrun.run(args)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        return _failed(error)
+    except SignalException as error:
+        _say(f"ended all ranks after {signal.Signals(error.sigval).name}")
+        saved = signal.Signals(error.sigval).name in cfg.checkpoint.on_signal and _newest(cfg) != newest
+        return PREEMPTED if saved else 128 + int(error.sigval)
+    except RendezvousError as error:
+        where = cfg.launch.endpoint or args.rdzv_endpoint
+        what = f"the hosts cannot meet at {where} ({type(error).__name__}: {error})"
+        hint = "start the same command on every host, and let them reach that port; launch.rendezvous_options sets how long they wait"
+        raise BackendError(f"{what}; {hint}") from None
+    return 0
+
+
+def _failed(error: ChildFailedError) -> int:
+    rank, failure = min(error.failures.items(), key=lambda found: _weight(found[1]))
+    if failure.exitcode >= 0:
+        if failure.exitcode != PREEMPTED:
+            _say(f"rank {rank} has ended with exit code {failure.exitcode}{_because(failure)}; its own message is above")
+        return int(failure.exitcode)
+    number = signal.Signals(-failure.exitcode)
+    why = ", as the system does when memory runs out" if number is signal.SIGKILL else ""
+    _say(f"rank {rank} was killed by {number.name}{why}")
+    return 128 + number
+
+
+def _because(failure: ProcessFailure) -> str:
+    """Why a rank has ended that followed another one: torchrun lists no rank that is still about to end."""
+    text = failure.message["message"] if isinstance(failure.message, dict) else ""
+    kind, _, cause = text.partition(": ")
+    return f" because {cause}" if kind == RankMismatchError.__name__ else ""
+
+
+def _weight(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
+    """By how much a failure explains others: torchrun ends ranks with SIGTERM, ranks end because another one has, and some say nothing."""
+    followed, silent = RankMismatchError.__name__ in str(failure.message), isinstance(failure.message, str)
+    return failure.exitcode == -signal.SIGTERM, followed, silent, failure.timestamp
+
+
+def _newest(cfg: Config) -> Any:
+    """The name of the newest checkpoint and when it was written; None without one."""
+    if cfg.checkpoint.dir is None:
+        return None
+    path = Path(cfg.checkpoint.dir) / "latest"
+    try:
+        return path.read_text(encoding="utf-8"), path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"unishard launch: {text}\n")
+    sys.stderr.flush()
+
+
+class _Restarts(logging.Filter):
+    """Passes nothing on, and says when the ranks are started anew."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if found := _RESTART.search(record.getMessage()):
+            left, total = map(int, found.groups())
+            _say(f"starts all ranks anew (restart {total - left + 1} of {total})")
+        return False
+
+
+def _be_quiet() -> None:
+    if "LOGLEVEL" in os.environ:
+        return
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and name.startswith(_QUIET):
+            logger.setLevel(logging.CRITICAL + 1)
+    agent = logging.getLogger(_AGENT)
+    agent.setLevel(logging.INFO)
+    agent.addFilter(_Restarts())

@@ -1,0 +1,162 @@
+"""Build a model without data, for its shape and its activations. Imports torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unishard.config import Config
+from unishard.contract.footprint import ModelShape
+from unishard.contract.private_api import CORE_PATCHES
+from unishard.engine.model.shape import shape_of
+from unishard.errors import ConfigError, ModelError, Problem
+from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.tracing import trace
+
+__all__ = ["Batch", "BuiltModel", "ModelWithBatch"]
+
+_FAKE = CORE_PATCHES["models-without-data"]
+
+Batch = Callable[[int, int], Mapping[str, Any]]
+"""Makes the keyword arguments of a model's forward from a micro-batch size and a sequence length."""
+
+
+Loss = Callable[[Any], Tensor]
+"""Computes the mean loss of a micro-batch from what forward returns."""
+
+
+class ModelWithBatch(NamedTuple):
+    """A model, and how it is run."""
+
+    model: nn.Module
+    batch: Batch | None
+    """What makes its inputs; None if that is not known."""
+    loss: Loss
+
+
+class BuiltModel:
+    """Builds a model, each time anew, since a trace changes it."""
+
+    def __init__(self, name: str, folder: Path | None) -> None:
+        """Hold the name.
+
+        Args:
+            name: As on the command line.
+            folder: That with `config.json`; None for a factory.
+        """
+        self._name, self._folder = name, folder
+
+    def build(self) -> ModelWithBatch:
+        """The model, and how it is run.
+
+        Raises:
+            ConfigError: It cannot be built.
+        """
+        return self._from_factory() if self._folder is None else self._from_folder(self._folder)
+
+    def shape(self, cfg: Config) -> ModelShape:
+        """The shape of the model.
+
+        Raises:
+            ConfigError: It cannot be built.
+            ModelError: A class in the section `sharding` is not in it.
+        """
+        _FAKE.require()
+        with FakeTensorMode():
+            model = self.build().model
+        return shape_of(model, cfg.sharding)
+
+    def activations(self, cfg: Config, micro_batch_size: int, seq_len: int) -> Activations:
+        """Run one micro-batch.
+
+        Raises:
+            ConfigError: The model cannot be built.
+            ModelError: Its inputs are not known, or it reads data.
+        """
+        _FAKE.require()
+        fake = FakeTensorMode()
+        with fake:
+            model, batch, loss = self.build()
+        if batch is None:
+            raise ModelError(
+                f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where batch(micro_batch_size, "
+                "seq_len) returns the keyword arguments of forward, or give --no-activations"
+            )
+        try:
+            return trace(model, cfg, batch, loss, micro_batch_size=micro_batch_size, seq_len=seq_len, fake=fake)
+        except ModelError:
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            first = f": {str(error).splitlines()[0]}" if str(error) else ""
+            what = f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give --no-activations"
+            raise ModelError(what) from error
+
+    def _from_folder(self, folder: Path) -> ModelWithBatch:
+        try:
+            import transformers
+        except ModuleNotFoundError as error:
+            raise _refuse(f"a folder needs {error.name}, which is not installed; pip install 'unishard[hf]'") from error
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+            names = [name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)]
+            if names:
+                model = getattr(transformers, names[0])._from_config(config, dtype=torch.float32)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:  # transformers can raise anything for an unsuitable file
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise _refuse(f"{folder} cannot be read by transformers ({reason})") from error
+        return ModelWithBatch(model, _batch_of(model), self._own_loss)
+
+    def _from_factory(self) -> ModelWithBatch:
+        module, _, function = self._name.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module), function, None)
+        except ImportError as error:
+            raise _refuse(f"{self._name}: importing {module} fails ({error}); run this where it can be imported") from error
+        if not callable(factory):
+            raise _refuse(f"{self._name}: {module} has no function {function!r}; write module:factory, such as train:build_model")
+        made = factory()
+        model, batch, loss, *_ = (*(made if isinstance(made, tuple) and 2 <= len(made) <= 3 else (made,)), None, None)
+        if not isinstance(model, nn.Module):
+            raise _refuse(f"{self._name} returned {type(model).__name__}; it must return a torch.nn.Module, or (model, batch)")
+        return ModelWithBatch(model, batch or _batch_of(model), loss or self._own_loss)
+
+    def _own_loss(self, out: Any) -> Tensor:
+        """The loss that forward returns.
+
+        Raises:
+            ModelError: It returns none.
+        """
+        loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(out).__name__} without a loss"
+        raise ModelError(
+            f"--model {self._name}: its forward returns {what}; let a factory return (model, batch, loss), where loss(output) returns the "
+            "mean loss of what forward returns"
+        )
+
+
+def _refuse(what: str) -> ConfigError:
+    return ConfigError([Problem("--model", what)])
+
+
+def _batch_of(model: Any) -> Batch | None:
+    """Tokens and labels for a language model of transformers."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+        return None
+    return _tokens
+
+
+def _tokens(micro_batch_size: int, seq_len: int) -> Mapping[str, Any]:
+    return {name: torch.zeros(micro_batch_size, seq_len, dtype=torch.int64) for name in ("input_ids", "labels")}

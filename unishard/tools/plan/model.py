@@ -1,0 +1,127 @@
+"""A model by its name on the command line, and what is computed from it once. Imports torch only for what is not cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from unishard.config import Config
+from unishard.config.loading.document import text_of
+from unishard.contract.footprint import ModelShape
+from unishard.errors import ConfigError, Problem
+from unishard.tools.plan import cache
+from unishard.tools.plan.activations import Activations
+from unishard.version import __version__
+
+__all__ = ["PlannedModel"]
+
+_LARGEST = 2**24
+"""Bytes of the config of a model; those of transformers have a few kB."""
+
+
+class PlannedModel:
+    """A local folder with `config.json`, or a factory `module:function`. Nothing is downloaded."""
+
+    def __init__(self, name: str, cfg: Config) -> None:
+        """Find the model; it is built when it is needed.
+
+        Args:
+            name: The folder or factory.
+            cfg: The config, for units, precision and recomputation.
+
+        Raises:
+            ConfigError: There is no such folder or module.
+        """
+        self.name = name
+        self.cfg = cfg
+        self._folder = None if ":" in name and not Path(name).exists() else _folder(name)
+        said = _source(name) if self._folder is None else text_of(self._folder / "config.json", _LARGEST)
+        sharding = cfg.sharding
+        self._key = [str(self._folder or name), said, sharding.units, sharding.min_unit_params, sharding.conditional_modules]
+        self._key += [__version__, *map(_version, ("torch", "transformers"))]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder with `config.json`; None for a factory."""
+        return self._folder
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape.
+
+        Raises:
+            ConfigError: The model cannot be built.
+            ModelError: A class in the section `sharding` is not in it.
+        """
+
+        def make() -> ModelShape:
+            from unishard.tools.plan.building import BuiltModel
+
+            return BuiltModel(self.name, self._folder).shape(self.cfg)
+
+        return cache.shape(["shape", *self._key], make)
+
+    def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
+        """The activations of a micro-batch.
+
+        Args:
+            micro_batch_size: Samples.
+            seq_len: Tokens of each.
+            recomputation: `activation_checkpointing`.
+
+        Raises:
+            ConfigError: The model cannot be built.
+            ModelError: It cannot be run, or not without data.
+        """
+
+        def make() -> Activations:
+            from unishard.tools.plan.building import BuiltModel
+
+            cfg = self.cfg.override(f"activation_checkpointing={json.dumps(recomputation)}")
+            return BuiltModel(self.name, self._folder).activations(cfg, micro_batch_size, seq_len)
+
+        key: list[Any] = ["activations", *self._key, self.cfg.precision.compute, recomputation, micro_batch_size, seq_len]
+        return cache.activations(key, make)
+
+
+def _refuse(what: str) -> ConfigError:
+    return ConfigError([Problem("--model", what)])
+
+
+def _folder(name: str) -> Path:
+    folder = Path(name).parent if Path(name).name == "config.json" else Path(name)
+    if not folder.is_dir():
+        raise _refuse(f"{name} is no folder; write a folder with config.json (nothing is downloaded), or module:factory")
+    if not (folder / "config.json").is_file():
+        raise _refuse(f"{name} has no config.json; write a folder as save_pretrained writes it, or module:factory")
+    return folder.resolve()
+
+
+def _source(name: str) -> str:
+    """A text that changes with the file of a factory."""
+    module, _, function = name.partition(":")
+    if not function.isidentifier():
+        raise _refuse(f"{name} names no function; write module:factory, such as train:build_model")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise _refuse(f"{name}: there is no module {module!r}; run this where it can be imported, or write a folder with config.json")
+    path = Path(found.origin) if found.origin else None
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,181 @@
+"""A whole plan: every engine and strategy, the peak of each, what travels, and a recommendation. Imports no torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.contract.footprint import Bytes, ModelShape
+from unishard.errors import ModelError
+from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.candidates import Candidate, candidates_of, wire_of
+from unishard.tools.plan.devices import Device
+from unishard.tools.plan.questions import (
+    RECOMPUTATIONS,
+    Recommendation,
+    gpus_needed,
+    largest_micro_batch,
+    largest_seq_len,
+    recommend,
+    with_compilation,
+)
+
+__all__ = ["Answers", "Model", "Plan", "make_plan"]
+
+
+class Model(Protocol):
+    """What a plan asks of a model: `unishard.tools.plan.model.PlannedModel`."""
+
+    @property
+    def name(self) -> str:
+        """On the command line."""
+        ...
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its shape."""
+        ...
+
+    def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
+        """Those of a micro-batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the config's engine and strategy could do on the device."""
+
+    micro_batch_size: int
+    """The largest that fits, 0 if none does."""
+    seq_len: int
+    """The longest that fits."""
+    ranks: int | None
+    """The fewest on which it fits; None if it never does."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `unishard plan` shows."""
+
+    model: str
+    shape: ModelShape
+    cfg: Config
+    topology: Topology
+    device: Device | None
+    seq_len: int
+    candidates: Sequence[Candidate]
+    activations: Mapping[str, Activations]
+    """By `activation_checkpointing`, the config's own first; empty if they are not known."""
+    note: str = ""
+    """Why activations are not known."""
+    recommendation: Recommendation | None = None
+    """None without a device."""
+    answers: Answers | None = None
+
+    @property
+    def own(self) -> Candidate:
+        """The candidate that the config names."""
+        wanted = (self.cfg.backend, self.cfg.sharding.strategy)
+        return next(each for each in self.candidates if (each.backend, each.strategy) == wanted)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        shape, topology = self.shape, self.topology
+        return {
+            "model": {
+                "name": self.model,
+                "parameters": shape.numel,
+                "trainable": sum(parameter.numel for parameter in shape.trainable),
+                "units": len(shape.units),
+            },
+            "world_size": topology.world_size,
+            "gpus_per_node": topology.local_world_size,
+            "device": self.device and {"name": self.device.name, "memory": self.device.memory},
+            "micro_batch_size": self.cfg.training.micro_batch_size,
+            "seq_len": self.seq_len,
+            "activations": {word: found.peak for word, found in self.activations.items()} or None,
+            "candidates": [self._candidate(each) for each in self.candidates],
+            "recommendation": self.recommendation and {"changes": list(self.recommendation.changes), "reason": self.recommendation.reason},
+            "answers": self.answers
+            and {"micro_batch_size": self.answers.micro_batch_size, "seq_len": self.answers.seq_len, "ranks": self.answers.ranks},
+            "notes": [self.note] if self.note else [],
+        }
+
+    def _candidate(self, each: Candidate) -> dict[str, Any]:
+        found: dict[str, Any] = {"backend": each.backend, "strategy": each.strategy, "refusal": each.refusal or None}
+        if each.footprint is None or each.peak is None:
+            return found
+        footprint = each.footprint
+        sizes: Mapping[str, Bytes] = {**footprint.parts, "persistent": footprint.persistent}
+        found["bytes"] = {name.replace(" ", "_"): size._asdict() for name, size in sizes.items()}
+        found["bytes"]["gathered"] = footprint.gathered
+        found["bytes"]["activations"] = each.activations
+        found["peak"] = {"bytes": each.peak.nbytes, "phase": each.peak.phase, "module": each.peak.module}
+        found["reserved"] = list(each.reserved)
+        found["approximate"] = list(each.approximate)
+        if self.device is not None:
+            found["fits"] = each.fits(self.device.memory)
+            found["wire"] = wire_of(footprint, self.topology, self.device)._asdict()
+        return found
+
+
+def make_plan(
+    cfg: Config, model: Model, topology: Topology, device: Device | None, *, seq_len: int, activations: bool = True, answers: bool = True
+) -> Plan:
+    """Plan a config.
+
+    Args:
+        cfg: The config.
+        model: The model.
+        topology: The ranks.
+        device: What they run on; None for a plan without a verdict.
+        seq_len: Tokens of a sample.
+        activations: Whether to run a micro-batch of the model without data.
+        answers: Whether to answer the inverse questions, which takes a few more micro-batches.
+
+    Raises:
+        ConfigError: The model cannot be built.
+        ModelError: It cannot be run, or not without data.
+    """
+    shape, micro = model.shape, cfg.training.micro_batch_size
+    own = cfg.activation_checkpointing
+    own_word = own if isinstance(own, str) else ", ".join(own)
+    traced: dict[str, Activations] = {}
+    note = ""
+    if activations:
+        traced[own_word] = model.activations(micro, seq_len, own)
+        for word in RECOMPUTATIONS:
+            if word not in traced:
+                try:
+                    traced[word] = model.activations(micro, seq_len, word)
+                except ModelError:
+                    note = f"activation_checkpointing {word} is left out: the model has no repeated blocks"
+    else:
+        note = "activations are left out"
+    candidates = candidates_of(cfg, shape, topology, traced.get(own_word))
+    plan = Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note)
+    if device is None:
+        return plan
+    levels: list[tuple[str, Sequence[Candidate]]] = [(own_word, candidates)]
+    cheaper = RECOMPUTATIONS.index(own_word) + 1 if own_word in RECOMPUTATIONS else len(RECOMPUTATIONS)
+    levels += [(word, candidates_of(cfg, shape, topology, traced[word])) for word in RECOMPUTATIONS[cheaper:] if word in traced]
+    found = with_compilation(recommend(levels, topology, device), cfg, shape, device)
+    answered = _answers(plan, model, own, device) if answers and traced and plan.own.footprint is not None else None
+    return Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, found, answered)
+
+
+def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: Device) -> Answers:
+    cfg, own, micro = plan.cfg, plan.own, plan.cfg.training.micro_batch_size
+
+    def trace(micro_batch_size: int, seq_len: int) -> Activations:
+        return model.activations(micro_batch_size, seq_len, recomputation)
+
+    activations = next(iter(plan.activations.values()))
+    return Answers(
+        largest_micro_batch(own, plan.shape, device.memory, trace, plan.seq_len),
+        largest_seq_len(own, plan.shape, device.memory, trace, micro),
+        gpus_needed(cfg, plan.shape, activations, own.backend, own.strategy, device.memory, plan.topology.local_world_size),
+    )
