@@ -1,10 +1,13 @@
-"""What a background save costs the steps of the process that plans it: rank 0 of many plans and writes the index beside training.
+"""What a background save costs the steps of the process that plans it: rank 0 of many plans and writes the index beside
+training.
 
     python -m benchmarks.beside                  # 1,024 ranks, 32 of the 80 layers of 70 billion parameters
-    python -m benchmarks.beside --in-process     # without the child process in which background saves of this size are planned
+    python -m benchmarks.beside --in-process     # without the child process in which background saves of this size are
+    planned
 
-The thread of a background save and the loop share Python's lock; a child process has one of its own. The loop here is a tiny model in plain
-torch, whose steps are Python for the most part, as is the host's side of a training on a GPU. Nothing else should run on the machine.
+The thread of a background save and the loop share Python's lock; a child process has one of its own. The loop here is a
+tiny model in plain torch, whose steps are Python for the most part, as is the host's side of a training on a GPU.
+Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -89,7 +92,10 @@ def main() -> None:
     if isinstance(planning, PlanningProcess):
         planning.close()
     alone = before + _for_seconds(step)
-    print(f"a step alone: {statistics.median(alone):.2f} ms, 99 % of them within {_most(alone):.2f} ms ({len(alone)} steps)")
+    print(
+        f"a step alone: {statistics.median(alone):.2f} ms, 99 % of them within {_most(alone):.2f} ms ({len(alone)} "
+        "steps)"
+    )
     print(
         f"beside the save, for {took:.1f} s: {statistics.median(beside):.2f} ms, 99 % within {_most(beside):.2f} ms, "
         f"the longest {max(beside):.0f} ms ({len(beside)} steps)"

@@ -3,8 +3,9 @@
     python benchmarks/calls.py                       # both engines, no_shard, shard_grad_op and full_shard, 2 ranks
     python benchmarks/calls.py --backend fsdp --strategy full_shard --top 20
 
-A count is the same on every machine, so a test holds it (tests/ranks/test_calls.py), which no time could be. What grows with the blocks
-walks the model: that should be the engine and the optimizer, and of unishard only what the gradient norm takes.
+A count is the same on every machine, so a test holds it (tests/ranks/test_calls.py), which no time could be. What grows
+with the blocks walks the model: that should be the engine and the optimizer, and of unishard only what the gradient
+norm takes.
 """
 
 from __future__ import annotations
@@ -105,9 +106,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--backend", choices=("fsdp", "deepspeed"), action="append", help="default: both")
     parser.add_argument("--strategy", choices=STRATEGIES, action="append", help="default: all three")
-    parser.add_argument("--top", type=int, default=0, help="also list the functions that are called most, and those that a block adds")
+    parser.add_argument(
+        "--top", type=int, default=0, help="also list the functions that are called most, and those that a block adds"
+    )
     given = parser.parse_args()
-    print(f"{'backend':10} {'strategy':14} {'own calls':>9} {'a block adds':>13} {'all calls':>10} {'a block adds':>13}")
+    print(
+        f"{'backend':10} {'strategy':14} {'own calls':>9} {'a block adds':>13} {'all calls':>10} {'a block adds':>13}"
+    )
     few, many = BLOCKS
     for backend in given.backend or ("fsdp", "deepspeed"):
         for strategy in given.strategy or STRATEGIES:

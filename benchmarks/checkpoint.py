@@ -1,13 +1,14 @@
 """Time and memory of saving, loading and exporting, compared with code written by hand for the same engine.
 
-    python benchmarks/checkpoint.py                     # both engines, about 330 million parameters, 2 ranks, 4 GB a checkpoint
-    python benchmarks/checkpoint.py --hidden 256 --rounds 1 --folder /scratch --json checkpoint.json
+    python benchmarks/checkpoint.py                     # both engines, about 330 million parameters, 2 ranks, 4 GB a
+    checkpoint python benchmarks/checkpoint.py --hidden 256 --rounds 1 --folder /scratch --json checkpoint.json
 
-Both sides work on the same live model and optimizer in the same processes and take turns; printed are medians, and their ratio. What is
-done by hand: on FSDP2 torch's `get_state_dict` with `dcp.save`, and `dcp.load` with `set_state_dict`; on DeepSpeed its own
-`save_checkpoint`; for the export a gather of the full state dict on rank 0 and `save_pretrained`. What a save costs at least shows a file
-of the same length on each rank that is written from one piece of memory and synced. What is loaded comes from the disk, not from the
-kernel's cache of files. Memory is the highest resident size of the worst rank above what it was before the call.
+Both sides work on the same live model and optimizer in the same processes and take turns; printed are medians, and
+their ratio. What is done by hand: on FSDP2 torch's `get_state_dict` with `dcp.save`, and `dcp.load` with
+`set_state_dict`; on DeepSpeed its own `save_checkpoint`; for the export a gather of the full state dict on rank 0 and
+`save_pretrained`. What a save costs at least shows a file of the same length on each rank that is written from one
+piece of memory and synced. What is loaded comes from the disk, not from the kernel's cache of files. Memory is the
+highest resident size of the worst rank above what it was before the call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 import unishard
 from unishard.checkpoint.disk import fsync
@@ -82,7 +88,8 @@ def config(backend: str, strategy: str, **checkpoint: Any) -> Config:
     return Config.model_validate(sections)
 
 
-# -- measuring --------------------------------------------------------------------------------------------------------------------
+# -- measuring
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def resident(word: str) -> int:
@@ -140,7 +147,9 @@ def evict_from_cache(path: Path) -> None:
 
 
 def in_turns(rounds: int, *calls: Callable[[], Measured]) -> list[list[Measured]]:
-    """Each call once in each round. Each has its turn to be the first, since the kernel takes much at once more slowly after a pause."""
+    """Each call once in each round. Each has its turn to be the first, since the kernel takes much at once more slowly
+    after a pause.
+    """
     done: list[list[Measured]] = [[] for _ in calls]
     for turn in range(rounds):
         for place in range(len(calls)):
@@ -155,7 +164,8 @@ def line(what: str, ours: list[Measured], peer: list[Measured], state: int) -> L
     return Line(what, times[0], times[1], times[0] / times[1], peaks[0], peaks[1])
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------------------
+# -- what is measured
+# -------------------------------------------------------------------------------------------------------------
 
 
 def trained(cfg: Config, shape: dict[str, Any]) -> Any:
@@ -196,7 +206,11 @@ def fsdp(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
         ours, theirs, plain = in_turns(rounds, our_save, their_save, plain_write)
         lines = [line("fsdp full_shard: save / get_state_dict + dcp.save", ours, theirs, state)]
         lines.append(line("fsdp full_shard: save / as many bytes written and fsync", ours, plain, state))
-        lines.append(line("fsdp full_shard: export / gather + save_pretrained", *in_turns(rounds, our_export, their_export), state))
+        lines.append(
+            line(
+                "fsdp full_shard: export / gather + save_pretrained", *in_turns(rounds, our_export, their_export), state
+            )
+        )
         with folder(place, "ours") as our_place, folder(place, "theirs") as their_place:
             checkpoint = engine.save(our_place)
             dcp.save(by_hand(engine), checkpoint_id=their_place)
@@ -237,7 +251,9 @@ def deepspeed(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
             def their_save_on_disk(engine: Any = engine) -> Measured:
                 def both() -> None:
                     engine._adapter._engine.save_checkpoint(str(path))
-                    for file in sorted(each for each in path.rglob("*") if each.is_file())[dist.get_rank() :: dist.get_world_size()]:
+                    for file in sorted(each for each in path.rglob("*") if each.is_file())[
+                        dist.get_rank() :: dist.get_world_size()
+                    ]:
                         fsync(file)
 
                 with folder(place, "theirs") as path:
@@ -253,9 +269,17 @@ def deepspeed(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
                 with folder(place, "bytes") as path:
                     return measured(lambda: write_bytes(path, state))
 
-            ours, theirs, on_disk, plain, load = in_turns(rounds, our_save, their_save, their_save_on_disk, plain_write, our_load)
-            lines.append(line(f"deepspeed {strategy}: save / save_checkpoint, which is not on the disk then", ours, theirs, state))
-            lines.append(line(f"deepspeed {strategy}: save / save_checkpoint and fsync of its files", ours, on_disk, state))
+            ours, theirs, on_disk, plain, load = in_turns(
+                rounds, our_save, their_save, their_save_on_disk, plain_write, our_load
+            )
+            lines.append(
+                line(
+                    f"deepspeed {strategy}: save / save_checkpoint, which is not on the disk then", ours, theirs, state
+                )
+            )
+            lines.append(
+                line(f"deepspeed {strategy}: save / save_checkpoint and fsync of its files", ours, on_disk, state)
+            )
             lines.append(line(f"deepspeed {strategy}: save / as many bytes written and fsync", ours, plain, state))
             lines.append(line(f"deepspeed {strategy}: load / save", load, ours, state))
     lines.append(background("deepspeed", "full_shard", shape, place, rounds))
@@ -281,7 +305,9 @@ def background(backend: str, strategy: str, shape: dict[str, Any], place: Path, 
                 return measured(both)
 
         return line(
-            f"{backend} {strategy}: async_save, until it returns / until it is there", *in_turns(rounds, blocking, complete), held(engine)
+            f"{backend} {strategy}: async_save, until it returns / until it is there",
+            *in_turns(rounds, blocking, complete),
+            held(engine),
         )
 
 
@@ -307,7 +333,9 @@ def load_by_hand(engine: Any, path: Path) -> None:
     state = by_hand(engine)
     dcp.load(state, checkpoint_id=path)
     with past_the_engine(engine):
-        set_state_dict(engine.module, engine._adapter.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            engine.module, engine._adapter.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
 
 
 def save_pretrained(engine: Any, path: Path) -> None:
@@ -343,7 +371,8 @@ def main() -> None:
                 for each in run_ranks(arguments.ranks, work, shape, root, arguments.rounds, timeout=3600)[0]:
                     lines.append(each)
                     print(
-                        f"{each.what:75} {each.ours:7.2f}s {each.peer:7.2f}s {each.ratio:6.2f}  {each.ours_peak:6.1%} {each.peer_peak:6.1%}"
+                        f"{each.what:75} {each.ours:7.2f}s {each.peer:7.2f}s {each.ratio:6.2f}  {each.ours_peak:6.1%} "
+                        f"{each.peer_peak:6.1%}"
                     )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps([each._asdict() for each in lines], indent=2) + "\n")

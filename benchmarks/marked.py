@@ -17,7 +17,9 @@ def replace(page: Path, begin: str, end: str, text: str) -> str:
         ValueError: The page has no marks, or the text has figures of a simulated device.
     """
     if SIMULATED in text:
-        raise ValueError(f"{page} takes no figure of a simulated device, and these name one: {text.partition(chr(10))[0]}")
+        raise ValueError(
+            f"{page} takes no figure of a simulated device, and these name one: {text.partition(chr(10))[0]}"
+        )
     before, first, rest = page.read_text(encoding="utf-8").partition(begin)
     _, last, after = rest.partition(end)
     if not first or not last:

@@ -4,9 +4,9 @@
     python benchmarks/overhead.py --backend deepspeed --model tiny --pairs 300 --json overhead.json
     python benchmarks/overhead.py --desync             # the same loop with and without communication.desync_check
 
-Both loops live in the same processes and the same process group, and take turns: the ratio of two neighbouring steps is free of
-what else the machine is doing. Printed is the median of these ratios with its 95 % interval (order statistics, no distribution
-assumed). The engine itself is built the same way on both sides; only the loop around it differs.
+Both loops live in the same processes and the same process group, and take turns: the ratio of two neighbouring steps is
+free of what else the machine is doing. Printed is the median of these ratios with its 95 % interval (order statistics,
+no distribution assumed). The engine itself is built the same way on both sides; only the loop around it differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from unishard.testing.models import llama
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"sizes": {}, "batch": 2, "length": 16},
     "medium": {
-        "sizes": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
+        "sizes": {
+            "vocab_size": 4096,
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+        },
         "batch": 2,
         "length": 128,
     },
@@ -76,7 +82,8 @@ def batches(model: str, count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens[index % 8], "labels": tokens[index % 8]} for index in range(count)]
 
 
-# -- through unishard -----------------------------------------------------------------------------------------------------------
+# -- through unishard
+# -----------------------------------------------------------------------------------------------------------
 
 
 def through_unishard(model: str, cfg: unishard.Config, count: int) -> Update:
@@ -93,7 +100,8 @@ def through_unishard(model: str, cfg: unishard.Config, count: int) -> Update:
     return loop().__next__
 
 
-# -- by hand --------------------------------------------------------------------------------------------------------------------
+# -- by hand
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def rate(cfg: unishard.Config) -> Callable[[int], float]:
@@ -113,7 +121,9 @@ def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
         sharding.apply_fully_shard(module, find_units(module, cfg.sharding), device, native)
         running = module
     else:
-        running = nn.parallel.DistributedDataParallel(module.to(device), bucket_cap_mb=native.bucket_cap_mb, gradient_as_bucket_view=True)
+        running = nn.parallel.DistributedDataParallel(
+            module.to(device), bucket_cap_mb=native.bucket_cap_mb, gradient_as_bucket_view=True
+        )
     parameters = list(module.parameters())
     optimizer = factory(cfg.optimizer, module)(module.named_parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate(cfg))
@@ -152,7 +162,9 @@ def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     with start.quiet():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     if cfg.sharding.strategy == "full_shard":
-        reduce_units_by_parameter(engine.optimizer, list(module.parameters()))  # else the engines would differ, not only the loops
+        reduce_units_by_parameter(
+            engine.optimizer, list(module.parameters())
+        )  # else the engines would differ, not only the loops
     groups, factor = engine.optimizer.param_groups, rate(cfg)
     accumulation = cfg.training.gradient_accumulation_steps
 
@@ -177,7 +189,8 @@ def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
 BY_HAND = {"fsdp": torch_by_hand, "deepspeed": deepspeed_by_hand}
 
 
-# -- both, in turns -------------------------------------------------------------------------------------------------------------
+# -- both, in turns
+# -------------------------------------------------------------------------------------------------------------
 
 
 def timed(update: Update) -> float:
@@ -216,7 +229,9 @@ def unchecked(model: str, cfg: unishard.Config, count: int) -> Update:
 def measure(
     backend: str, strategy: str, model: str, pairs: int, accumulation: int, desync: bool = False
 ) -> tuple[list[tuple[float, float]], int]:
-    """(by hand, through unishard) milliseconds of each pair, and the number of parameters; with `desync` (unchecked, checked)."""
+    """(by hand, through unishard) milliseconds of each pair, and the number of parameters; with `desync` (unchecked,
+    checked).
+    """
     ensure(unishard.Topology.from_environment())
     cfg = config(backend, strategy, model, accumulation)
     ours = through_unishard(model, cfg, pairs + WARM_UP)
@@ -224,7 +239,9 @@ def measure(
     for _ in range(WARM_UP):
         norm, expected = ours(), theirs()
         if math.isfinite(expected) and abs(norm - expected) > 1e-4 * expected:
-            raise RuntimeError(f"the two loops do not train the same: gradient norm {norm} through unishard, {expected} by hand")
+            raise RuntimeError(
+                f"the two loops do not train the same: gradient norm {norm} through unishard, {expected} by hand"
+            )
     measured = []
     for pair in range(pairs):
         if pair % 2:
@@ -260,12 +277,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="pairs of steps; default: 300 for tiny, 120 for medium")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--desync", action="store_true", help="compare with unishard without communication.desync_check instead")
+    parser.add_argument(
+        "--desync", action="store_true", help="compare with unishard without communication.desync_check instead"
+    )
     parser.add_argument("--json", help="also write the results to this file")
     given = parser.parse_args()
     results = []
     other = "unchecked" if given.desync else "by hand"
-    print(f"{'backend':10} {'strategy':11} {'model':7} {'parameters':>11} {other:>10} {'unishard':>10} {'overhead':>9}  95 % interval")
+    print(
+        f"{'backend':10} {'strategy':11} {'model':7} {'parameters':>11} {other:>10} {'unishard':>10} {'overhead':>9}  "
+        "95 % interval"
+    )
     for backend in given.backend or BY_HAND:
         for strategy in given.strategy or STRATEGIES:
             for model in given.model or MODELS:
@@ -275,7 +297,8 @@ def main() -> None:
                 result = summary(backend, strategy, model, measured, parameters)
                 results.append(result)
                 print(
-                    f"{backend:10} {strategy:11} {model:7} {parameters:11,} {result.by_hand_ms:7.2f} ms {result.unishard_ms:7.2f} ms "
+                    f"{backend:10} {strategy:11} {model:7} {parameters:11,} {result.by_hand_ms:7.2f} ms "
+                    f"{result.unishard_ms:7.2f} ms "
                     f"{result.overhead_percent:+8.2f}%  {result.low_percent:+.2f}% .. {result.high_percent:+.2f}%",
                     flush=True,
                 )

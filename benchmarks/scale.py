@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py --ranks 8 64 1024 4096 8192 16384 --json scale.json --picture docs/scale.svg
 
-The model is a Llama of 70 billion parameters with AdamW, each tensor sharded over all ranks by rows, as on FSDP2. Times are seconds of CPU
-of one process. Where a number of ranks means more chunks than `--chunks`, only some of the model's layers are played, and each of the
-others is taken to add as much.
+The model is a Llama of 70 billion parameters with AdamW, each tensor sharded over all ranks by rows, as on FSDP2. Times
+are seconds of CPU of one process. Where a number of ranks means more chunks than `--chunks`, only some of the model's
+layers are played, and each of the others is taken to add as much.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def cpu(act: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - began, result
 
 
-# -- prepare and the watch ------------------------------------------------------------------------------------------------------
+# -- prepare and the watch
+# ------------------------------------------------------------------------------------------------------
 
 
 def agreement(world: int) -> Row:
@@ -119,7 +120,9 @@ def watch(world: int) -> Row:
     before = sum(link.socket.bytes for link in links)  # type: ignore[attr-defined]
     collected, _ = cpu(lambda: [hub._handle(link, said) for link in links])
     sent = sum(link.socket.bytes for link in links) - before  # type: ignore[attr-defined]
-    still, _ = cpu(lambda: [hub._handle(link, {"kind": "status", "status": "waits"}) for _ in range(2) for link in links])
+    still, _ = cpu(
+        lambda: [hub._handle(link, {"kind": "status", "status": "waits"}) for _ in range(2) for link in links]
+    )
     return {
         "arrive: hub, s": collected,
         "arrive: bytes of the hub": sent,
@@ -129,7 +132,8 @@ def watch(world: int) -> Row:
     }
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def shards(rank: int, world: int, names: Iterable[str]) -> dict[str, LazyShard]:
@@ -141,7 +145,9 @@ def shards(rank: int, world: int, names: Iterable[str]) -> dict[str, LazyShard]:
         begin, end = (min(at * each, shape[0]) * row for at in (rank, rank + 1))
         for key in (f"model.{name}", f"optim.state.{name}.exp_avg", f"optim.state.{name}.exp_avg_sq"):
             held[key] = LazyShard(shape, torch.float32, begin, end, lambda begin, end: torch.empty(0))
-        held[f"optim.state.{name}.step"] = LazyShard(torch.Size(()), torch.float32, 0, 1, lambda begin, end: torch.empty(0))
+        held[f"optim.state.{name}.step"] = LazyShard(
+            torch.Size(()), torch.float32, 0, 1, lambda begin, end: torch.empty(0)
+        )
     return held
 
 
@@ -223,7 +229,9 @@ def located(world: int, names: list[str], folder: Path) -> Row:
             assert all(any(tensors._table.chunks(name, shard.start, shard.end)) for name, shard in mine)
         else:
             for name, shard in mine:
-                target = tensor_reader.ReadRequest(name, shard.start, torch.empty(shard.end - shard.start, device="meta"))
+                target = tensor_reader.ReadRequest(
+                    name, shard.start, torch.empty(shard.end - shard.start, device="meta")
+                )
                 assert any([*tensor_reader._common(chunk, target)] for chunk in tensors._of(name))
         return tensors
 
@@ -234,14 +242,18 @@ def located(world: int, names: list[str], folder: Path) -> Row:
 
 
 def checkpoint(world: int, most: int) -> Row:
-    """A save and a load, of so many layers as give at most so many chunks; each of the others is taken to add the same."""
+    """A save and a load, of so many layers as give at most so many chunks; each of the others is taken to add the
+    same.
+    """
     names = list(parameters())
     layers = max(1, min(LAYERS, most // (4 * world * len(LAYER))))
     played = names if layers == LAYERS else names[: layers * len(LAYER)]
     row = saved_and_found(world, played)
     if len(played) < len(names):
         fixed = saved_and_found(world, ["layers.0.norm1.weight"])  # what does not grow with the number of tensors
-        row = {name: fixed[name] + max(0.0, value - fixed[name]) * len(names) / len(played) for name, value in row.items()}
+        row = {
+            name: fixed[name] + max(0.0, value - fixed[name]) * len(names) / len(played) for name, value in row.items()
+        }
     return {"chunks": round(row.pop("chunks")), "played": len(played) / len(names)} | row
 
 
@@ -252,7 +264,7 @@ def saved_and_found(world: int, names: list[str]) -> Row:
         return row | located(world, names, Path(place) / "saved") | {"chunks": float(chunks)}
 
 
-# -- output ---------------------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def table(rows: dict[int, Row]) -> str:

@@ -1,9 +1,10 @@
-"""What a translation on the command line costs, in seconds of CPU, beside its dependencies' imports and Accelerate's own converter.
+"""What a translation on the command line costs, in seconds of CPU, beside its dependencies' imports and Accelerate's
+own converter.
 
     python benchmarks/translate.py --runs 20
 
-The commands take turns, so that other load on the machine affects all of them. Printed are median, smallest and largest, and the median as
-a multiple of that of the imports: a translation takes at most 2.5 times their CPU.
+The commands take turns, so that other load on the machine affects all of them. Printed are median, smallest and
+largest, and the median as a multiple of that of the imports: a translation takes at most 2.5 times their CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pathlib import Path
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 IMPORTS = "import pydantic, ruamel.yaml, typer"
-FSDP1 = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: FULL_SHARD\n"
+FSDP1 = (
+    "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: FULL_SHARD\n"
+)
 
 
 def cpu(command: list[str]) -> float:
@@ -44,13 +47,28 @@ def main() -> None:
         commands = {
             "python -c pass": [sys.executable, "-c", "pass"],
             IMPORTS: [sys.executable, "-c", "import pydantic, ruamel.yaml, typer"],
-            "unishard translate (DeepSpeed to unishard)": [*unishard, str(CONFIGS / "ds_zero2.json"), "--to", "unishard"],
+            "unishard translate (DeepSpeed to unishard)": [
+                *unishard,
+                str(CONFIGS / "ds_zero2.json"),
+                "--to",
+                "unishard",
+            ],
             "unishard translate (Accelerate to DeepSpeed)": [
                 *(*unishard, str(CONFIGS / "accelerate_fsdp.yaml"), "--to", "deepspeed", "--set", "backend=deepspeed"),
             ],
             "unishard translate (FSDP1 to FSDP2)": [*unishard, str(old), "--to", "accelerate"],
             "accelerate to-fsdp2 (FSDP1 to FSDP2)": [
-                *(sys.executable, "-c", accelerate, "to-fsdp2", "--config_file", str(old), "--output_file", new, "--overwrite"),
+                *(
+                    sys.executable,
+                    "-c",
+                    accelerate,
+                    "to-fsdp2",
+                    "--config_file",
+                    str(old),
+                    "--output_file",
+                    new,
+                    "--overwrite",
+                ),
             ],
         }
         seconds: dict[str, list[float]] = {name: [] for name in commands}
@@ -63,7 +81,10 @@ def main() -> None:
     for name, spent in seconds.items():
         middle = statistics.median(spent)
         ratio = middle / statistics.median(seconds[IMPORTS])
-        print(f"{name:{width}}  {middle:.3f} s of CPU  ({min(spent):.3f} to {max(spent):.3f}, {len(spent)} runs), {ratio:.2f} x imports")
+        print(
+            f"{name:{width}}  {middle:.3f} s of CPU  ({min(spent):.3f} to {max(spent):.3f}, {len(spent)} runs), "
+            f"{ratio:.2f} x imports"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Brings the pages that lie at the top of the checkout into the site, and leads links there. mkdocs.yml names this file."""
+"""Brings the pages that lie at the top of the checkout into the site, and leads links there.
+
+mkdocs.yml names this file.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,14 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-OUTSIDE = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md", "MAPPING.md": "mapping.md", "CHANGELOG.md": "changelog.md"}
-"""Pages by their path in the checkout, and what they are called in the site. A README.md there would be another index."""
+OUTSIDE = {
+    "README.md": "start.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "MAPPING.md": "mapping.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Pages by their path in the checkout, and what they are called in the site. A README.md there would be another
+index."""
 
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
@@ -25,7 +34,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links that are right in the checkout be right in the site, and show code in tables without GitHub's escapes of bars."""
+    """Let links that are right in the checkout be right in the site, and show code in tables without GitHub's escapes
+    of bars.
+    """
     markdown = _CODE.sub(lambda match: match[0].replace("\\|", "|"), markdown)
     return _LINK.sub(lambda match: in_site(match[1], page.file.src_uri), markdown)
 

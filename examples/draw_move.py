@@ -18,18 +18,25 @@ WIDE, THIN, MARK = "#f4a261", "#1d3557", "#8d99ae"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the losses of a run that moved over those of the run that did not.")
+    parser = argparse.ArgumentParser(
+        description="Draw the losses of a run that moved over those of the run that did not."
+    )
     parser.add_argument("stayed", type=Path, help="JSON lines of the uninterrupted run")
     parser.add_argument("moved", type=Path, help="JSON lines of the run that moved")
     parser.add_argument("picture", type=Path, help="PNG file to write")
     args = parser.parse_args()
     stayed, moved = read(args.stayed), read(args.moved)
     if len(stayed) != len(moved):
-        raise SystemExit(f"{args.stayed} has {len(stayed)} updates and {args.moved} has {len(moved)}; they must have as many")
+        raise SystemExit(
+            f"{args.stayed} has {len(stayed)} updates and {args.moved} has {len(moved)}; they must have as many"
+        )
     gaps = differences(stayed, moved)
     draw(stayed, moved, gaps, args.picture)
     largest = max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
-    print(f"largest relative difference of the losses: {largest:.1e}, at update {gaps.index(largest) + 1} of {len(gaps)}; {args.picture}")
+    print(
+        f"largest relative difference of the losses: {largest:.1e}, at update {gaps.index(largest) + 1} of "
+        f"{len(gaps)}; {args.picture}"
+    )
 
 
 def read(path: Path) -> list[dict]:
@@ -62,7 +69,14 @@ def draw(stayed: list[dict], moved: list[dict], gaps: list[float], path: Path) -
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     curves, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     updates = range(1, len(moved) + 1)
-    curves.plot(updates, losses(stayed), color=WIDE, linewidth=7, solid_capstyle="round", label=f"never moved: {stayed[0]['run']}")
+    curves.plot(
+        updates,
+        losses(stayed),
+        color=WIDE,
+        linewidth=7,
+        solid_capstyle="round",
+        label=f"never moved: {stayed[0]['run']}",
+    )
     curves.plot(updates, losses(moved), color=THIN, linewidth=1.5, label="moved, as named above")
     curves.set_title("A tiny Llama on English text: one training, moved between engines", loc="left", pad=36)
     curves.set_ylabel("training loss")
@@ -74,7 +88,9 @@ def draw(stayed: list[dict], moved: list[dict], gaps: list[float], path: Path) -
     below.set_ylim(bottom, 10 * max(1e-7, *filter(math.isfinite, gaps)))
     below.set_ylabel("relative\ndifference")
     below.set_xlabel("update")
-    below.text(0.01, 0.92, "no bar: the same loss to the bit", transform=below.transAxes, color=MARK, verticalalignment="top")
+    below.text(
+        0.01, 0.92, "no bar: the same loss to the bit", transform=below.transAxes, color=MARK, verticalalignment="top"
+    )
 
     for start, run in legs(moved):
         place = {"transform": curves.get_xaxis_transform(), "verticalalignment": "bottom"}

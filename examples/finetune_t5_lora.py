@@ -1,12 +1,14 @@
-"""Fine-tunes a T5 with LoRA adapters to name the sentiment of a sentence, sequence to sequence, on the engine that the config names.
+"""Fine-tunes a T5 with LoRA adapters to name the sentiment of a sentence, sequence to sequence, on the engine that the
+config names.
 
     torchrun --nproc-per-node 2 examples/finetune_t5_lora.py
     torchrun --nproc-per-node 2 examples/finetune_t5_lora.py --set backend=deepspeed
     python examples/finetune_t5_lora.py --model path/to/t5-small --data reviews.csv
 
-Without --data it writes its own sentences, and without --model it builds a tiny T5 with random weights whose vocabulary is the words
-of the training data. Adapters on a random base learn little, so its embeddings are trained too; of a model that is given, only the
-adapters are. The generated sentences are easy (the adjective decides): their accuracy shows that training works, and no more.
+Without --data it writes its own sentences, and without --model it builds a tiny T5 with random weights whose vocabulary
+is the words of the training data. Adapters on a random base learn little, so its embeddings are trained too; of a model
+that is given, only the adapters are. The generated sentences are easy (the adjective decides): their accuracy shows
+that training works, and no more.
 """
 
 from __future__ import annotations
@@ -80,23 +82,34 @@ def main() -> None:
     if rank == 0:
         share = max(sum(label == each for _, label in test) for each in {label for _, label in test}) / len(test)
         print(
-            f"{cfg.backend}: loss {losses[0]:.4f} -> {losses[-1]:.4f} after {steps} updates; accuracy {accuracy:.1%} on {len(test)} "
+            f"{cfg.backend}: loss {losses[0]:.4f} -> {losses[-1]:.4f} after {steps} updates; accuracy {accuracy:.1%} "
+            f"on {len(test)} "
             f"held-out sentences (always the most frequent answer: {share:.1%})"
         )
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps({"losses": losses, "accuracy": accuracy, "chance": share}, indent=1), encoding="utf-8")
+            args.out.write_text(
+                json.dumps({"losses": losses, "accuracy": accuracy, "chance": share}, indent=1), encoding="utf-8"
+            )
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fine-tune T5 with LoRA to name the sentiment of a sentence.")
     parser.add_argument("--config", type=Path, default=CONFIG, help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed")
-    parser.add_argument("--model", help="folder (or name) of a pretrained T5 with its tokenizer; left out, a tiny one is built")
-    parser.add_argument("--data", help=".csv or .jsonl file, folder that datasets saved, or name of a dataset; left out, generated")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed"
+    )
+    parser.add_argument(
+        "--model", help="folder (or name) of a pretrained T5 with its tokenizer; left out, a tiny one is built"
+    )
+    parser.add_argument(
+        "--data", help=".csv or .jsonl file, folder that datasets saved, or name of a dataset; left out, generated"
+    )
     parser.add_argument("--text", default="text", help="column of the sentences")
     parser.add_argument("--label", default="label", help="column of the answers")
-    parser.add_argument("--test-part", type=float, default=0.2, help="part of the data that is held out for the accuracy")
+    parser.add_argument(
+        "--test-part", type=float, default=0.2, help="part of the data that is held out for the accuracy"
+    )
     parser.add_argument("--max-length", type=int, default=64, help="longest sentence in tokens; the rest is cut off")
     parser.add_argument("--steps", type=int, default=100, help="number of updates")
     parser.add_argument("--out", type=Path, help="JSON file for losses and accuracy")
@@ -106,7 +119,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-# -- data ---------------------------------------------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------------------------------
 
 
 def examples_of(args: argparse.Namespace) -> list[Example]:
@@ -122,12 +135,15 @@ def examples_of(args: argparse.Namespace) -> list[Example]:
     else:
         rows = from_datasets(args.data)
     if not rows:
-        raise SystemExit(f"{args.data} holds no examples; it needs rows with the columns {args.text!r} and {args.label!r}")
+        raise SystemExit(
+            f"{args.data} holds no examples; it needs rows with the columns {args.text!r} and {args.label!r}"
+        )
     for column, option in ((args.text, "--text"), (args.label, "--label")):
         for number, row in enumerate(rows, 1):
             if row.get(column) in (None, ""):
                 raise SystemExit(
-                    f"{args.data}: example {number} has nothing in column {column!r}; its columns are {', '.join(map(str, row))}; "
+                    f"{args.data}: example {number} has nothing in column {column!r}; its columns are "
+                    f"{', '.join(map(str, row))}; "
                     f"name another one with {option}"
                 )
     return [Example(str(row[args.text]), str(row[args.label])) for row in rows]
@@ -146,7 +162,9 @@ def read(path: Path) -> list[dict[str, Any]]:
                 except json.JSONDecodeError as error:
                     raise ValueError(f"line {number} is not JSON ({error.msg}); each line must be one object") from None
                 if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is no object but a {type(row).__name__}; each line must be one object")
+                    raise ValueError(
+                        f"line {number} is no object but a {type(row).__name__}; each line must be one object"
+                    )
                 rows.append(row)
         return rows
 
@@ -156,12 +174,17 @@ def from_datasets(name: str) -> list[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
-        raise SystemExit(f"{name} is no .csv or .jsonl file, and other data needs a package: pip install datasets") from None
+        raise SystemExit(
+            f"{name} is no .csv or .jsonl file, and other data needs a package: pip install datasets"
+        ) from None
     data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split="train")
     if isinstance(data, dict):
         data = data["train"]
     classes = {column: feature.names for column, feature in data.features.items() if hasattr(feature, "names")}
-    return [{column: classes[column][value] if column in classes else value for column, value in row.items()} for row in data]
+    return [
+        {column: classes[column][value] if column in classes else value for column, value in row.items()}
+        for row in data
+    ]
 
 
 SUBJECTS = (
@@ -219,18 +242,23 @@ def tensors(examples: list[Example], encode: Encode, *, length: int, label_lengt
     return samples
 
 
-# -- model --------------------------------------------------------------------------------------------------------------------------
+# -- model -------------------------------------------------------------------------------------------------------------
 
 
 def pretrained(name: str) -> tuple[T5ForConditionalGeneration, Encode]:
     """A T5 and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(name)
-    return T5ForConditionalGeneration.from_pretrained(name), lambda text: tokenizer.encode(text, add_special_tokens=False)
+    return T5ForConditionalGeneration.from_pretrained(name), lambda text: tokenizer.encode(
+        text, add_special_tokens=False
+    )
 
 
 def tiny(texts: list[str]) -> tuple[T5ForConditionalGeneration, Encode]:
     """A T5 of 0.2 million parameters, and the words of some texts as its vocabulary."""
-    words = {word: number for number, word in enumerate(sorted({word for text in texts for word in text.split()}), UNKNOWN + 1)}
+    words = {
+        word: number
+        for number, word in enumerate(sorted({word for text in texts for word in text.split()}), UNKNOWN + 1)
+    }
     config = T5Config(
         vocab_size=UNKNOWN + 1 + len(words),
         d_model=64,
@@ -244,15 +272,16 @@ def tiny(texts: list[str]) -> tuple[T5ForConditionalGeneration, Encode]:
     return T5ForConditionalGeneration(config), lambda text: [words.get(word, UNKNOWN) for word in text.split()]
 
 
-# -- evaluation ---------------------------------------------------------------------------------------------------------------------
+# -- evaluation
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def evaluate(engine: unishard.Engine, loader: Any) -> float:
     """Part of the examples that the model answers word for word.
 
-    One forward with the right answer as the decoder's input is enough: where each token is the likeliest one after those before
-    it, greedy generation would give this answer, and else another one.
+    One forward with the right answer as the decoder's input is enough: where each token is the likeliest one after
+    those before it, greedy generation would give this answer, and else another one.
     """
     right: list[torch.Tensor] = []
     engine.eval()

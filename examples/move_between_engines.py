@@ -1,12 +1,15 @@
-"""Trains a tiny Llama for some updates and stops; the next call resumes, on another engine, strategy or number of ranks.
+"""Trains a tiny Llama for some updates and stops; the next call resumes, on another engine, strategy or number of
+ranks.
 
-    run="examples/move_between_engines.py --steps 30 --set checkpoint.dir=runs/moved --set checkpoint.on_existing=resume"
-    torchrun --nproc-per-node 2 $run
+    run="examples/move_between_engines.py --steps 30 --set checkpoint.dir=runs/moved --set
+    checkpoint.on_existing=resume" torchrun --nproc-per-node 2 $run
     torchrun --nproc-per-node 4 $run --set backend=deepspeed --set training.gradient_accumulation_steps=1
-    python $run --set backend=deepspeed --set sharding.strategy=zero1 --set training.gradient_accumulation_steps=4 --export runs/model
+    python $run --set backend=deepspeed --set sharding.strategy=zero1 --set training.gradient_accumulation_steps=4
+    --export runs/model
 
-Ranks x micro-batch x accumulation steps is 16 samples each time, so all three together make the same updates as one run of 90. The script
-contains nothing about moving or loading: it only saves. move_between_engines.sh runs all of it and plots the losses.
+Ranks x micro-batch x accumulation steps is 16 samples each time, so all three together make the same updates as one run
+of 90. The script contains nothing about moving or loading: it only saves. move_between_engines.sh runs all of it and
+plots the losses.
 """
 
 from __future__ import annotations
@@ -57,9 +60,13 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a tiny Llama on English text, from where the last checkpoint was.")
+    parser = argparse.ArgumentParser(
+        description="Train a tiny Llama on English text, from where the last checkpoint was."
+    )
     parser.add_argument("--config", type=Path, default=CONFIG, help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field; checkpoint.dir is needed")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field; checkpoint.dir is needed"
+    )
     parser.add_argument("--steps", type=int, default=30, help="number of further updates")
     parser.add_argument("--samples", type=int, default=640, help="samples of an epoch, 40 updates of 16")
     parser.add_argument("--export", type=Path, help="new folder for the weights, as from_pretrained reads them")

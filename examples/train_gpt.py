@@ -1,13 +1,15 @@
-"""Trains a small GPT on text, in plain torch: a template for a real training, with resuming, logs, evaluation and a sample at the end.
+"""Trains a small GPT on text, in plain torch: a template for a real training, with resuming, logs, evaluation and a
+sample at the end.
 
     python examples/train_gpt.py                                                  # one rank
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                # two, on this host
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --set backend=deepspeed
     sbatch examples/train_gpt.sbatch                                              # Slurm
-    kubectl create -f examples/train_gpt.k8s.yaml                                 # Kubernetes, with Kubeflow's training operator
+    kubectl create -f examples/train_gpt.k8s.yaml                                 # Kubernetes, with Kubeflow's training
+    operator
 
-Every start resumes where the last one stopped. Nothing is downloaded: the text is Python's own documentation, or a file that `--text`
-names, and a token is a byte.
+Every start resumes where the last one stopped. Nothing is downloaded: the text is Python's own documentation, or a file
+that `--text` names, and a token is a byte.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def main() -> None:
         engine.print(f"held-out loss {loss:.4f}, backend {cfg.backend}, world size {engine.world_size}\n{text}")
 
 
-def train(engine: unishard.Engine, cfg: unishard.Config, training_set: list, held_out: list, *, evaluate_every: int) -> None:
+def train(
+    engine: unishard.Engine, cfg: unishard.Config, training_set: list, held_out: list, *, evaluate_every: int
+) -> None:
     """Train until `scheduler.total_steps`, over as many epochs as that takes."""
     done = engine.resumed.step if engine.resumed else 0
     loader = unishard.dataloader(training_set, cfg)
@@ -63,7 +67,9 @@ def train(engine: unishard.Engine, cfg: unishard.Config, training_set: list, hel
 def evaluate(engine: unishard.Engine, cfg: unishard.Config, held_out: list) -> float:
     """Mean loss over the held-out text and all ranks."""
     engine.eval()
-    losses = [engine(**batch) for batch in engine.batches(unishard.dataloader(held_out, cfg, shuffle=False, drop_last=True))]
+    losses = [
+        engine(**batch) for batch in engine.batches(unishard.dataloader(held_out, cfg, shuffle=False, drop_last=True))
+    ]
     engine.train()
     return engine.mean(torch.stack(losses).mean())
 
@@ -93,7 +99,9 @@ class GPT(nn.Module):
     def __init__(self, *, length: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.length = length
-        self.config = SimpleNamespace(num_hidden_layers=layers, hidden_size=width)  # by which the engine counts attention in its MFU
+        self.config = SimpleNamespace(
+            num_hidden_layers=layers, hidden_size=width
+        )  # by which the engine counts attention in its MFU
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
@@ -128,7 +136,9 @@ def samples(path: Path | None, length: int) -> tuple[list[dict[str, Tensor]], li
     codes = torch.tensor(list(text))
     pieces = [codes[start : start + length + 1] for start in range(0, len(codes) - length, length)]
     if len(pieces) < 10:
-        raise SystemExit(f"{path} has {len(text)} bytes, too few for pieces of {length}; pass a longer text or a smaller --length")
+        raise SystemExit(
+            f"{path} has {len(text)} bytes, too few for pieces of {length}; pass a longer text or a smaller --length"
+        )
     made = [{"input_ids": piece[:-1], "labels": piece[1:]} for piece in pieces]
     cut = len(made) - max(1, len(made) // 10)
     return made[:cut], made[cut:]
@@ -137,13 +147,17 @@ def samples(path: Path | None, length: int) -> tuple[list[dict[str, Tensor]], li
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on text.")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".yaml"), help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed"
+    )
     parser.add_argument("--text", type=Path, help="file to train on; default: Python's documentation")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--width", type=int, default=128, help="size of the hidden states")
     parser.add_argument("--layers", type=int, default=4, help="number of blocks")
     parser.add_argument("--heads", type=int, default=4, help="attention heads of a block")
-    parser.add_argument("--evaluate-every", type=int, default=100, metavar="N", help="optimizer steps between evaluations")
+    parser.add_argument(
+        "--evaluate-every", type=int, default=100, metavar="N", help="optimizer steps between evaluations"
+    )
     parser.add_argument("--sample", type=int, default=100, metavar="N", help="bytes to generate at the end")
     return parser.parse_args()
 

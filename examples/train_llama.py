@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 2 examples/train_llama.py --config configs/llama_tiny.yaml
     torchrun --nproc-per-node 2 examples/train_llama.py --config configs/llama_tiny.yaml --set backend=deepspeed
     python examples/train_llama.py                                    # one rank
-    python examples/train_llama.py --set checkpoint.dir=runs/llama --set checkpoint.every_steps=20 --set checkpoint.on_existing=resume
+    python examples/train_llama.py --set checkpoint.dir=runs/llama --set checkpoint.every_steps=20 --set
+    checkpoint.on_existing=resume
 
-The last one resumes where it was when it was stopped. Nothing is downloaded: the text is Python's own documentation, and a token is a byte.
+The last one resumes where it was when it was stopped. Nothing is downloaded: the text is Python's own documentation,
+and a token is a byte.
 """
 
 from __future__ import annotations
@@ -71,9 +73,13 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a tiny Llama on English text.")
-    launched = "UNISHARD_CONFIG" in os.environ  # by `unishard launch`, whose config unishard.load() reads without a path
+    launched = (
+        "UNISHARD_CONFIG" in os.environ
+    )  # by `unishard launch`, whose config unishard.load() reads without a path
     parser.add_argument("--config", type=Path, default=None if launched else CONFIG, help="YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed"
+    )
     parser.add_argument("--steps", type=int, default=100, help="number of updates")
     parser.add_argument("--out", type=Path, help="JSON file for losses, gradient norms, times and memory")
     return parser.parse_args()

@@ -1,9 +1,10 @@
-"""Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA device.
+"""Marks what starts ranks, so that `pytest -m "not ranks"` is quick; skips what is marked `gpu` where there is no CUDA
+device.
 
-`--deep` runs what is marked `deep` too: the same on the other engine or on one rank, where `make test` takes them in turns. It also gives
-Hypothesis's tests all their examples, and damages a file in every place.
-`--examples` asks for more broken documents for the formats. The longest files come first, so that all processes of `make test`
-end together.
+`--deep` runs what is marked `deep` too: the same on the other engine or on one rank, where `make test` takes them in
+turns. It also gives Hypothesis's tests all their examples, and damages a file in every place.
+`--examples` asks for more broken documents for the formats. The longest files come first, so that all processes of
+`make test` end together.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The models are tiny: a second thread only waits for the first, and long where ranks or other tests keep the cores busy (4 updates of the
-# oracle: 0.2 s with one thread, 31 s with two). Set before torch is imported, and for the processes that tests start.
+# The models are tiny: a second thread only waits for the first, and long where ranks or other tests keep the cores busy
+# (4 updates of the oracle: 0.2 s with one thread, 31 s with two). Set before torch is imported, and for the processes
+# that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without a clock and without chance: the same examples everywhere, on a busy machine too.
 for _name, _number in (("unishard", 40), ("deep", 100)):
-    settings.register_profile(_name, max_examples=_number, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        _name, max_examples=_number, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
 
 _EXAMPLES = 300
 _RANKS = Path(__file__).parent / "ranks"
@@ -32,7 +36,11 @@ _LONGEST = ("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_resum
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--examples", type=int, default=_EXAMPLES, metavar="N", help="how many broken documents the formats are given (see make fuzz)"
+        "--examples",
+        type=int,
+        default=_EXAMPLES,
+        metavar="N",
+        help="how many broken documents the formats are given (see make fuzz)",
     )
     parser.addoption("--deep", action="store_true", help="also run what is marked deep")
 

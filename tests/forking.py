@@ -1,6 +1,8 @@
-"""Starts Python programs as forks of a process that has imported torch and the engines, in place of interpreters that import them again.
+"""Starts Python programs as forks of a process that has imported torch and the engines, in place of interpreters that
+import them again.
 
-A rank that a launcher starts needs 8 s of CPU time to import what it uses, and a tenth of that for what a test looks at.
+A rank that a launcher starts needs 8 s of CPU time to import what it uses, and a tenth of that for what a test looks
+at.
 """
 
 from __future__ import annotations
@@ -61,10 +63,11 @@ def _completed(command: list[str], options: dict[str, Any]) -> subprocess.Comple
 
 
 def instead_of_exec() -> None:
-    """Let `subprocess` start scripts and modules of this interpreter as forks of this process as it is now, here and in what they start.
+    """Let `subprocess` start scripts and modules of this interpreter as forks of this process as it is now, here and in
+    what they start.
 
-    They are children of the process that starts them, with their own arguments, environment, streams and session. Call it on a rank of
-    `run_ranks`, before anything has started a thread.
+    They are children of the process that starts them, with their own arguments, environment, streams and session. Call
+    it on a rank of `run_ranks`, before anything has started a thread.
     """
     if sys.platform != "linux":
         return
@@ -81,7 +84,11 @@ def instead_of_exec() -> None:
         if said["shell"] or len(words) < 2 or words[0] != sys.executable or words[1] in ("-c", "-S"):
             _start_anew(process, *given)
             return
-        pipes = [(said["p2cread"], said["p2cwrite"]), (said["c2pwrite"], said["c2pread"]), (said["errwrite"], said["errread"])]
+        pipes = [
+            (said["p2cread"], said["p2cwrite"]),
+            (said["c2pwrite"], said["c2pread"]),
+            (said["errwrite"], said["errread"]),
+        ]
         streams = [number if one == -1 else one for number, (one, _) in enumerate(pipes)]
         environ = dict(os.environ if said["env"] is None else said["env"])
         request = words[1:], environ, os.fspath(said["cwd"] or os.getcwd()), said["start_new_session"]
@@ -99,7 +106,8 @@ def instead_of_exec() -> None:
 
 
 def _serve(requests: socket.socket) -> NoReturn:
-    """Start what is asked for until the process that asks has ended. What outlives its parent becomes a child of that process."""
+    """Start what is asked for until the process that asks has ended. What outlives its parent becomes a child of that
+    process."""
     os.dup2(requests.fileno(), 3)
     os.closerange(4, 1 << 16)
     gc.freeze()  # nothing closes a number again that is now another file's
@@ -139,7 +147,9 @@ def _run(streams: list[int], words: list[str], environ: dict[str, str], folder: 
     if new_session:
         os.setsid()
     faulthandler.unregister(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background, which ignores it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # also where the tests run in the background, which ignores it
     resource_tracker._resource_tracker.__dict__.update(_fd=None, _pid=None)
     run(words)
 

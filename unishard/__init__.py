@@ -95,21 +95,27 @@ _ON_FIRST_USE = {
 }
 
 
-def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), *, section: str | None = None) -> Config:
-    """Load a config from a YAML 1.2 file or a mapping. Top-level keys that start with `x-` are your own, and are not read.
+def load(
+    source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), *, section: str | None = None
+) -> Config:
+    """Load a config from a YAML 1.2 file or a mapping.
+
+    Top-level keys that start with `x-` are your own, and are not read.
 
     Args:
-        source: Path of a YAML file, or its content as a mapping. None: the file that `unishard launch` was given, with its overrides.
+        source: Path of a YAML file, or its content as a mapping. None: the file that `unishard launch` was given, with
+            its overrides.
         overrides: Overrides such as `["training.micro_batch_size=4", "sharding.units=[A, B]"]`. The value is YAML;
             the last one wins.
-        section: Dotted name of the section that holds the config, in a file that has other sections too; None for the whole file.
+        section: Dotted name of the section that holds the config, in a file that has other sections too; None for the
+            whole file.
 
     Returns:
         The validated config.
 
     Raises:
-        ConfigError: The file cannot be read, or has invalid values; lists every problem with `file:line`. Or there is no source, and
-            `unishard launch` has not started this process.
+        ConfigError: The file cannot be read, or has invalid values; lists every problem with `file:line`. Or there is
+            no source, and `unishard launch` has not started this process.
     """
     if source is None:
         prelaunch_errors.install()  # `unishard launch` has started this process
@@ -124,5 +130,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
     except ModuleNotFoundError as error:
-        raise BackendError(f"unishard.{name} needs {error.name}, which is not installed; pip install 'unishard[torch]'") from error
+        raise BackendError(
+            f"unishard.{name} needs {error.name}, which is not installed; pip install 'unishard[torch]'"
+        ) from error
     return value

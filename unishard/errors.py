@@ -110,7 +110,10 @@ class CheckpointError(UnishardError, RuntimeError):
 
 
 class NonFiniteError(UnishardError, ArithmeticError):
-    """The gradients of an optimizer step are not finite, and ``training.nonfinite`` is ``raise``. Nothing was updated."""
+    """The gradients of an optimizer step are not finite, and ``training.nonfinite`` is ``raise``.
+
+    Nothing was updated.
+    """
 
 
 class EngineMismatchError(UnishardError, RuntimeError):

@@ -82,7 +82,9 @@ class DeepSpeedAdapter(EngineAdapter):
         self.reduces_each_backward = stage >= 2
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
         # A function, not a method: copying the model, for example to average weights, must not copy the engine.
-        self._output_hook = engine.module.register_forward_hook(lambda module, args, output: self._watch_early(module, output))
+        self._output_hook = engine.module.register_forward_hook(
+            lambda module, args, output: self._watch_early(module, output)
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the `DeepSpeedEngine`."""
@@ -100,26 +102,32 @@ class DeepSpeedAdapter(EngineAdapter):
     def input_gradients(self, *, graph: bool) -> None:
         """Refuse what DeepSpeed's hooks on outputs take for its own backward.
 
-        Stage 0 then raises, stages 1 and 2 reduce too early, and all divide the gradient by the accumulation steps (DeepSpeed 0.19.8,
-        runtime/engine.py, _backward_prologue_per_tensor). Stage 3 frees parameters that a backward through gradients uses again.
+        Stage 0 then raises, stages 1 and 2 reduce too early, and all divide the gradient by the accumulation steps
+        (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor). Stage 3 frees parameters that a backward
+        through gradients uses again.
 
         Raises:
             ContractError: The engine cannot do this.
         """
-        plain = self._engine.zero_optimization_stage() == 3 and self._engine.gradient_accumulation_steps() == 1 and not graph
+        plain = (
+            self._engine.zero_optimization_stage() == 3
+            and self._engine.gradient_accumulation_steps() == 1
+            and not graph
+        )
         if plain or not list(self.leaves()):  # frozen: the forward was not DeepSpeed's
             return
         what = " with create_graph=True, as for a gradient penalty," if graph else ""
         raise ContractError(
-            f"torch.autograd.grad of an output{what} does not work with sharding.strategy {self._strategy} on DeepSpeed; set backend: fsdp"
-            + (", sharding: no_shard and precision: fp32" if graph else "")
+            f"torch.autograd.grad of an output{what} does not work with sharding.strategy {self._strategy} on "
+            "DeepSpeed; set backend: fsdp" + (", sharding: no_shard and precision: fp32" if graph else "")
         )
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of the `DeepSpeedEngine`, without its division by accumulation steps."""
         self._clear_first()
-        # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss by the accumulation steps, because
-        # it runs before the hook that `backward` registers (DeepSpeed 0.19.8, runtime/engine.py, _backward_prologue_per_tensor).
+        # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss by the accumulation
+        # steps, because it runs before the hook that `backward` registers (DeepSpeed 0.19.8, runtime/engine.py,
+        # _backward_prologue_per_tensor).
         self._engine.backward(loss.view(()), scale_wrt_gas=False)
         self._conditional.drop(self._kept)
         self._unused.record_backward()
@@ -149,7 +157,9 @@ class DeepSpeedAdapter(EngineAdapter):
     def without_gradient(self) -> Collection[str]:
         """Those that no hook has seen: DeepSpeed takes the gradients away."""
         used = self._unused.used
-        return [name for name, parameter in self._shared.items() if parameter not in used] if self._unused.is_gap else []
+        return (
+            [name for name, parameter in self._shared.items() if parameter not in used] if self._unused.is_gap else []
+        )
 
     @property
     def gradient_order(self) -> str:
@@ -229,7 +239,8 @@ class DeepSpeedAdapter(EngineAdapter):
         require("checkpoints", self._kind)
         if self._in_files:
             raise CheckpointError(
-                "offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write shards; set offload.params "
+                "offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write "
+                "shards; set offload.params "
                 "to cpu to save or load a checkpoint"
             )
         reshard_all(self.optimizer, self._kind)

@@ -52,8 +52,8 @@ class DeepSpeedBackend:
         """The JSON for `deepspeed.initialize` and the report. Pure.
 
         Raises:
-            ConfigError: `native.deepspeed` holds a key that DeepSpeed does not know, that a field decides, or that would
-                break what unishard promises.
+            ConfigError: `native.deepspeed` holds a key that DeepSpeed does not know, that a field decides, or that
+                would break what unishard promises.
         """
         own = cfg.native.get(self.name, {})
         problems = check(own)
@@ -62,11 +62,15 @@ class DeepSpeedBackend:
         native, report = apply(RULES, cfg, topology)
         fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})
         fits = {key: (value, *fit(key)) for key, value in flat(own)}
-        lines = tuple(Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in fits.items())
+        lines = tuple(
+            Line(f"native.{self.name}.{key}", value, fit, key, note) for key, (value, fit, note) in fits.items()
+        )
         return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
 
     def require(self, cfg: Config, translation: Translation) -> None:
-        """Check the version of DeepSpeed, and for parameters in files its async_io op. Imports DeepSpeed only for the op.
+        """Check the version of DeepSpeed, and for parameters in files its async_io op.
+
+        Imports DeepSpeed only for the op.
 
         Raises:
             BackendError: The version is too old, or the op is missing and cannot be built.

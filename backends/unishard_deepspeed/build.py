@@ -41,7 +41,12 @@ __all__ = ["build", "completed"]
 
 
 def build(
-    model: nn.Module, cfg: Config, native: dict[str, Any], topology: Topology, units: ModelUnits, optimizer: OptimizerBuilder | None
+    model: nn.Module,
+    cfg: Config,
+    native: dict[str, Any],
+    topology: Topology,
+    units: ModelUnits,
+    optimizer: OptimizerBuilder | None,
 ) -> InferenceAdapter:
     """Shard a model in place and put an adapter around its engine. Collective.
 
@@ -50,7 +55,8 @@ def build(
         cfg: The config.
         native: The JSON for `deepspeed.initialize`, not changed.
         topology: The ranks. The process group is up.
-        units: The gathered units, which are the leaf modules of stage 3; modules that cast their inputs; conditional modules.
+        units: The gathered units, which are the leaf modules of stage 3; modules that cast their inputs; conditional
+            modules.
         optimizer: Builds the optimizer from the named trainable parameters; None for inference at stage 3.
     """
     kept.check(model, cfg)
@@ -59,7 +65,9 @@ def build(
     device, names = device_of(topology), [unit.name for unit in units.gathered]
     settings, replicas = completed(native, model, names), replicas_of(cfg, topology, device.type)
     copies = group_of(settings["zero_optimization"], topology.world_size) is not None
-    require_for(cfg, device.type, trains=optimizer is not None, units=bool(names), groups=replicas is not None, copies=copies)
+    require_for(
+        cfg, device.type, trains=optimizer is not None, units=bool(names), groups=replicas is not None, copies=copies
+    )
     if not copies:
         settings["zero_optimization"]["zero_hpz_partition_size"] = 1
         return _build(deepspeed, model, cfg, settings, device, units, optimizer, replicas)
@@ -92,7 +100,9 @@ def _build(
         return DeepSpeedInferenceAdapter(engine, device, _casting(model, cfg, units))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if kind == "stage-3":
-        materialization.use_placeholders(model.parameters(), device)  # optimizers refuse the meta device and shards' shapes
+        materialization.use_placeholders(
+            model.parameters(), device
+        )  # optimizers refuse the meta device and shards' shapes
         inner = InnerOptimizer(optimizer(named))
         originals = sharding.partition(deepspeed, model, cfg, settings, device, replicas, train=True)
         _only_named_leaves(model)
@@ -101,8 +111,11 @@ def _build(
         broadcast([*model.parameters(), *model.buffers()])
         make_dense(model.parameters())  # DeepSpeed broadcasts their memory again, without a look at strides
         inner = InnerOptimizer(optimizer(named))
-        # DeepSpeed replaces the parameters' data by 16-bit tensors and rounds the master weights; these are the fp32 tensors, not copies.
-        originals = [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
+        # DeepSpeed replaces the parameters' data by 16-bit tensors and rounds the master weights; these are the fp32
+        # tensors, not copies.
+        originals = (
+            [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
+        )
     if kind == "stage-0":
         settings["gradient_clipping"] = 0.0  # its norm is discarded or of rounded gradients; see TorchClipping
     client, keeps = kept.after_cast(model, inner.optimizer), any(holds(parameter) for parameter in inner.trained)
@@ -112,7 +125,9 @@ def _build(
             building.enter_context(keep_adagrad(inner.optimizer))
         if keeps and kind == "stage-3":
             building.enter_context(buffers_by_dtype())
-        engine, *_ = deepspeed.initialize(model=model, optimizer=client, config=settings, dist_init_required=False, mpu=replicas)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=client, config=settings, dist_init_required=False, mpu=replicas
+        )
     if keeps and kind == "stages-1-2":
         reduce_in_fp32(engine.optimizer)
     if replicas is not None:
@@ -127,7 +142,9 @@ def _build(
 
 
 def _only_named_leaves(model: nn.Module) -> None:
-    """Give each module its own flag: a wrapper that passes attributes on, as those of peft, would show that of a leaf inside it."""
+    """Give each module its own flag: a wrapper that passes attributes on, as those of peft, would show that of a leaf
+    inside it.
+    """
     from deepspeed.utils import set_z3_leaf_module
 
     for module in model.modules():
@@ -140,7 +157,9 @@ def _casting(model: nn.Module, cfg: Config, units: ModelUnits) -> list[Removable
 
 
 def completed(native: dict[str, Any], model: nn.Module, units: Sequence[str]) -> dict[str, Any]:
-    """Add to the JSON what depends on the model and the machine: names of units, sizes, whether memory can be pinned."""
+    """Add to the JSON what depends on the model and the machine: names of units, sizes, whether memory can be
+    pinned.
+    """
     native = copy.deepcopy(native)
     zero = native["zero_optimization"]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

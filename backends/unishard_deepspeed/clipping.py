@@ -30,7 +30,9 @@ class Clipping(Protocol):
         """Set the divisor and the maximum norm before `engine.step()`; None for no clipping."""
 
     def step(self) -> tuple[float | HostRead, bool | None]:
-        """Call `engine.step()`; return the norm before clipping, and whether the update was made; None: if the norm is finite."""
+        """Call `engine.step()`; return the norm before clipping, and whether the update was made; None: if the norm is
+        finite.
+        """
         ...
 
 
@@ -46,7 +48,9 @@ def clipping_of(cfg: Config, engine: Any, inner: InnerOptimizer) -> Clipping:
 
 
 class EngineClipping:
-    """Stages 1 to 3: DeepSpeed's optimizer clips, keeps the norm, and skips non-finite updates unless `nonfinite` is `ignore`."""
+    """Stages 1 to 3: DeepSpeed's optimizer clips, keeps the norm, and skips non-finite updates unless `nonfinite` is
+    `ignore`.
+    """
 
     def __init__(self, cfg: Config, engine: Any) -> None:
         self._engine = engine
@@ -68,21 +72,30 @@ class EngineClipping:
             divide_gradients(self._engine.optimizer, divisor, self._kind)
 
     def step(self) -> tuple[float | HostRead, bool]:
-        """Take both from the engine, which has read whether the norm is finite. The norm of a skipped update is infinite."""
-        with nullcontext([False]) if self._skips else without_overflow_check(self._engine.optimizer, self._kind) as invalid:
+        """Take both from the engine, which has read whether the norm is finite.
+
+        The norm of a skipped update is infinite.
+        """
+        with (
+            nullcontext([False])
+            if self._skips
+            else without_overflow_check(self._engine.optimizer, self._kind) as invalid
+        ):
             self._engine.step()
         if self._divisor != 1:
             self._divisor = 1.0
             divide_gradients(self._engine.optimizer, 1.0, self._kind)
         norm = math.inf if any(invalid) else self._engine.get_global_grad_norm()
-        return HostRead(norm) if isinstance(norm, Tensor) else float(norm), self._engine.was_step_applied() or not self._skips
+        return HostRead(norm) if isinstance(norm, Tensor) else float(
+            norm
+        ), self._engine.was_step_applied() or not self._skips
 
 
 class TorchClipping:
     """Stage 0: divide and clip in the torch optimizer's step hook, between DeepSpeed's all-reduce and the update.
 
-    In fp32 DeepSpeed discards the norm, and in bf16 and fp16 it computes the norm of rounded gradients (DeepSpeed 0.19.8,
-    moe/utils.py, split_params_grads_into_shared_and_expert_params).
+    In fp32 DeepSpeed discards the norm, and in bf16 and fp16 it computes the norm of rounded gradients (DeepSpeed
+    0.19.8, moe/utils.py, split_params_grads_into_shared_and_expert_params).
     """
 
     def __init__(self, cfg: Config, engine: Any, inner: InnerOptimizer) -> None:
@@ -108,8 +121,8 @@ class TorchClipping:
         """Return what the hook found; it does not run if DeepSpeed skips the update."""
         self._outcome = math.inf, not self._skips
         give_gradients(self._inner.trained)
-        # DeepSpeed takes the norm of gradients rounded to fp16, so it would skip a sum above 65504 that is finite in fp32.
-        # An earlier check still skips what is not finite in fp32.
+        # DeepSpeed takes the norm of gradients rounded to fp16, so it would skip a sum above 65504 that is finite in
+        # fp32. An earlier check still skips what is not finite in fp32.
         with without_overflow_check(self._engine.optimizer, self._kind) if self._overflows else nullcontext():
             self._skipping = ExitStack()
             with self._skipping:
@@ -124,7 +137,9 @@ class TorchClipping:
             divide(gradients, self._divisor)
         norm = norm_of(gradients)
         value, updated = HostRead(norm), None if self._skips else True
-        if self._skips and self._skip.possible([each for each in parameters if each.grad is not None], norm, hooks=self._hooks):
+        if self._skips and self._skip.possible(
+            [each for each in parameters if each.grad is not None], norm, hooks=self._hooks
+        ):
             self._skipping.enter_context(self._skip.unless_finite(norm))
         elif self._skips:
             updated = math.isfinite(value.get())

@@ -20,19 +20,26 @@ class ConditionalModules:
     def __init__(self, engine: Any, conditional: Sequence[Unit], units: Sequence[str], kind: Kind) -> None:
         self._kind = kind
         self._optimizer = engine.optimizer
-        self.parameters = [parameter for unit in conditional for parameter in unit.module.parameters() if parameter.requires_grad]
+        self.parameters = [
+            parameter for unit in conditional for parameter in unit.module.parameters() if parameter.requires_grad
+        ]
         """Their trainable parameters, in model order."""
         outside = [unit.module for unit in conditional if not _is_inside(unit.name, units)]
-        self.entered = [] if kind != "stage-3" else entered_modules(engine.module, units, [unit.name for unit in conditional])
+        self.entered = (
+            [] if kind != "stage-3" else entered_modules(engine.module, units, [unit.name for unit in conditional])
+        )
         """At stage 3, modules whose parameters DeepSpeed gathers when they are entered, besides the leaf modules."""
         self._gathered: list[nn.Parameter] = []
-        """At stage 3, parameters outside leaf modules, which DeepSpeed would gather only on ranks that enter their module."""
+        """At stage 3, parameters outside leaf modules, which DeepSpeed would gather only on ranks that enter their
+        module."""
         if outside and kind == "stage-3":
             self._gathered = list(dict.fromkeys(parameter for module in outside for parameter in module.parameters()))
             remove_hooks(engine.optimizer, [inner for module in outside for inner in module.modules()])
 
     def reduce_last(self) -> None:
-        """Reduce their gradients at the end of backward, in the same order on every rank, with zeros for missing ones."""
+        """Reduce their gradients at the end of backward, in the same order on every rank, with zeros for missing
+        ones.
+        """
         if self.parameters:
             reduce_last(self._optimizer, self.parameters, self._kind)
 
@@ -53,7 +60,9 @@ def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:
     return [
         Unit(name, module)
         for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None and name not in known and not _is_inside(name, known)
+        if next(module.parameters(recurse=False), None) is not None
+        and name not in known
+        and not _is_inside(name, known)
     ]
 
 

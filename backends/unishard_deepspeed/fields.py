@@ -37,7 +37,8 @@ UNLIMITED = 10**15
 
 
 KEPT_OFFLOADED = (
-    "DeepSpeed 0.19.8 would round what is kept, because it offloads in the dtype of compute; set offload.{place} to none, "
+    "DeepSpeed 0.19.8 would round what is kept, because it offloads in the dtype of compute; set offload.{place} to "
+    "none, "
     "precision.keep_fp32 to [], or choose another backend"
 )
 """Why nothing is kept in fp32 that is offloaded."""
@@ -49,7 +50,9 @@ def stage(cfg: Config) -> int:
 
 
 def bare(cfg: Config) -> bool:
-    """Stage 0 runs the torch optimizer on the model's own parameters (DeepSpeed 0.19.8, runtime/engine.py, _configure_optimizer)."""
+    """Stage 0 runs the torch optimizer on the model's own parameters (DeepSpeed 0.19.8, runtime/engine.py,
+    _configure_optimizer).
+    """
     return stage(cfg) == 0 and cfg.precision.compute == cfg.precision.master
 
 
@@ -64,7 +67,9 @@ def bf16_optimizer(cfg: Config) -> bool:
 
 
 def whole_gradients(cfg: Config) -> bool:
-    """Stage 1 adds up in fp32 in whole gradients: BF16_Optimizer, or `grad_accum` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
+    """Stage 1 adds up in fp32 in whole gradients: BF16_Optimizer, or `grad_accum` (DeepSpeed 0.19.8,
+    runtime/zero/stage_1_and_2.py).
+    """
     return stage(cfg) == 1 and wide(cfg)
 
 
@@ -74,7 +79,9 @@ def zero(**settings: Any) -> dict[str, Any]:
 
 
 def ahead(cfg: Config, next_unit: int = UNLIMITED) -> int:
-    """Elements that are gathered ahead at stage 3; for the next unit a number that `prepare` replaces by those of the largest unit."""
+    """Elements that are gathered ahead at stage 3; for the next unit a number that `prepare` replaces by those of the
+    largest unit.
+    """
     size = cfg.communication.prefetch_bucket_size
     return next_unit if size is None else size
 
@@ -91,7 +98,9 @@ def gathering(cfg: Config, topology: Topology) -> dict[str, Any]:
 
 
 def in_group(cfg: Config, topology: Topology) -> dict[str, Any]:
-    """Ranks that keep a second copy of what forward has gathered; a number that is not smaller than the group means all of it."""
+    """Ranks that keep a second copy of what forward has gathered; a number that is not smaller than the group means all
+    of it.
+    """
     group = cfg.sharding.reshard_group
     if stage(cfg) != 3 or group is None or group >= shard_group_size(cfg, topology):
         return {}
@@ -100,16 +109,22 @@ def in_group(cfg: Config, topology: Topology) -> dict[str, Any]:
 
 def units(cfg: Config, topology: Topology) -> dict[str, Any]:
     """Modules that are gathered together."""
-    # Written at every stage: DeepSpeed's default names the blocks of some mixtures of experts (runtime/zero/leaf_module_config.py).
+    # Written at every stage: DeepSpeed's default names the blocks of some mixtures of experts
+    # (runtime/zero/leaf_module_config.py).
     classes = list(cfg.sharding.units) if stage(cfg) == 3 and cfg.sharding.units != "auto" else []
     return zero(leaf_module={"classes": classes, "names": [], "name_suffixes": []})
 
 
 def compute(cfg: Config, topology: Topology) -> dict[str, Any]:
     """Format of parameters and activations."""
-    # Where DeepSpeed is not to make masters at stage 0, it is configured for fp32 and runs the model in the format that it finds.
+    # Where DeepSpeed is not to make masters at stage 0, it is configured for fp32 and runs the model in the format that
+    # it finds.
     seen = "fp32" if bare(cfg) else cfg.precision.compute
-    return {"bf16": {"enabled": seen == "bf16"}, "fp16": {"enabled": seen == "fp16"}, "data_types": {"param_dtype": seen}}
+    return {
+        "bf16": {"enabled": seen == "bf16"},
+        "fp16": {"enabled": seen == "fp16"},
+        "data_types": {"param_dtype": seen},
+    }
 
 
 def master(cfg: Config, topology: Topology) -> dict[str, Any]:

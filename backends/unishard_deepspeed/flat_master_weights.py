@@ -26,20 +26,24 @@ class FlatShard(NamedTuple):
 class FlatMasterWeights:
     """Replaces a flat master weight during `optimizer.step` by views of the shards to update.
 
-    A flat master weight has one step count and one set of moments, so the optimizer can only update all of it. It is split when
-    for the first time only some of its parameters are to be updated, and stays split: each shard then has its own step count, and
-    moments that are views of the flat ones, where DeepSpeed still finds them. A flat master weight that is always updated
-    completely, or not at all, is never split and costs nothing.
+    A flat master weight has one step count and one set of moments, so the optimizer can only update all of it. It is
+    split when for the first time only some of its parameters are to be updated, and stays split: each shard then has
+    its own step count, and moments that are views of the flat ones, where DeepSpeed still finds them. A flat master
+    weight that is always updated completely, or not at all, is never split and costs nothing.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, find: Callable[[], Mapping[Tensor, Sequence[FlatShard]]], settle: Callable[[], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        find: Callable[[], Mapping[Tensor, Sequence[FlatShard]]],
+        settle: Callable[[], None],
     ) -> None:
         """Register hooks on an optimizer.
 
         Args:
             optimizer: Its groups hold the flat master weights while it steps.
-            find: Returns the shards of each flat master weight; padding is in no shard. Called at the first unused parameter.
+            find: Returns the shards of each flat master weight; padding is in no shard. Called at the first unused
+                parameter.
             settle: Called before the optimizer steps; `unused` must be known afterwards.
         """
         self.unused: set[Tensor] = set()
@@ -62,7 +66,9 @@ class FlatMasterWeights:
             hook.remove()
 
     def stepped_tensor(self, master: Tensor, shard: FlatShard) -> tuple[Tensor, int]:
-        """The tensor that the optimizer steps (the flat master weight or a view of it), and the start of a shard in it."""
+        """The tensor that the optimizer steps (the flat master weight or a view of it), and the start of a shard in
+        it.
+        """
         for each, view in self._split.get(master, ()):
             if each is shard:
                 return view, 0

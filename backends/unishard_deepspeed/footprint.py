@@ -1,18 +1,22 @@
 """Bytes that a rank holds and sends under DeepSpeed. Pure: imports neither torch nor deepspeed.
 
-Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks). The sources, all DeepSpeed 0.19.8, below runtime/:
+Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks). The sources, all DeepSpeed 0.19.8,
+below runtime/:
 
 - Floating parameters are cast to the compute dtype, frozen ones too (engine.py, `_cast_module_mixed_precision`).
 - Stage 0 in 16 bits keeps whole fp32 master weights (fp16/unfused_optimizer.py); in one dtype there are none.
-- Stages 1 and 2 flatten each parameter group and pad it to 2 x ranks elements; each rank has master weights and state of an equal part,
-  also in fp32 (zero/stage_1_and_2.py, `flatten_dense_tensors_aligned`, `nccl_start_alignment_factor`).
+- Stages 1 and 2 flatten each parameter group and pad it to 2 x ranks elements; each rank has master weights and state
+  of an equal part, also in fp32 (zero/stage_1_and_2.py, `flatten_dense_tensors_aligned`,
+  `nccl_start_alignment_factor`).
 - Stage 1 in bf16 with fp32 accumulation keeps whole fp32 gradients (bf16_optimizer.py, `fp32_groups_gradients_flat`).
-- The second copy of hpZ has its own shard of each parameter, from its first release in a window to the update; that of a frozen one
-  stays (zero/partition_parameters.py, `_partition_param_sec`; zero/stage3.py, `invalidate_secondary_tensor`).
-- Stage 3 pads each parameter to a multiple of the ranks (zero/partition_parameters.py, `_aligned_size`), and keeps all gradient shards
-  and one bucket of `reduce_bucket_size` elements (zero/stage3.py, `_setup_for_real_optimizer`).
-- With an offloaded optimizer, fp32 gradients, and at stages 1 and 2 copies of the parameters and one buffer of the largest parameter,
-  stay in host memory (`initialize_optimizer_states`, `param_buffer_of_bit16_for_cpu_offload_groups`, `temp_grad_buffer_for_cpu_offload`).
+- The second copy of hpZ has its own shard of each parameter, from its first release in a window to the update; that of
+  a frozen one stays (zero/partition_parameters.py, `_partition_param_sec`; zero/stage3.py,
+  `invalidate_secondary_tensor`).
+- Stage 3 pads each parameter to a multiple of the ranks (zero/partition_parameters.py, `_aligned_size`), and keeps all
+  gradient shards and one bucket of `reduce_bucket_size` elements (zero/stage3.py, `_setup_for_real_optimizer`).
+- With an offloaded optimizer, fp32 gradients, and at stages 1 and 2 copies of the parameters and one buffer of the
+  largest parameter, stay in host memory (`initialize_optimizer_states`, `param_buffer_of_bit16_for_cpu_offload_groups`,
+  `temp_grad_buffer_for_cpu_offload`).
 - Flags by which unishard's ranks tell each other which parameters they used, a byte each, are left out.
 """
 
@@ -46,7 +50,8 @@ RESERVED = (1.05, 1.4)
 
 
 def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
-    """What a rank holds and sends; between steps all ranks hold the same, unless stage 2 sums offloaded gradients over micro-batches.
+    """What a rank holds and sends; between steps all ranks hold the same, unless stage 2 sums offloaded gradients over
+    micro-batches.
 
     Args:
         shape: The model.
@@ -80,12 +85,18 @@ class _StageFootprint(ABC):
 
     @cached_property
     def groups(self) -> list[list[ParameterShape]]:
-        """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups of their own."""
+        """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups
+        of their own.
+        """
         from unishard.engine.optim.parameter_groups import groups_of
 
         named = {parameter.name: parameter for parameter in self.trainable}
         groups = [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]
-        parts = [[each for each in group if each.kept(self.cfg.precision) is kept] for kept in (False, True) for group in groups]
+        parts = [
+            [each for each in group if each.kept(self.cfg.precision) is kept]
+            for kept in (False, True)
+            for group in groups
+        ]
         return [part for part in parts if part]
 
     def element(self, parameter: ParameterShape) -> int:
@@ -109,7 +120,9 @@ class _StageFootprint(ABC):
     def model_buffers(self) -> int:
         """Bytes of the model's buffers after `prepare`."""
         cast = self.cfg.precision.buffers
-        sizes = (ITEMSIZE[cast] if cast != "keep" and each.floating else itemsize(each.dtype) for each in self.shape.buffers)
+        sizes = (
+            ITEMSIZE[cast] if cast != "keep" and each.floating else itemsize(each.dtype) for each in self.shape.buffers
+        )
         return sum(buffer.numel * size for buffer, size in zip(self.shape.buffers, sizes, strict=True))
 
     def everywhere(self, size: int) -> tuple[int, ...]:
@@ -130,7 +143,9 @@ class _StageFootprint(ABC):
         Args:
             size: Bytes of an element.
         """
-        sizes = [sum(parameter.numel for parameter in unit if parameter.trainable) * size for unit in self.shape.by_unit]
+        sizes = [
+            sum(parameter.numel for parameter in unit if parameter.trainable) * size for unit in self.shape.by_unit
+        ]
         for index in range(len(sizes)):
             yield sum(sizes) if self.micro > 1 else sum(sizes[index + 1 :]) if index + 1 < len(sizes) else 0
 
@@ -149,9 +164,15 @@ class _Stage0(_StageFootprint):
         gradients = self.numel * self.accumulate
         wide = self.numel * self.master if self.accumulate != self.master else 0
         bucket = min(self.numel, 500_000_000) * self.reduce
-        traffic = [Collective("all_reduce", "gradients", "step", self.numel * self.reduce, self.world)] if self.world > 1 else []
+        traffic = (
+            [Collective("all_reduce", "gradients", "step", self.numel * self.reduce, self.world)]
+            if self.world > 1
+            else []
+        )
         return Footprint(
-            parameters=Bytes(sum(parameter.numel * self.element(parameter) for parameter in self.shape.parameters if parameter.numel)),
+            parameters=Bytes(
+                sum(parameter.numel * self.element(parameter) for parameter in self.shape.parameters if parameter.numel)
+            ),
             masters=Bytes(0 if bare else self.numel * self.master),
             optimizer=Bytes(self.state(numels)),
             gradients=Bytes(gradients),
@@ -241,7 +262,9 @@ class _Stage12(_StageFootprint):
         if self.ranks > 1:
             late = fields.stage(self.cfg) == 1
             times = 1 if late else self.micro
-            yield Collective("all_reduce", "gradients", "step" if late else "backward", self.numel * self.reduce * times, self.ranks)
+            yield Collective(
+                "all_reduce", "gradients", "step" if late else "backward", self.numel * self.reduce * times, self.ranks
+            )
             yield Collective("all_gather", "parameters", "step", self.flat, self.ranks)
         yield from self.between_groups(sum(self.parts), self.accumulate)
 
@@ -297,7 +320,10 @@ class _Stage3(_StageFootprint):
             buffers=Bytes(self.model_buffers() + bucket),
             gathered=max(self._gathered()),
             forward=tuple(map(sum, zip(self._gathered(), self._saved(), self._copied(copies), strict=True))),
-            backward=tuple(size + copies for size in map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))),
+            backward=tuple(
+                size + copies
+                for size in map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))
+            ),
             final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies,
             step=(0 if self.offloads else copy) + copies,
             traffic=tuple(self._traffic()),
@@ -315,7 +341,8 @@ class _Stage3(_StageFootprint):
         return self._full(parameter) // self.group if self.group else 0
 
     def _copied(self, copies: int) -> Iterator[int]:
-        """Second copies of trainable parameters while each unit computes in forward: in the first micro-batch those of the units before.
+        """Second copies of trainable parameters while each unit computes in forward: in the first micro-batch those of
+        the units before.
 
         Args:
             copies: Bytes of all of them on the device.
@@ -325,23 +352,31 @@ class _Stage3(_StageFootprint):
             yield copies if self.micro > 1 else sum(sizes[:index]) + sizes[-1]
 
     def _saved(self, *, backward: bool = False) -> Iterator[int]:
-        """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has released them.
+        """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has
+        released them.
 
-        It saves views of them unless the layer is recomputed, and DeepSpeed 0.19.8 gives a released parameter other storage instead of
-        freeing this one (runtime/zero/partition_parameters.py, free_param). DeepSpeed's own linear (memory_efficient_linear, off in
-        unishard) saves none. The first unit has the embedding, whose backward needs none.
+        It saves views of them unless the layer is recomputed, and DeepSpeed 0.19.8 gives a released parameter other
+        storage instead of freeing this one (runtime/zero/partition_parameters.py, free_param). DeepSpeed's own linear
+        (memory_efficient_linear, off in unishard) saves none. The first unit has the embedding, whose backward needs
+        none.
         """
         full = self._sizes(self._full)
         releases = self.cfg.sharding.reshard_after_forward is not False
-        saves = releases and self.cfg.activation_checkpointing == "none" and not self.zero.get("memory_efficient_linear")
+        saves = (
+            releases and self.cfg.activation_checkpointing == "none" and not self.zero.get("memory_efficient_linear")
+        )
         for index in range(len(full)):
             yield sum(full[1 : index + backward]) if saves else 0
 
     def _gathered(self, *, backward: bool = False) -> Iterator[int]:
-        """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole gradients."""
+        """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole
+        gradients.
+        """
         full = self._sizes(self._full)
         limit = int(self.zero["stage3_prefetch_bucket_size"])
-        ahead = (max(self._sizes(lambda parameter: parameter.numel)) if limit == fields.UNLIMITED else limit) * self.compute
+        ahead = (
+            max(self._sizes(lambda parameter: parameter.numel)) if limit == fields.UNLIMITED else limit
+        ) * self.compute
         grads = self._sizes(lambda parameter: parameter.numel * self.compute if parameter.trainable else 0)
         for index, size in enumerate(full):
             gathered = size + min(ahead, sum(full) - size)
@@ -357,7 +392,9 @@ class _Stage3(_StageFootprint):
         yield from self.between_groups(sum(parameter.flat(self.ranks) for parameter in self.trainable), self.accumulate)
 
     def _prefetched(self) -> int:
-        """Bytes that are gathered ahead for backward when forward ends, and kept: of the last unit, and of what follows it."""
+        """Bytes that are gathered ahead for backward when forward ends, and kept: of the last unit, and of what follows
+        it.
+        """
         limit, last = int(self.zero["stage3_prefetch_bucket_size"]), len(self.shape.units) - 1
         unit = [place for place, parameter in enumerate(self.shape.parameters) if parameter.unit == last]
         if last < 0 or not unit or limit < sum(self.shape.parameters[place].numel for place in unit):
@@ -365,7 +402,9 @@ class _Stage3(_StageFootprint):
         return sum(self._full(parameter) for place, parameter in enumerate(self.shape.parameters) if place >= unit[0])
 
     def _gathers(self, full: int, *, again: bool) -> Iterator[Collective]:
-        """The all-gathers of a step: with a second copy among all ranks only the first, and only of what is trainable."""
+        """The all-gathers of a step: with a second copy among all ranks only the first, and only of what is
+        trainable.
+        """
         backward = full - self._prefetched() if again else 0
         if not self.group:
             yield Collective("all_gather", "parameters", "forward", full * self.micro, self.ranks)

@@ -1,4 +1,6 @@
-"""Set the master weights from the fp32 model; DeepSpeed makes them from parameters already rounded to the compute dtype."""
+"""Set the master weights from the fp32 model; DeepSpeed makes them from parameters already rounded to the compute
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ __all__ = ["restore_fp32_weights"]
 
 
 @torch.no_grad()
-def restore_fp32_weights(cfg: Config, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> list[RemovableHandle]:
+def restore_fp32_weights(
+    cfg: Config, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]
+) -> list[RemovableHandle]:
     """Copy fp32 weights into the master weights after `deepspeed.initialize`, and undo what stage 0 has done.
 
     Stage 0 with master weights steps once when it is built (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py,
-    initialize_optimizer_states): clearing the state undoes Adam's step count and moments, copying the weights undoes weight decay.
-    It accumulates, reduces and takes the norm of `parameter.grad`, for which DeepSpeed has no setting but the parameter's dtype
-    (runtime/engine.py, _do_optimizer_sanity_check); torch allows an fp32 gradient of a bf16 or fp16 parameter (`grad_dtype`), and
-    DeepSpeed's optimizer uses it.
+    initialize_optimizer_states): clearing the state undoes Adam's step count and moments, copying the weights undoes
+    weight decay. It accumulates, reduces and takes the norm of `parameter.grad`, for which DeepSpeed has no setting but
+    the parameter's dtype (runtime/engine.py, _do_optimizer_sanity_check); torch allows an fp32 gradient of a bf16 or
+    fp16 parameter (`grad_dtype`), and DeepSpeed's optimizer uses it.
 
     Args:
         cfg: The config.
@@ -48,8 +52,8 @@ def restore_fp32_weights(cfg: Config, inner: InnerOptimizer, originals: Iterable
 def _accumulate_in_fp32(parameter: nn.Parameter) -> RemovableHandle:
     """Cast a window's first gradient, to which later ones are added in place.
 
-    `grad_dtype = fp32` would also cast the gradient of each use of a weight before autograd adds them; plain torch and the other
-    stages add them in the compute dtype.
+    `grad_dtype = fp32` would also cast the gradient of each use of a weight before autograd adds them; plain torch and
+    the other stages add them in the compute dtype.
     """
     parameter.grad_dtype = None  # any
 
@@ -68,5 +72,7 @@ def _set_master(parameter: Any, value: Tensor, master: Tensor | None) -> None:
         master.copy_(value)
     elif not hasattr(parameter, "ds_tensor"):
         safe_set_full_fp32_param(parameter, value)
-    elif parameter.ds_tensor.numel():  # `safe_set_full_fp32_param` fails if a parameter's size is not divisible by the ranks
+    elif (
+        parameter.ds_tensor.numel()
+    ):  # `safe_set_full_fp32_param` fails if a parameter's size is not divisible by the ranks
         safe_set_local_fp32_param(parameter, pad(value, (0, parameter.ds_tensor.numel() - value.numel())))

@@ -16,7 +16,9 @@ class InnerOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Call it before `deepspeed.initialize`, when the groups still hold the module's parameters."""
         self.optimizer = optimizer
-        self.trained: list[nn.Parameter] = [tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.numel()]
+        self.trained: list[nn.Parameter] = [
+            tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.numel()
+        ]
         """The module's parameters that DeepSpeed updates, in the same order on every rank; it ignores empty ones."""
 
     @cached_property

@@ -1,8 +1,8 @@
 """Parameters that stay in fp32 in a 16-bit run (`precision.keep_fp32`).
 
-DeepSpeed casts every parameter when it takes the model, and has no setting for that: `data_types.keep_in_fp32_modules` is about buffers
-(DeepSpeed 0.19.8, runtime/keep_in_fp32.py). Afterwards it works in the dtype that it finds: stages 1 and 2 by optimizer group, stage 3 by
-parameter, stage 0 by gradient.
+DeepSpeed casts every parameter when it takes the model, and has no setting for that: `data_types.keep_in_fp32_modules`
+is about buffers (DeepSpeed 0.19.8, runtime/keep_in_fp32.py). Afterwards it works in the dtype that it finds: stages 1
+and 2 by optimizer group, stage 3 by parameter, stage 0 by gradient.
 """
 
 from __future__ import annotations
@@ -32,22 +32,39 @@ def check(model: nn.Module, cfg: Config) -> None:
     if any(holds(each) and each.requires_grad for each in model.parameters()):
         require("kept-parameters", kind_of(cfg))
     stage_3 = fields.stage(cfg) == 3
-    name = next((name for name, each in model.named_parameters() if holds(each) and (stage_3 or each.requires_grad)), None)
-    place = "params" if cfg.offload.params != "none" else "optimizer" if cfg.offload.optimizer != "none" and not stage_3 else None
+    name = next(
+        (name for name, each in model.named_parameters() if holds(each) and (stage_3 or each.requires_grad)), None
+    )
+    place = (
+        "params"
+        if cfg.offload.params != "none"
+        else "optimizer"
+        if cfg.offload.optimizer != "none" and not stage_3
+        else None
+    )
     if name is not None and place is not None:
-        raise ConfigError([Problem("precision.keep_fp32", f"keeps {name}, and {fields.KEPT_OFFLOADED.format(place=place)}")])
+        raise ConfigError(
+            [Problem("precision.keep_fp32", f"keeps {name}, and {fields.KEPT_OFFLOADED.format(place=place)}")]
+        )
 
 
-def after_cast(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]:
+def after_cast(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]:
     """The optimizer for `deepspeed.initialize`, which gives kept parameters their fp32 data back first.
 
-    A function is called between the cast and the construction of ZeRO's optimizer (runtime/engine.py, _configure_optimizer).
+    A function is called between the cast and the construction of ZeRO's optimizer (runtime/engine.py,
+    _configure_optimizer).
 
     Args:
         model: Kept parameters have their fp32 data. At stage 3 they are partitioned, and not cast.
         optimizer: The torch optimizer.
     """
-    data = [(parameter, parameter.data) for parameter in model.parameters() if holds(parameter) and not hasattr(parameter, "ds_id")]
+    data = [
+        (parameter, parameter.data)
+        for parameter in model.parameters()
+        if holds(parameter) and not hasattr(parameter, "ds_id")
+    ]
 
     def restored(parameters: Any) -> torch.optim.Optimizer:
         for parameter, original in data:

@@ -1,4 +1,6 @@
-"""Checks `native: {deepspeed: ...}` without importing DeepSpeed, which ignores an unknown key at the top level (runtime/config.py)."""
+"""Checks `native: {deepspeed: ...}` without importing DeepSpeed, which ignores an unknown key at the top level
+(runtime/config.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from unishard_deepspeed.keys.table import ROWS
 
 __all__ = ["BLOCKS", "check", "fit"]
 
-BLOCKS = [*dict.fromkeys(key[:at] for key in ROWS for at, character in enumerate(key) if character == "." and key[:at] not in ROWS)]
+BLOCKS = [
+    *dict.fromkeys(
+        key[:at] for key in ROWS for at, character in enumerate(key) if character == "." and key[:at] not in ROWS
+    )
+]
 """Mappings whose keys have rows; every other mapping is one value."""
 
 _FITS = {
@@ -36,7 +42,9 @@ def check(native: Mapping[str, Any], prefix: str = "") -> list[Problem]:
 
 
 def fit(key: str) -> tuple[Fit, str]:
-    """The fit and the note of a key that is taken, dotted; a key inside a mapping that is one value counts as that mapping."""
+    """The fit and the note of a key that is taken, dotted; a key inside a mapping that is one value counts as that
+    mapping.
+    """
     parts = key.split(".")
     above = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
     return _FITS[next((ROWS[name].use for name in above if name in ROWS), Use.OTHER)]

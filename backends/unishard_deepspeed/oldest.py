@@ -10,7 +10,8 @@ from unishard.errors import BackendError
 __all__ = ["OLDEST", "require_version"]
 
 OLDEST = (0, 19, 8)
-"""The first version in which stage 2 with bf16 or fp16 accumulates and reduces in fp32 (runtime/zero/stage_1_and_2.py)."""
+"""The first version in which stage 2 with bf16 or fp16 accumulates and reduces in fp32
+(runtime/zero/stage_1_and_2.py)."""
 
 
 def require_version() -> None:
@@ -23,6 +24,7 @@ def require_version() -> None:
     if tuple(map(int, re.findall(r"\d+", installed)[:3])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise BackendError(
-            f"backend deepspeed needs deepspeed>={oldest}; {installed} is installed, which in shard_grad_op with bf16 rounds gradients "
+            f"backend deepspeed needs deepspeed>={oldest}; {installed} is installed, which in shard_grad_op with bf16 "
+            "rounds gradients "
             f"that should accumulate in fp32; pip install -U 'deepspeed>={oldest}'"
         )

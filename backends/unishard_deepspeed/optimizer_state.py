@@ -23,7 +23,9 @@ __all__ = ["ZeroOptimizerState"]
 class ZeroOptimizerState:
     """Reads optimizer state as shards, and recreates it."""
 
-    def __init__(self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind) -> None:
+    def __init__(
+        self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind
+    ) -> None:
         """Hold the optimizers.
 
         Args:
@@ -50,15 +52,22 @@ class ZeroOptimizerState:
         return {shard.parameter: (master, shard) for master, shards in self._masters.shards.items() for shard in shards}
 
     def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds nothing."""
+        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds
+        nothing.
+        """
         held = self._access.master(parameter)
         if parameter not in self._places or not held.values.numel():
             return {}
         master, shard = self._places[parameter]
         tensor, start = self._masters.stepped_tensor(master, shard)
-        tensors, numbers = tensors_and_numbers(self._torch, self._groups[master], tensor, self._torch.state.get(tensor, {}))
+        tensors, numbers = tensors_and_numbers(
+            self._torch, self._groups[master], tensor, self._torch.state.get(tensor, {})
+        )
         # At stage 3 a shard ends in padding, which does not belong to the parameter.
-        intervals = {key: value if held.group is None else value.narrow(0, start, held.values.numel()) for key, value in tensors.items()}
+        intervals = {
+            key: value if held.group is None else value.narrow(0, start, held.values.numel())
+            for key, value in tensors.items()
+        }
         found = {key: held._replace(values=values) for key, values in intervals.items()}
         return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 

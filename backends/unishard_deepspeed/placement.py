@@ -32,7 +32,9 @@ def _local_shards(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def units(engine: Any) -> tuple[str, ...]:
-    """Names of the modules whose parameters stage 3 gathers together; no other stage reads the flag (utils/z3_leaf_module.py)."""
+    """Names of the modules whose parameters stage 3 gathers together; no other stage reads the flag
+    (utils/z3_leaf_module.py).
+    """
     if engine.zero_optimization_stage() != 3:
         return ()
     from deepspeed.utils import get_z3_leaf_modules
@@ -42,7 +44,9 @@ def units(engine: Any) -> tuple[str, ...]:
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of parameters on this rank: gathered ones, its shard, `ds_tensor` (DeepSpeed's page on ZeRO), and of a second copy."""
+    """Bytes of parameters on this rank: gathered ones, its shard, `ds_tensor` (DeepSpeed's page on ZeRO), and of a
+    second copy.
+    """
     return sum(tensor.numel() * tensor.element_size() for parameter in parameters for tensor in _held(parameter))
 
 

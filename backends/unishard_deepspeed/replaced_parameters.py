@@ -18,8 +18,9 @@ def explained(model: nn.Module) -> Iterator[None]:
     """A block that runs a forward.
 
     Raises:
-        ModelError: A module was called with tensors in place of its parameters, as `torch.func.functional_call` does. DeepSpeed takes
-            all for its own parameters (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py, _fetch_sub_module_impl).
+        ModelError: A module was called with tensors in place of its parameters, as `torch.func.functional_call` does.
+            DeepSpeed takes all for its own parameters (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py,
+            _fetch_sub_module_impl).
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Groups of ranks that each hold a copy (hybrid sharding), which DeepSpeed 0.19.8 lacks since MiCS was removed.
 
-ZeRO shards over the ranks of the data-parallel group that it gets: here the ranks that share one copy. Gradients are averaged
-over the groups before the update. DeepSpeed treats ranks at the same position of different groups as model-parallel, so it
-counts each gradient shard once in the norm.
+ZeRO shards over the ranks of the data-parallel group that it gets: here the ranks that share one copy. Gradients are
+averaged over the groups before the update. DeepSpeed treats ranks at the same position of different groups as
+model-parallel, so it counts each gradient shard once in the norm.
 """
 
 from __future__ import annotations

@@ -11,15 +11,19 @@ from unishard_deepspeed import fields
 
 __all__ = ["RULES"]
 
-_GROUPS = Rule(Fit.EXACT, "groups of the client optimizer", "ZeRO flattens each group by itself; no partition mixes two")
+_GROUPS = Rule(
+    Fit.EXACT, "groups of the client optimizer", "ZeRO flattens each group by itself; no partition mixes two"
+)
 _NOT_STAGE_3 = "has no meaning below stage 3, where each rank holds whole parameters"
 
 
-# The reduction between groups comes after the last backward of a window, not beside it as in MiCS, which DeepSpeed 0.19.8 has removed; hpZ
-# still divides optimizer and gradients between all ranks.
+# The reduction between groups comes after the last backward of a window, not beside it as in MiCS, which DeepSpeed
+# 0.19.8 has removed; hpZ still divides optimizer and gradients between all ranks.
 _BETWEEN = "in each group; averaged over the groups at the end of a window (no MiCS)"
 
-_KEPT_IN_GROUP = "hpZ: a second copy in each group, kept until the update; the first forward of a window gathers among all ranks"
+_KEPT_IN_GROUP = (
+    "hpZ: a second copy in each group, kept until the update; the first forward of a window gathers among all ranks"
+)
 
 _OWN: Mapping[str, Rule] = {
     "sharding.strategy": Rule(
@@ -41,9 +45,17 @@ _OWN: Mapping[str, Rule] = {
                 Fit.EQUIVALENT,
                 "stage 1; gradients travel by all-reduce instead of reduce-scatter",
             ),
-            When("hybrid_shard", lambda cfg: cfg.sharding.strategy == "hybrid_shard", Fit.EQUIVALENT, f"stage 3 {_BETWEEN}"),
             When(
-                "hybrid_shard_grad_op", lambda cfg: cfg.sharding.strategy == "hybrid_shard_grad_op", Fit.EQUIVALENT, f"stage 2 {_BETWEEN}"
+                "hybrid_shard",
+                lambda cfg: cfg.sharding.strategy == "hybrid_shard",
+                Fit.EQUIVALENT,
+                f"stage 3 {_BETWEEN}",
+            ),
+            When(
+                "hybrid_shard_grad_op",
+                lambda cfg: cfg.sharding.strategy == "hybrid_shard_grad_op",
+                Fit.EQUIVALENT,
+                f"stage 2 {_BETWEEN}",
             ),
             When(
                 "shard_grad_op",
@@ -171,11 +183,14 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.cast_inputs": loop("hooks on the root and its units; fp16.auto_cast, which casts only inputs of the root, is false"),
+    "precision.cast_inputs": loop(
+        "hooks on the root and its units; fp16.auto_cast, which casts only inputs of the root, is false"
+    ),
     "precision.keep_fp32": Rule(
         Fit.EXACT,
         "data_types.keep_in_fp32_modules",
-        "which is [], because DeepSpeed keeps only buffers: kept parameters get their fp32 data back after its cast, in groups of the "
+        "which is [], because DeepSpeed keeps only buffers: kept parameters get their fp32 data back after its cast, "
+        "in groups of the "
         "optimizer of their own",
         when=(
             unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", ""),
@@ -187,7 +202,11 @@ _OWN: Mapping[str, Rule] = {
             ),
             When(
                 "patterns with offload.optimizer, without full_shard",
-                lambda cfg: cfg.offload.optimizer != "none" and fields.stage(cfg) < 3 and cfg.precision.keep_fp32 not in ("auto", []),
+                lambda cfg: (
+                    cfg.offload.optimizer != "none"
+                    and fields.stage(cfg) < 3
+                    and cfg.precision.keep_fp32 not in ("auto", [])
+                ),
                 Fit.UNSUPPORTED,
                 fields.KEPT_OFFLOADED.format(place="optimizer"),
             ),
@@ -234,7 +253,9 @@ _OWN: Mapping[str, Rule] = {
         ),
     ),
     "offload.pin_memory": Rule(
-        Fit.EXACT, "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory", "prepare writes false without a CUDA device"
+        Fit.EXACT,
+        "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory",
+        "prepare writes false without a CUDA device",
     ),
     "offload.nvme_path": Rule(
         Fit.EXACT,
@@ -287,7 +308,9 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "optimizer.name": Rule(Fit.EXACT, "client optimizer", "unishard passes in the torch optimizer; ZeRO hands it flat fp32 partitions"),
+    "optimizer.name": Rule(
+        Fit.EXACT, "client optimizer", "unishard passes in the torch optimizer; ZeRO hands it flat fp32 partitions"
+    ),
     "optimizer.no_decay": _GROUPS,
     "optimizer.groups": _GROUPS,
     "communication.reduce_bucket_size": Rule(
@@ -307,8 +330,11 @@ _OWN: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": Rule(
         Fit.EXACT,
         "zero_optimization.stage3_prefetch_bucket_size",
-        "prepare writes the elements of the largest unit for null, and lets no more live where parameters are dropped after forward",
-        to=lambda cfg, topology: fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if fields.stage(cfg) == 3 else {},
+        "prepare writes the elements of the largest unit for null, and lets no more live where parameters are dropped "
+        "after forward",
+        to=lambda cfg, topology: (
+            fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if fields.stage(cfg) == 3 else {}
+        ),
         when=(unless("strategy is not full_shard", lambda cfg: fields.stage(cfg) != 3, _NOT_STAGE_3),),
     ),
     "communication.overlap": Rule(

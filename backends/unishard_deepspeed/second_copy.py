@@ -1,8 +1,9 @@
-"""The second copy of the parameters that stage 3 keeps in smaller groups of ranks (hpZ), so that backward gathers only there.
+"""The second copy of the parameters that stage 3 keeps in smaller groups of ranks (hpZ), so that backward gathers only
+there.
 
-The first forward of a window gathers among all ranks. A unit's release leaves a shard of it on each rank of a group, and every later
-gather of the window takes these; the update drops them (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, _partition_param_sec).
-Imports neither torch nor deepspeed.
+The first forward of a window gathers among all ranks. A unit's release leaves a shard of it on each rank of a group,
+and every later gather of the window takes these; the update drops them (DeepSpeed 0.19.8,
+runtime/zero/partition_parameters.py, _partition_param_sec). Imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -48,13 +49,22 @@ def problems(cfg: Config, own: Mapping[str, Any], topology: Topology) -> Iterato
 
 def _refusal(cfg: Config, size: int, world: int) -> str:
     if cfg.sharding.hybrid:
-        return f"makes groups of its own beside those of {cfg.sharding.strategy}; remove it, or set sharding.strategy to full_shard"
+        return (
+            f"makes groups of its own beside those of {cfg.sharding.strategy}; remove it, or set sharding.strategy "
+            "to full_shard"
+        )
     if cfg.sharding.reshard_group is not None:
-        return f"is decided by sharding.reshard_after_forward, which is {cfg.sharding.reshard_group}; remove one of the two"
+        return (
+            f"is decided by sharding.reshard_after_forward, which is {cfg.sharding.reshard_group}; remove one of "
+            "the two"
+        )
     if size < 2 or fields.stage(cfg) != 3:
         return ""
     if cfg.offload.params == "nvme":
-        return "keeps a second copy of the parameters, which DeepSpeed 0.19.8 cannot keep in files; remove it, or set offload.params to cpu"
+        return (
+            "keeps a second copy of the parameters, which DeepSpeed 0.19.8 cannot keep in files; remove it, or set "
+            "offload.params to cpu"
+        )
     if size < world and world % size:
         fitting = ", ".join(str(number) for number in range(2, world) if world % number == 0)
         return f"is {size}, which does not divide the {world} ranks; write {f'{fitting} or 1' if fitting else 1}"

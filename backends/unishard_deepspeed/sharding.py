@@ -50,8 +50,8 @@ def partition(
         train: Whether to keep fp32 weights; if not, the parameters are frozen.
 
     Returns:
-        If compute and master dtype differ: each trainable parameter with this rank's shard of its fp32 weight, to set the
-        master weights, because DeepSpeed makes them from the rounded parameters.
+        If compute and master dtype differ: each trainable parameter with this rank's shard of its fp32 weight, to set
+        the master weights, because DeepSpeed makes them from the rounded parameters.
     """
     with start.quiet():
         deepspeed.init_distributed(dist_init_required=False)  # uses the existing process group, as `initialize` does
@@ -87,13 +87,20 @@ def partition(
         sizes = [parameter.numel() for parameter in parameters]
         with start.quiet():
             init = deepspeed.zero.Init(
-                module=nn.ParameterList(parameters), config_dict_or_path=settings, data_parallel_group=group, mpu=replicas, **shared
+                module=nn.ParameterList(parameters),
+                config_dict_or_path=settings,
+                data_parallel_group=group,
+                mpu=replicas,
+                **shared,
             )
         if cfg.offload.params == "nvme":
             shared["param_swapper"] = swapper_of(init)
         if settings["zero_optimization"]["zero_hpz_partition_size"] > 1:
             shared["zero_param_parallel_group"] = group_of_init(init)
-        for parameter, reader, dtype, (begin, end) in unread:  # now: a buffer that is freed between two shards leaves a hole in the heap
+        for parameter, reader, dtype, (
+            begin,
+            end,
+        ) in unread:  # now: a buffer that is freed between two shards leaves a hole in the heap
             values = reader(begin, end).to(dtype) if begin < end else torch.empty(0, dtype=dtype)
             parameter.ds_tensor[: values.numel()].copy_(values)
             if master_differs(parameter):
@@ -108,14 +115,18 @@ def partition(
 
 
 def _keeps_one_part(cfg: Config, settings: dict[str, Any]) -> bool:
-    """Whether a rank's part of a parameter is in its memory once, as it was, so that it can be set after DeepSpeed has partitioned it."""
+    """Whether a rank's part of a parameter is in its memory once, as it was, so that it can be set after DeepSpeed has
+    partitioned it.
+    """
     zero = settings["zero_optimization"]
     changed = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
     return cfg.offload.params != "nvme" and not any(zero.get(key, 0) > 1 or zero.get(key) is True for key in changed)
 
 
 def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group parameters up to the size of the largest: each `deepspeed.zero.Init` parses the JSON, so one call handles several."""
+    """Group parameters up to the size of the largest: each `deepspeed.zero.Init` parses the JSON, so one call handles
+    several.
+    """
     largest, batch, elements = max((parameter.numel() for parameter in parameters), default=0), list[nn.Parameter](), 0
     for parameter in parameters:
         if batch and elements + parameter.numel() > largest:

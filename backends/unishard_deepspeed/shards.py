@@ -22,8 +22,8 @@ __all__ = ["Shards", "give_gradients"]
 def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Stage 0: create zero gradients in fp32 for parameters without one that accumulate in fp32.
 
-    DeepSpeed would create them in the parameter's dtype, and reduce them apart from those of ranks that used the parameter
-    (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
+    DeepSpeed would create them in the parameter's dtype, and reduce them apart from those of ranks that used the
+    parameter (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
     """
     for parameter in parameters:
         if parameter.grad is None and parameter.grad_dtype is None:

@@ -1,4 +1,6 @@
-"""Zero stale gradients, which DeepSpeed would apply again: it overwrites only gradients that a micro-batch or window used."""
+"""Zero stale gradients, which DeepSpeed would apply again: it overwrites only gradients that a micro-batch or window
+used.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ __all__ = ["StaleGradients"]
 class StaleGradients:
     """Gradients of the last window that remain in an optimizer.
 
-    Which parameters the next window uses is not known in advance. So all are zeroed after each update, if DeepSpeed has the private
-    names for it; if not, only runs that do not use a parameter are refused.
+    Which parameters the next window uses is not known in advance. So all are zeroed after each update, if DeepSpeed has
+    the private names for it; if not, only runs that do not use a parameter are refused.
     """
 
     def __init__(self, cfg: Config, optimizer: Any) -> None:
@@ -26,7 +28,9 @@ class StaleGradients:
         self._kind = kind_of(cfg)
         self._kept = PATCHES["stale-gradients"] if self._kind == "stage-3" else None
         self._offloaded = PATCHES[f"stale-offloaded-{self._kind}"] if cfg.offload.optimizer != "none" else None
-        self.missing: list[Patch] = [patch for patch in (self._kept, self._offloaded) if patch is not None and not patch.works]
+        self.missing: list[Patch] = [
+            patch for patch in (self._kept, self._offloaded) if patch is not None and not patch.works
+        ]
         """Patches for gradients that cannot be zeroed, because DeepSpeed lacks a private name."""
 
     def clear(self, *, updated: bool = True) -> None:
@@ -36,7 +40,8 @@ class StaleGradients:
             updated: Whether it was made.
 
         Raises:
-            BackendError: It was skipped, DeepSpeed would then skip all later ones, and it lacks the private names to prevent that.
+            BackendError: It was skipped, DeepSpeed would then skip all later ones, and it lacks the private names to
+                prevent that.
         """
         if self._kept is not None and self._kept not in self.missing:
             clear_stale_gradients(self._optimizer)

@@ -1,4 +1,6 @@
-"""Import and set up DeepSpeed in a process whose group unishard started: quietly, without compilation, on this rank's device."""
+"""Import and set up DeepSpeed in a process whose group unishard started: quietly, without compilation, on this rank's
+device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ __all__ = ["OLDEST", "load", "quiet", "require_files"]
 _EXPECTED = (
     # For every torch optimizer except Adam, AdamW and Adagrad; unishard's suite tests them.
     "untested optimizer",
-    # For a model without units (DeepSpeed 0.19.8, utils/z3_leaf_module.py); `verify` compares the units with the config.
+    # For a model without units (DeepSpeed 0.19.8, utils/z3_leaf_module.py); `verify` compares the units with the
+    # config.
     "ZeRO leaf module configuration did not match any modules",
 )
 """Substrings of warnings to suppress."""
@@ -41,7 +44,8 @@ def load(topology: Topology) -> ModuleType:
     """Import DeepSpeed and set it up for this process. Can be called again, also after the process group was restarted.
 
     Raises:
-        BackendError: It is too old, would compute on another type of device than the model, or cannot release a process group.
+        BackendError: It is too old, would compute on another type of device than the model, or cannot release a process
+            group.
     """
     global _world
     require_version()
@@ -52,11 +56,14 @@ def load(topology: Topology) -> ModuleType:
         from deepspeed.accelerator import get_accelerator
     if get_accelerator().device_name() != device.type:
         raise BackendError(
-            f"DeepSpeed was imported for {get_accelerator().device_name()} before unishard.prepare, which computes on {device.type}; "
+            f"DeepSpeed was imported for {get_accelerator().device_name()} before unishard.prepare, which computes on "
+            f"{device.type}; "
             "unset DS_ACCELERATOR, or let unishard import DeepSpeed"
         )
     # torch 2.13 renames two collectives; DeepSpeed 0.19.8, comm/torch.py, still calls them by their old names.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
+    )
     _quieten(logging.getLogger("DeepSpeed"))
     if device.type == "cpu":
         compile_nothing()
@@ -72,14 +79,18 @@ def _set_device(device: torch.device, topology: Topology) -> None:
     Raises:
         BackendError: The user has set another type of device.
     """
-    asked = os.environ.setdefault("DS_ACCELERATOR", "cpu") if device.type == "cpu" else os.environ.get("DS_ACCELERATOR", "cuda")
+    asked = (
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if device.type == "cpu"
+        else os.environ.get("DS_ACCELERATOR", "cuda")
+    )
     if asked != device.type:
         raise BackendError(
             f"DS_ACCELERATOR={asked} is set, but this rank computes on {device.type}; unset DS_ACCELERATOR"
             + (", or hide the devices with CUDA_VISIBLE_DEVICES= to train on the CPU" if asked == "cpu" else "")
         )
-    # DeepSpeed uses the launcher's local rank as the device index, also during training, and asserts that MPI's is the same
-    # (DeepSpeed 0.19.8, runtime/engine.py, zero/partition_parameters.py and zero/utils.py).
+    # DeepSpeed uses the launcher's local rank as the device index, also during training, and asserts that MPI's is the
+    # same (DeepSpeed 0.19.8, runtime/engine.py, zero/partition_parameters.py and zero/utils.py).
     if device.type == "cpu":
         os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))
         return
@@ -101,25 +112,31 @@ def require_files(cfg: Config) -> None:
 
         available = AsyncIOBuilder().is_compatible(verbose=False)
     if cfg.precision.compute == "fp32" and not get_accelerator().is_fp16_supported():
-        # It then uses bf16 instead of the configured dtype (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, _set_dtype).
+        # It then uses bf16 instead of the configured dtype (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py,
+        # _set_dtype).
         raise BackendError(
-            "offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); set it to cpu, or "
+            "offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); "
+            "set it to cpu, or "
             "precision to bf16"
         )
     if not available:
         raise BackendError(
-            "offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio with its headers "
+            "offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio with "
+            "its headers "
             "(libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
         )
 
 
 class _SendsNumbers(TorchFunctionMode):
-    """Lets DeepSpeed send parameters without dimensions: it views each as bytes, which torch 2.13 refuses for a tensor without dimensions.
+    """Lets DeepSpeed send parameters without dimensions: it views each as bytes, which torch 2.13 refuses for a tensor
+    without dimensions.
 
     (DeepSpeed 0.19.8, runtime/engine.py, _broadcast_model; runtime/zero/partition_parameters.py, _zero_init_param.)
     """
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function is Tensor.view and args[1:] == (torch.uint8,) and not args[0].dim():
             args = (args[0].view(1), torch.uint8)
         return function(*args, **kwargs or {})

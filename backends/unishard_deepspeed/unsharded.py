@@ -32,6 +32,7 @@ def keep_gathered(engine: Any, parameters: Sequence[nn.Parameter]) -> Iterator[N
     """
     import deepspeed
 
-    engine.empty_partition_cache()  # what was prefetched and not used is in flight, and would be freed by the next forward
+    # what was prefetched and not used is in flight, and would be freed by the next forward
+    engine.empty_partition_cache()
     with not_freed(parameters), deepspeed.zero.GatheredParameters(list(parameters)):
         yield

@@ -22,7 +22,9 @@ __all__ = ["UnusedParameters"]
 
 
 class ArrivalOrder:
-    """A hash of the order in which gradients come: equal on all ranks, or the ranks add up those of different parameters."""
+    """A hash of the order in which gradients come: equal on all ranks, or the ranks add up those of different
+    parameters.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -36,7 +38,9 @@ class ArrivalOrder:
             return
         identities = tuple(map(id, arrived))
         if identities not in self._known:
-            self._known = {identities: repr([self._numbers[each] for each in identities if each in self._numbers]).encode()}
+            self._known = {
+                identities: repr([self._numbers[each] for each in identities if each in self._numbers]).encode()
+            }
         self.hash = f"{zlib.crc32(self._known[identities], int(self.hash or '0', 16)):08x}"
 
     def forget(self) -> None:
@@ -45,11 +49,12 @@ class ArrivalOrder:
 
 
 class UnusedParameters:
-    """Tracks which parameters get a gradient in an accumulation window, and keeps the optimizer from updating the others.
+    """Tracks which parameters get a gradient in an accumulation window, and keeps the optimizer from updating the
+    others.
 
-    The cost is a call of `set.add` per gradient, and per update an all-reduce of one byte per parameter, which overlaps DeepSpeed's
-    work until the optimizer steps. A rank reads the result only if it has not used all parameters itself. It uses private names only
-    once a parameter is unused.
+    The cost is a call of `set.add` per gradient, and per update an all-reduce of one byte per parameter, which overlaps
+    DeepSpeed's work until the optimizer steps. A rank reads the result only if it has not used all parameters itself.
+    It uses private names only once a parameter is unused.
     """
 
     def __init__(
@@ -157,7 +162,9 @@ class UnusedParameters:
             return
         self._known = True
         *flags, gap = self._flags.tolist()
-        self.masters.unused = {parameter for parameter, used in zip(self._inner.trained, flags, strict=True) if not used}
+        self.masters.unused = {
+            parameter for parameter, used in zip(self._inner.trained, flags, strict=True) if not used
+        }
         if self.masters.unused:
             require("unused", self._kind)
         for patch in self._missing if gap or self.masters.unused else ():

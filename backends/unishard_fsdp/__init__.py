@@ -1,4 +1,7 @@
-"""The PyTorch backend: FSDP2's `fully_shard`, `replicate` and DistributedDataParallel. Importing it does not import torch."""
+"""The PyTorch backend: FSDP2's `fully_shard`, `replicate` and DistributedDataParallel.
+
+Importing it does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ class TorchAdapter(EngineAdapter):
 
     @torch.no_grad()
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
-        """Clip by the global norm, and step the torch optimizer; where its kernels can skip on the device, without reading the norm."""
+        """Clip by the global norm, and step the torch optimizer; where its kernels can skip on the device, without
+        reading the norm.
+        """
         stepped = [parameter for parameter in self._trainable if parameter.grad is not None]
         # Not `local`: a call for each parameter would count.
         gradients = [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]

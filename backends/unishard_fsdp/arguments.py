@@ -19,7 +19,9 @@ _TOOL = "FSDP of torch 2.13"
 _VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
 
 
-def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None) -> list[Entry]:
+def parse(
+    native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
+) -> list[Entry]:
     """Interpret the arguments, one entry for each, and FSDP's defaults for those that are absent.
 
     Args:

@@ -1,6 +1,7 @@
 """The backend object. Stateless; only `prepare` imports torch.
 
-The models of the native config are imported when one is made: what another tool's FSDP arguments say is read without them.
+The models of the native config are imported when one is made: what another tool's FSDP arguments say is read without
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FSDPBackend"]
 
-_ENGINES = {"fully_shard": "FSDPModule", "replicate": "FSDPModule", "DistributedDataParallel": "DistributedDataParallel"}
+_ENGINES = {
+    "fully_shard": "FSDPModule",
+    "replicate": "FSDPModule",
+    "DistributedDataParallel": "DistributedDataParallel",
+}
 
 
 class FSDPBackend:
@@ -62,7 +67,8 @@ class FSDPBackend:
         """The arguments of `fully_shard`, `replicate` or DistributedDataParallel as data, and the report. Pure.
 
         Raises:
-            ConfigError: `native.fsdp` has a key that does not exist, does not apply to this form, or is set by a config field.
+            ConfigError: `native.fsdp` has a key that does not exist, does not apply to this form, or is set by a config
+                field.
         """
         from unishard_fsdp import native, options
 

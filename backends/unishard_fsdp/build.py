@@ -30,7 +30,11 @@ from unishard_fsdp.patches import PATCHES
 
 __all__ = ["build", "require_unused_params"]
 
-_SYNCS_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+_SYNCS_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 """The argument of DistributedDataParallel, which torch 2.13 renamed."""
 
 
@@ -52,7 +56,9 @@ def build(
     if any(holds(parameter) for parameter in model.parameters()):
         PATCHES["kept-parameters"].require()
     if optimizer is None:
-        sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision)
+        sharding.apply_fully_shard(
+            model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision
+        )
         return FSDPInferenceAdapter(cfg, model, device)
     if isinstance(native, options.DistributedDataParallel):
         return _ddp(model, cfg, native, device, optimizer)
@@ -62,7 +68,9 @@ def build(
         sharding.apply_replicate(model, units.casting, device, native)
     else:
         embeddings = sharding.apply_fully_shard(model, units.gathered, device, native)
-    conditional = ConditionalParameters([parameter for unit in units.conditional for parameter in unit.module.parameters()], device)
+    conditional = ConditionalParameters(
+        [parameter for unit in units.conditional for parameter in unit.module.parameters()], device
+    )
     return FSDPAdapter(
         cfg,
         model,
@@ -102,17 +110,23 @@ def require_unused_params() -> None:
     """
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise BackendError(
-            f"native.fsdp.reduce_scatter_unused_params needs torch 2.13 or newer, and this is torch {torch.__version__}; remove it, and "
+            "native.fsdp.reduce_scatter_unused_params needs torch 2.13 or newer, and this is torch "
+            f"{torch.__version__}; remove it, and "
             "name the classes that a rank may skip in sharding.conditional_modules"
         )
 
 
 def _ddp(
-    model: nn.Module, cfg: Config, native: options.DistributedDataParallel, device: torch.device, optimizer: OptimizerBuilder
+    model: nn.Module,
+    cfg: Config,
+    native: options.DistributedDataParallel,
+    device: torch.device,
+    optimizer: OptimizerBuilder,
 ) -> DDPAdapter:
     sharding.load(model, (), device)
     if native.conditional_modules:
-        # DDP warns if a rank used all parameters in the first step, but later steps may differ (torch 2.13, reducer.cpp).
+        # DDP warns if a rank used all parameters in the first step, but later steps may differ (torch 2.13,
+        # reducer.cpp).
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
 
     def wrap(averaging: AveragingHook) -> DistributedDataParallel:
@@ -154,6 +168,8 @@ def _partitioned(optimizer: Any) -> Any:
         return own
 
     # The warning is about `optimizer`, but its copy steps (torch 2.13, optim/lr_scheduler.py).
-    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning)
+    warnings.filterwarnings(
+        "ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning
+    )
     # The same group dicts, so that a scheduler on the optimizer still writes the live learning rates.
     return ZeroRedundancyOptimizer(list(optimizer.param_groups), optimizer_class=partition)  # type: ignore[arg-type]  # torch only calls it

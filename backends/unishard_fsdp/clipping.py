@@ -20,8 +20,8 @@ def local(tensor: Tensor) -> Tensor:
 def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) -> Tensor:
     """Global L2 norm, an fp32 scalar on `device`, equal on all ranks. Collective unless every rank holds all gradients.
 
-    Uses local shards: one collective of one number instead of DTensor's dispatch per gradient. It reduces over all ranks even if
-    groups each hold a copy, so that the norm is bit-equal and all ranks clip and skip alike.
+    Uses local shards: one collective of one number instead of DTensor's dispatch per gradient. It reduces over all
+    ranks even if groups each hold a copy, so that the norm is bit-equal and all ranks clip and skip alike.
 
     Args:
         gradients: This rank's shards.

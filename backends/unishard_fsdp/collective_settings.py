@@ -29,7 +29,8 @@ def require(native: Mapping[str, Any]) -> None:
     for key in COLLECTIVE_SETTINGS:
         if native.get(key) and not hasattr(FSDPModule, f"set_{key}"):
             raise BackendError(
-                f"native.fsdp.{key} needs FSDPModule.set_{key}, which torch {torch.__version__} does not have; remove it, or install "
+                f"native.fsdp.{key} needs FSDPModule.set_{key}, which torch {torch.__version__} does not have; remove "
+                "it, or install "
                 "torch 2.13 or newer"
             )
 
@@ -42,7 +43,9 @@ def require_device(native: Mapping[str, Any], device: torch.device) -> None:
     """
     for key, why in _ON_CUDA.items():
         if native.get(key) and device.type != "cuda":
-            raise BackendError(f"native.fsdp.{key} needs CUDA devices, and this run computes on {device.type}: {why}; remove it")
+            raise BackendError(
+                f"native.fsdp.{key} needs CUDA devices, and this run computes on {device.type}: {why}; remove it"
+            )
 
 
 def apply(model: nn.Module, options: FullyShard) -> None:

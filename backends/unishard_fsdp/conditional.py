@@ -12,7 +12,10 @@ __all__ = ["ConditionalParameters"]
 
 
 class ConditionalParameters:
-    """The sharded parameters of conditional modules. If no rank has used one in a window, it has no gradient, as in plain torch."""
+    """The sharded parameters of conditional modules.
+
+    If no rank has used one in a window, it has no gradient, as in plain torch.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self.parameters = parameters
@@ -30,7 +33,9 @@ class ConditionalParameters:
         if complete:
             self._flags.fill_(1)
         else:
-            self._flags.copy_(torch.tensor([parameter in self.used for parameter in self.parameters], dtype=torch.uint8))
+            self._flags.copy_(
+                torch.tensor([parameter in self.used for parameter in self.parameters], dtype=torch.uint8)
+            )
         if dist.get_world_size() > 1:
             dist.all_reduce(self._flags, dist.ReduceOp.MAX)
         if complete:  # whatever the others used: the answer is known without waiting for the device

@@ -20,8 +20,8 @@ _logger = logging.getLogger("unishard")
 class AveragingHook:
     """A communication hook that averages over all ranks, as DDP does by default, and detects the last bucket.
 
-    DDP reduces buckets in order, each when all its gradients are ready (torch 2.13, reducer.cpp, mark_bucket_ready), so the last one
-    is reduced only if no gradient is missing.
+    DDP reduces buckets in order, each when all its gradients are ready (torch 2.13, reducer.cpp, mark_bucket_ready), so
+    the last one is reduced only if no gradient is missing.
     """
 
     def __init__(self) -> None:

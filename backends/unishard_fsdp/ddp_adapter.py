@@ -66,17 +66,24 @@ class DDPAdapter(TorchAdapter):
         Raises:
             ModelError: The last backward did not reach some parameters.
         """
-        # If a parameter has no gradient, its bucket is not reduced; DDP itself raises only in the next forward (torch 2.13).
+        # If a parameter has no gradient, its bucket is not reduced; DDP itself raises only in the next forward (torch
+        # 2.13).
         if not self._averaging.finished:
             frozen = next((name for name in self._reduced if not self.module.get_parameter(name).requires_grad), None)
             if frozen is not None:
                 raise ModelError(
-                    f"{frozen} was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not reduce its bucket; "
+                    f"{frozen} was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not "
+                    "reduce its bucket; "
                     f"call engine.set_trainable({frozen!r}, False) instead"
                 )
-            unused = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad and parameter.grad is None]
+            unused = [
+                name
+                for name, parameter in self.module.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ]
             raise ModelError(
-                f"the last backward did not reach {', '.join(unused) or 'some parameters'}, so DistributedDataParallel did not reduce "
+                f"the last backward did not reach {', '.join(unused) or 'some parameters'}, so DistributedDataParallel "
+                "did not reduce "
                 "their bucket; name their class in sharding.conditional_modules, "
                 "set native.fsdp.find_unused_parameters to true, or "
                 "freeze them before prepare"

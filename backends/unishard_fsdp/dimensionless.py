@@ -44,10 +44,14 @@ def parameter_named(module: nn.Module, name: str) -> Any:
 
 @cache
 def _showing(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of the same name whose properties show these parameters without dimensions, as torch's parametrizations show theirs."""
+    """A subclass of the same name whose properties show these parameters without dimensions, as torch's
+    parametrizations show theirs.
+    """
     shown: dict[str, Any] = {name: property(_without_dimension(name)) for name in names}
     return type(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, **shown}
+        kind.__name__,
+        (kind,),
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, **shown},
     )
 
 

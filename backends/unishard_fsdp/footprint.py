@@ -2,17 +2,20 @@
 
 Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks). The sources, all torch 2.13:
 
-- `fully_shard` (distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`) cuts rows of dimension 0 and pads every shard to
-  the first one, so each rank holds ceil(rows / ranks) rows in memory. The optimizer's state has the shape of the rows without padding.
-- The gradients of a unit are views of one output of its reduce-scatter, padded in the same way (`_fsdp_collectives.py`, `foreach_reduce`).
-- A unit is gathered in the compute dtype, padded, and its all-gather's output is copied out (`foreach_all_gather_copy_out`). The output
-  is kept until the next unit has been copied out in forward (`_fsdp_param_group.py`, `wait_for_unshard`).
-- With a smaller group after forward, a unit's shard there is freed by its gather in backward, and kept instead if there is none: nothing
-  before the first trainable parameter has a backward. The unit's next forward replaces it (`_fsdp_param.py`, `to_sharded_post_forward`,
-  `to_unsharded`, which frees nothing once `to_sharded` has been called).
+- `fully_shard` (distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`) cuts rows of dimension 0 and pads
+  every shard to the first one, so each rank holds ceil(rows / ranks) rows in memory. The optimizer's state has the
+  shape of the rows without padding.
+- The gradients of a unit are views of one output of its reduce-scatter, padded in the same way (`_fsdp_collectives.py`,
+  `foreach_reduce`).
+- A unit is gathered in the compute dtype, padded, and its all-gather's output is copied out
+  (`foreach_all_gather_copy_out`). The output is kept until the next unit has been copied out in forward
+  (`_fsdp_param_group.py`, `wait_for_unshard`).
+- With a smaller group after forward, a unit's shard there is freed by its gather in backward, and kept instead if there
+  is none: nothing before the first trainable parameter has a backward. The unit's next forward replaces it
+  (`_fsdp_param.py`, `to_sharded_post_forward`, `to_unsharded`, which frees nothing once `to_sharded` has been called).
 - One input of a reduce-scatter is kept until that of the next unit is made (`reduce_scatter_max_input_buffers`, 1).
-- DistributedDataParallel with `gradient_as_bucket_view` keeps all gradients in its buckets, which stay between steps (csrc/distributed/
-  c10d/reducer.cpp, `initialize_buckets`).
+- DistributedDataParallel with `gradient_as_bucket_view` keeps all gradients in its buckets, which stay between steps
+  (csrc/distributed/ c10d/reducer.cpp, `initialize_buckets`).
 - ZeroRedundancyOptimizer gives whole parameters, the largest first, to the rank with the fewest elements
   (distributed/optim/zero_redundancy_optimizer.py, `_partition_parameters`).
 """
@@ -40,8 +43,8 @@ from unishard.contract.footprint import (
 __all__ = ["footprint_of"]
 
 RESERVED = (1.05, 1.3)
-"""The allocator keeps blocks of the units' sizes for each stream. A rule of thumb, not measured here: FSDP2 frees in order, unlike FSDP1,
-of which OpenTau 273 reports 43.9 GB allocated and 70.1 GB reserved."""
+"""The allocator keeps blocks of the units' sizes for each stream. A rule of thumb, not measured here: FSDP2 frees in
+order, unlike FSDP1, of which OpenTau 273 reports 43.9 GB allocated and 70.1 GB reserved."""
 
 
 def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
@@ -73,12 +76,15 @@ def _buffers(shape: ModelShape, cfg: Config) -> int:
     """Bytes of the model's buffers after `prepare`."""
     cast = cfg.precision.buffers
     return sum(
-        buffer.numel * (ITEMSIZE[cast] if cast != "keep" and buffer.floating else itemsize(buffer.dtype)) for buffer in shape.buffers
+        buffer.numel * (ITEMSIZE[cast] if cast != "keep" and buffer.floating else itemsize(buffer.dtype))
+        for buffer in shape.buffers
     )
 
 
 def _own(parameter: ParameterShape, cfg: Config) -> int:
-    """Bytes of an element of a parameter: trainable ones are master weights, frozen ones keep their dtype unless they are kept in fp32."""
+    """Bytes of an element of a parameter: trainable ones are master weights, frozen ones keep their dtype unless they
+    are kept in fp32.
+    """
     if parameter.kept(cfg.precision):
         return ITEMSIZE["fp32"]
     return ITEMSIZE[cfg.precision.master] if parameter.trainable else itemsize(parameter.dtype)
@@ -111,7 +117,9 @@ class _Sharded:
             optimizer=Bytes(host=state) if on_host else place(state),
             gradients=place(gradients),
             kept_gradients=Bytes(),
-            buffers=Bytes(_buffers(shape, cfg) + self._post_forward(sum(self._sizes(self._full)[: self._without_backward()]))),
+            buffers=Bytes(
+                _buffers(shape, cfg) + self._post_forward(sum(self._sizes(self._full)[: self._without_backward()]))
+            ),
             gathered=max(map(max, self._gathered())) + max(self._sizes(self._reduced)),
             forward=tuple(self._gathered()[0]),
             backward=tuple(computing),
@@ -124,7 +132,9 @@ class _Sharded:
         )
 
     def _sizes(self, measure: Callable[[ParameterShape], int]) -> list[int]:
-        """A measure of each unit, and last of the root; FSDP2 under `replicate` has units too, which it frees together."""
+        """A measure of each unit, and last of the root; FSDP2 under `replicate` has units too, which it frees
+        together.
+        """
         return [sum(map(measure, unit)) for unit in self._shape.by_unit]
 
     def _full(self, parameter: ParameterShape) -> int:
@@ -171,12 +181,21 @@ class _Sharded:
 
         Parameters are in the order of their modules, those of the root among them.
         """
-        frozen = [parameter.unit for parameter in takewhile(lambda parameter: not parameter.trainable, self._shape.parameters)]
-        trained = min((parameter.unit for parameter in self._shape.trainable if parameter.unit >= 0), default=len(self._shape.units))
-        return min(max(frozen, default=-1) + 1, trained, len(self._shape.units) - bool(self._native.get("keep_last_unit")))
+        frozen = [
+            parameter.unit for parameter in takewhile(lambda parameter: not parameter.trainable, self._shape.parameters)
+        ]
+        trained = min(
+            (parameter.unit for parameter in self._shape.trainable if parameter.unit >= 0),
+            default=len(self._shape.units),
+        )
+        return min(
+            max(frozen, default=-1) + 1, trained, len(self._shape.units) - bool(self._native.get("keep_last_unit"))
+        )
 
     def _ahead(self, units: Sequence[int]) -> int:
-        """Bytes of the next units that are gathered before they are used: those within the limit, else the next one (torch's prefetch)."""
+        """Bytes of the next units that are gathered before they are used: those within the limit, else the next one
+        (torch's prefetch).
+        """
         numel = self._native.get("prefetch_numel")
         limit = numel * itemsize(self._compute or "float32") if isinstance(numel, int) else 0
         fitting = [total for total in accumulate(units) if total <= limit]
@@ -187,7 +206,8 @@ class _Sharded:
         return self._full(parameter) if parameter.trainable else 0
 
     def _moments(self, grad: int) -> tuple[list[int], list[int], int]:
-        """Bytes while each unit computes in backward, while it is reduced, and while the root is reduced, which comes last.
+        """Bytes while each unit computes in backward, while it is reduced, and while the root is reduced, which comes
+        last.
 
         The root's whole gradients stay until then, and the input of each reduce-scatter until that of the next.
 
@@ -236,13 +256,16 @@ class _Sharded:
 
 
 def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
-    """Whole parameters and gradients on each rank; the optimizer's state too, unless ZeroRedundancyOptimizer divides it."""
+    """Whole parameters and gradients on each rank; the optimizer's state too, unless ZeroRedundancyOptimizer divides
+    it.
+    """
     parameters = sum(parameter.numel * _own(parameter, cfg) for parameter in shape.parameters)
     gradients = sum(parameter.numel for parameter in shape.trainable) * ITEMSIZE[cfg.precision.master]
     divided = native["zero_redundancy_optimizer"]
     stepped = _partition(shape, cfg, topology) if divided else shape.trainable
     micro = 1 if native["requires_gradient_sync"] == "last_micro_batch" else cfg.training.gradient_accumulation_steps
-    # Without synchronization autograd accumulates beside DDP's buckets, to which the last micro-batch copies (torch 2.13, nn/parallel).
+    # Without synchronization autograd accumulates beside DDP's buckets, to which the last micro-batch copies (torch
+    # 2.13, nn/parallel).
     beside = gradients if micro < cfg.training.gradient_accumulation_steps else 0
     traffic = [Collective("all_reduce", "gradients", "backward", gradients * micro, topology.world_size)]
     if divided:

@@ -56,7 +56,9 @@ class FSDPAdapter(TorchAdapter):
         self._root = root
         self._host_copies: HostCopies | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
-            self._host_copies = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
+            self._host_copies = HostCopies(
+                optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda"
+            )
             self._skip = None
         self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
@@ -66,12 +68,15 @@ class FSDPAdapter(TorchAdapter):
         self._ran = False
         self._toggled = ToggledParameters(module)
         self._stale_dtypes = False
-        """Whether the first forward found trainable parameters frozen, when FSDP2 determines the dtypes of trainable ones."""
+        """Whether the first forward found trainable parameters frozen, when FSDP2 determines the dtypes of trainable
+        ones."""
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self.reduces_each_backward = not self._syncs_late
         self._averages_late = averages_late(native)
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
-        self._unreduced = UnreducedGradients(self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late)
+        self._unreduced = UnreducedGradients(
+            self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late
+        )
         self._conditional = conditional
         self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
         self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
@@ -83,7 +88,8 @@ class FSDPAdapter(TorchAdapter):
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
         self._root_first = RootFirst(module, self._look_at_frozen)
         self._unsharded = UnshardedModules(module)
-        # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13, _fully_shard/_fsdp_state.py).
+        # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13,
+        # _fully_shard/_fsdp_state.py).
         self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
 
     def begin(self, *, last: bool) -> None:
@@ -113,15 +119,18 @@ class FSDPAdapter(TorchAdapter):
             self._unsharded.reduce_late()
 
     def input_gradients(self, *, graph: bool) -> None:
-        """Refuse a graph: FSDP2 frees gathered and cast parameters after a backward, which a backward through gradients uses again.
+        """Refuse a graph: FSDP2 frees gathered and cast parameters after a backward, which a backward through gradients
+        uses again.
 
         Raises:
             ContractError: `graph` is true.
         """
         if graph:
             raise ContractError(
-                f"torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work with "
-                f"sharding.strategy {self._strategy} in {self._compute} on FSDP2, which frees parameters after each backward; set "
+                "torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work "
+                "with "
+                f"sharding.strategy {self._strategy} in {self._compute} on FSDP2, which frees parameters after each "
+                "backward; set "
                 "sharding: no_shard and precision: fp32 with backend fsdp"
             )
 

@@ -13,7 +13,9 @@ __all__ = ["gathering_in_generate"]
 
 @contextmanager
 def gathering_in_generate(module: nn.Module) -> Iterator[None]:
-    """Gather parameters outside units: `generate` may run an encoder, or the model inside an adapter, without the root's forward."""
+    """Gather parameters outside units: `generate` may run an encoder, or the model inside an adapter, without the
+    root's forward.
+    """
     before = vars(module).get("generate")
     register_fsdp_forward_method(module, "generate")
     try:

@@ -20,7 +20,9 @@ class HostCopies:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
-        """Move an optimizer that has not stepped yet, with the state that it may have created when it was constructed."""
+        """Move an optimizer that has not stepped yet, with the state that it may have created when it was
+        constructed.
+        """
         self._pin_memory = pin_memory
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         state = dict(optimizer.state)
@@ -66,4 +68,7 @@ class HostCopies:
 
 def _host_copies(values: Mapping[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
-        return {name: local(value).to("cpu", copy=True) if isinstance(value, Tensor) else value for name, value in values.items()}
+        return {
+            name: local(value).to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }

@@ -1,7 +1,7 @@
 """FSDP's own arguments, those of FSDP1's constructor and of `fully_shard` (torch 2.13): one row each.
 
-A few belong to the tools around them (Accelerate 1.15.0, Composer 0.32). FSDP1 and FSDP2 name things differently; `version` tells which
-of the two a document speaks of. Imports no torch.
+A few belong to the tools around them (Accelerate 1.15.0, Composer 0.32). FSDP1 and FSDP2 name things differently;
+`version` tells which of the two a document speaks of. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "HYBRID_SHARD": {"sharding.strategy": "hybrid_shard", "sharding.reshard_after_forward": True},
     "HYBRID_SHARD_ZERO2": {"sharding.strategy": "hybrid_shard", "sharding.reshard_after_forward": False},
 }
-"""FSDP1's strategies in the order of their numbers, from 1 (torch.distributed.fsdp.ShardingStrategy), in the config's words."""
+"""FSDP1's strategies in the order of their numbers, from 1 (torch.distributed.fsdp.ShardingStrategy), in the config's
+words."""
 
 _VERSION_1 = (
     "sharding_strategy",
@@ -69,7 +70,10 @@ def _resharding(value: Any) -> bool:
         Unreadable: It is a word of FSDP1.
     """
     if str(value).strip().upper() in STRATEGIES:
-        raise Unreadable(f"must be true or false with version 2, got {shown(value)}; write true for FULL_SHARD, false for SHARD_GRAD_OP")
+        raise Unreadable(
+            f"must be true or false with version 2, got {shown(value)}; write true for FULL_SHARD, false for "
+            "SHARD_GRAD_OP"
+        )
     return boolean(value)
 
 
@@ -98,7 +102,10 @@ def _resharding_of_version_1(value: Any) -> str:
 
 
 def _reshards(value: Any) -> bool:
-    """Whether FSDP2 drops parameters after forward. A number above 1 is a size of groups, over which they stay sharded."""
+    """Whether FSDP2 drops parameters after forward.
+
+    A number above 1 is a size of groups, over which they stay sharded.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value > 1
     return True if value is None else _resharding(value)
@@ -149,7 +156,8 @@ def _version_key(value: Any, given: Given) -> Meaning:
 
 
 _FSDP1 = (
-    "FSDP2 runs instead, the same maths; only a parameter that no rank used gets no update there, while FSDP1's flat gradients are "
+    "FSDP2 runs instead, the same maths; only a parameter that no rank used gets no update there, while FSDP1's flat "
+    "gradients are "
     "zeros and weight decay and momentum still move it (torch 2.13)"
 )
 
@@ -159,7 +167,9 @@ def _strategy_key(value: Any, given: Given) -> Meaning:
         return _UNSET if _version(given) == 2 else Meaning(fields=strategy_of(given))
     word = _word(value)
     if _version(given) == 2:
-        return Meaning(Fit.IGNORED, "FSDP2 has no such argument and Accelerate 1.15.0 ignores it; reshard_after_forward decides")
+        return Meaning(
+            Fit.IGNORED, "FSDP2 has no such argument and Accelerate 1.15.0 ignores it; reshard_after_forward decides"
+        )
     return Meaning(fields=STRATEGIES[word])
 
 
@@ -175,7 +185,11 @@ def _reshard_key(value: Any, given: Given) -> Meaning:
     if fields["sharding.strategy"] == "no_shard":
         return Meaning(Fit.IGNORED, _NO_SHARDS, fields)
     if whole_number and value > 1:
-        note = f"after forward the parameters stay sharded over groups of {value} ranks there, and over all that share a copy here"
+        note = (
+            f"after forward the parameters stay sharded over groups of {value} ranks there, and over all that "
+            "share "
+            "a copy here"
+        )
         return Meaning(Fit.EQUIVALENT, note, fields)
     return Meaning(fields=fields)
 
@@ -212,7 +226,11 @@ def _policy_key(value: Any, given: Given) -> Meaning:
     if policy == "NO_WRAP":
         return Meaning(Fit.EQUIVALENT, _NO_UNITS, {"sharding.units": "auto"})
     if policy == "SIZE_BASED_WRAP":
-        return Meaning(Fit.EQUIVALENT, "units are cut at another place: at the model's blocks of this size", {"sharding.units": "auto"})
+        return Meaning(
+            Fit.EQUIVALENT,
+            "units are cut at another place: at the model's blocks of this size",
+            {"sharding.units": "auto"},
+        )
     names = given.get("transformer_layer_cls_to_wrap")
     return Meaning(fields={"sharding.units": listed(names) if names else "auto"})
 
@@ -236,9 +254,7 @@ def _size_key(value: Any, given: Given) -> Meaning:
     if not _sharded(given):
         return Meaning(Fit.IGNORED, _NO_SHARDS)
     return Meaning(
-        Fit.EQUIVALENT,
-        "FSDP cuts at any module of this size, not only at blocks",
-        {"sharding.min_unit_params": size},
+        Fit.EQUIVALENT, "FSDP cuts at any module of this size, not only at blocks", {"sharding.min_unit_params": size}
     )
 
 
@@ -262,7 +278,9 @@ def _sizes(mesh: Any) -> Mapping[str, int]:
         Unreadable: It is no mesh of these two axes.
     """
     if not isinstance(mesh, Mapping) or not mesh or set(mesh) - {"replicate", "shard"}:
-        raise Unreadable(f"must be a mapping with replicate and shard, got {shown(mesh)}; write {{replicate: 2, shard: 8}}")
+        raise Unreadable(
+            f"must be a mapping with replicate and shard, got {shown(mesh)}; write {{replicate: 2, shard: 8}}"
+        )
     sizes = {axis: integer(-1)(size) for axis, size in mesh.items() if size is not None}
     if 0 in sizes.values():
         raise Unreadable("must hold numbers of at least 1, or -1 for the rest of the ranks, got 0; write one of them")
@@ -306,7 +324,9 @@ KEYS: Mapping[str, Key] = {
     "auto_wrap_policy": _set(_policy_key, "sharding.units"),
     "transformer_layer_cls_to_wrap": _set(_classes_key, "sharding.units"),
     "min_num_params": _set(_size_key, "sharding.min_unit_params", Fit.EQUIVALENT),
-    "ignored_modules": refuses("every parameter is sharded; leave these modules out of the model, or freeze them and remove the key", _off),
+    "ignored_modules": refuses(
+        "every parameter is sharded; leave these modules out of the model, or freeze them and remove the key", _off
+    ),
     "backward_prefetch": _time(
         "affects only time; the next unit is always prefetched, see communication.prefetch_bucket_size",
         *("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE", "1", "2", "3"),

@@ -74,7 +74,11 @@ def check(cfg: Config, written: Native) -> dict[str, Any]:
     """
     overrides = dict(flat(cfg.native.get("fsdp", {})))
     form = written["data_parallel"]
-    problems = [Problem(f"native.fsdp.{key}", text) for key, value in overrides.items() if (text := _refusal(key, value, written, cfg))]
+    problems = [
+        Problem(f"native.fsdp.{key}", text)
+        for key, value in overrides.items()
+        if (text := _refusal(key, value, written, cfg))
+    ]
     if problems:
         raise ConfigError(problems)
     try:
@@ -94,7 +98,10 @@ def fit(key: str, value: Any, written: Native) -> tuple[Fit, str]:
     """
     reduced = written.get("mp_policy", {}).get("reduce_dtype")
     if key in _ACCUMULATES and value == "last_micro_batch" and reduced not in (None, "float32"):
-        return Fit.APPROXIMATE, f"FSDP2 accumulates unreduced gradients in the reduce dtype, here {reduced} (torch 2.13)"
+        return (
+            Fit.APPROXIMATE,
+            f"FSDP2 accumulates unreduced gradients in the reduce dtype, here {reduced} (torch 2.13)",
+        )
     if key in SAME_MATHS:
         return Fit.EQUIVALENT, "affects only time, memory or collectives"
     return Fit.APPROXIMATE, "only PyTorch has this setting; another backend trains without it"
@@ -105,7 +112,11 @@ def _refusal(key: str, value: Any, written: Native, cfg: Config) -> str | None:
     form = written["data_parallel"]
     if key in DECIDED:
         return f"is decided by {DECIDED[key]}; set it there"
-    if key == _ZERO_REDUNDANCY and value is True and not (cfg.sharding.strategy == "shard_optimizer" and cfg.precision.compute == "fp32"):
+    if (
+        key == _ZERO_REDUNDANCY
+        and value is True
+        and not (cfg.sharding.strategy == "shard_optimizer" and cfg.precision.compute == "fp32")
+    ):
         return "needs sharding.strategy shard_optimizer and precision.compute fp32; set both or remove it"
     if key == "requires_all_reduce" and written.get(key) is None and key in _keys(form):
         return "is only for hybrid strategies; set sharding.strategy to hybrid_shard or remove it"
@@ -126,7 +137,9 @@ def _keys(form: str) -> dict[str, FieldInfo]:
     found: dict[str, FieldInfo] = {}
     for name, field in FORMS[form].model_fields.items():
         sections = [
-            kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type) and issubclass(kind, BaseModel)
+            kind
+            for kind in (field.annotation, *get_args(field.annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
         inner = [(f"{name}.{leaf}", below) for section in sections for leaf, below in section.model_fields.items()]
         found.update(inner or [(name, field)])
@@ -135,6 +148,13 @@ def _keys(form: str) -> dict[str, FieldInfo]:
 
 def _misfit(form: str, where: tuple[int | str, ...], value: Any) -> Problem:
     keys = _keys(form)
-    key = next((".".join(map(str, where[:length])) for length in (2, 1) if ".".join(map(str, where[:length])) in keys), str(where[0]))
-    wanted = expected(keys[key]) if key in keys else f"a mapping with {', '.join(name for name in keys if name.startswith(f'{key}.'))}"
+    key = next(
+        (".".join(map(str, where[:length])) for length in (2, 1) if ".".join(map(str, where[:length])) in keys),
+        str(where[0]),
+    )
+    wanted = (
+        expected(keys[key])
+        if key in keys
+        else f"a mapping with {', '.join(name for name in keys if name.startswith(f'{key}.'))}"
+    )
     return Problem(f"native.fsdp.{key}", f"is {shown(value)}; write {wanted}")

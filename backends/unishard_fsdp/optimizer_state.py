@@ -31,7 +31,9 @@ class TorchOptimizerState:
 
     @torch.no_grad()
     def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds nothing."""
+        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds
+        nothing.
+        """
         tensor = self._stepped.get(parameter, parameter)
         state = self._optimizer.state.get(tensor)
         if not state:
@@ -39,7 +41,8 @@ class TorchOptimizerState:
         tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[tensor], tensor, state)
         place = shard_of(parameter)
         found = {
-            key: place._replace(values=local(value).view(place.shape if place.group is None else -1)) for key, value in tensors.items()
+            key: place._replace(values=local(value).view(place.shape if place.group is None else -1))
+            for key, value in tensors.items()
         }
         return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 

@@ -84,8 +84,8 @@ class FullyShard(_Arguments):
     conditional_modules: list[str]
     """Classes of modules that a rank may skip; they belong to the unit around them."""
     reshard_after_forward: bool | int
-    """For units; a number leaves a shard of what was gathered on each of so many ranks. The root is never resharded after forward, because
-    backward needs it first (torch's default)."""
+    """For units; a number leaves a shard of what was gathered on each of so many ranks. The root is never resharded
+    after forward, because backward needs it first (torch's default)."""
     keep_last_unit: bool
     """The last unit is not resharded after forward either: backward needs it next."""
     unshard_embeddings_in_backward: bool
@@ -97,22 +97,24 @@ class FullyShard(_Arguments):
     requires_all_reduce: Timing | None
     """`set_requires_all_reduce`: when gradients are averaged over the axis `replicate`; null without that axis."""
     prefetch_numel: int | Literal["next_unit"] | None
-    """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead, or the next unit; null for torch's
-    prefetch."""
+    """Elements that `set_modules_to_forward_prefetch` and `_backward_prefetch` may gather ahead, or the next unit; null
+    for torch's prefetch."""
     mp_policy: MixedPrecision
     offload_policy: CPUOffload | None
     host_optimizer: HostOptimizer | None
     """Set if only the optimizer is offloaded and parameters are gathered unit by unit; otherwise null."""
     separate_reduce_scatter_group: bool
-    """`set_separate_reduce_scatter_group`: gradients are reduced in a process group of their own, so that NCCL runs these collectives
-    beside all-gathers in backward. One communicator more on each rank. torch 2.13."""
+    """`set_separate_reduce_scatter_group`: gradients are reduced in a process group of their own, so that NCCL runs
+    these collectives beside all-gathers in backward. One communicator more on each rank. torch 2.13."""
     allocate_memory_from_process_group_for_comm: bool
-    """`set_allocate_memory_from_process_group_for_comm`: buffers of collectives come from NCCL's allocator, which spares copies over NVLink
-    and SHARP. CUDA only."""
+    """`set_allocate_memory_from_process_group_for_comm`: buffers of collectives come from NCCL's allocator, which
+    spares copies over NVLink and SHARP. CUDA only."""
     symm_mem_for_comm: bool
-    """`set_symm_mem_for_comm`: buffers of all-gathers lie in NCCL's symmetric memory, over which it has faster kernels. CUDA only."""
+    """`set_symm_mem_for_comm`: buffers of all-gathers lie in NCCL's symmetric memory, over which it has faster kernels.
+    CUDA only."""
     reduce_scatter_unused_params: bool
-    """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different parameters."""
+    """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different
+    parameters."""
 
 
 class Replicate(_Arguments):
@@ -127,7 +129,8 @@ class Replicate(_Arguments):
     """`set_requires_gradient_sync`."""
     mp_policy: MixedPrecision
     reduce_scatter_unused_params: bool
-    """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different parameters."""
+    """`set_reduce_scatter_unused_params`: zero gradients for parameters without one, needed when ranks use different
+    parameters."""
 
 
 class DistributedDataParallel(_Arguments):
@@ -154,7 +157,11 @@ class DistributedDataParallel(_Arguments):
 
 Options = FullyShard | Replicate | DistributedDataParallel
 
-COLLECTIVE_SETTINGS = ("separate_reduce_scatter_group", "allocate_memory_from_process_group_for_comm", "symm_mem_for_comm")
+COLLECTIVE_SETTINGS = (
+    "separate_reduce_scatter_group",
+    "allocate_memory_from_process_group_for_comm",
+    "symm_mem_for_comm",
+)
 """Methods of FSDPModule, without `set_`, that not every torch or device has."""
 
 FORMS: Mapping[str, type[Options]] = {
@@ -170,7 +177,10 @@ CONSTANTS: Mapping[str, tuple[Any, str]] = {
     "separate_reduce_scatter_group": (False, "one communicator fewer on each rank; torch's default"),
     "allocate_memory_from_process_group_for_comm": (False, "buffers from torch's allocator; torch's default"),
     "symm_mem_for_comm": (False, "buffers from torch's allocator; torch's default"),
-    "find_unused_parameters": (False, "DDP then raises for unused parameters; finding them traverses the graph each step"),
+    "find_unused_parameters": (
+        False,
+        "DDP then raises for unused parameters; finding them traverses the graph each step",
+    ),
     "static_graph": (False, "the set of used parameters may change"),
     "gradient_as_bucket_view": (True, "same maths, and one copy of the gradients fewer"),
     "forward_sync_buffers": (False, "buffers are broadcast once before training, as with FSDP2 and DeepSpeed"),

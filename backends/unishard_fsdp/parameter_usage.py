@@ -1,4 +1,6 @@
-"""Track with torch's hooks which parameters of each unit get a gradient while gradients accumulate without reduction."""
+"""Track with torch's hooks which parameters of each unit get a gradient while gradients accumulate without
+reduction.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class GatheredLeaves:
         self._hooks = {}
         for name, module in modules:
             # After FSDP2's own hook, which sets the gathered parameters on the module.
-            self._hooks[module] = module.register_forward_pre_hook(partial(self._enter, f"{name}." if name else "", own_names(module)))
+            self._hooks[module] = module.register_forward_pre_hook(
+                partial(self._enter, f"{name}." if name else "", own_names(module))
+            )
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -36,7 +40,9 @@ class GatheredLeaves:
         self._hooks.pop(module).remove()
         # A parameter shared with a module inside this one may be sharded now; it is found there.
         own = {name: parameter_named(module, name) for name in names}
-        self.by_name.update({prefix + name: parameter for name, parameter in own.items() if not isinstance(parameter, DTensor)})
+        self.by_name.update(
+            {prefix + name: parameter for name, parameter in own.items() if not isinstance(parameter, DTensor)}
+        )
 
 
 class ParameterUsage:

@@ -1,4 +1,7 @@
-"""Keys of FSDP's mixed precision: `MixedPrecision` of FSDP1 and `MixedPrecisionPolicy` of FSDP2 (torch 2.13). Imports no torch."""
+"""Keys of FSDP's mixed precision: `MixedPrecision` of FSDP1 and `MixedPrecisionPolicy` of FSDP2 (torch 2.13).
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def _short(value: Any, given: Given) -> Meaning:
     if value is None or value == {}:
         return Meaning(Fit.IGNORED, "is not set")
     if word in _COMPOSER:
-        raise Unreadable(f"must name dtypes, got {shown(value)}, which only says something beside Composer's `precision`; write a mapping")
+        raise Unreadable(
+            f"must name dtypes, got {shown(value)}, which only says something beside Composer's `precision`; write a "
+            "mapping"
+        )
     found = dtype(value)
     return Meaning(fields={"precision.compute": found, "precision.reduce": found})
 
@@ -71,7 +77,9 @@ def _output(value: Any, given: Given) -> Meaning:
 
 def _inputs(value: Any, given: Given) -> Meaning:
     if boolean(value):
-        return Meaning(Fit.IGNORED, "floating-point inputs are cast; of units, FSDP casts all, and here the first argument is")
+        return Meaning(
+            Fit.IGNORED, "floating-point inputs are cast; of units, FSDP casts all, and here the first argument is"
+        )
     return Meaning(fields={"precision.cast_inputs": False})
 
 

@@ -13,10 +13,12 @@ __all__ = ["RootFirst"]
 
 
 class RootFirst:
-    """Initializes FSDP2 from the root when a unit is called first, as in `engine.module.encoder(...)` before any `engine(...)`.
+    """Initializes FSDP2 from the root when a unit is called first, as in `engine.module.encoder(...)` before any
+    `engine(...)`.
 
-    FSDP2 takes the first module that runs for the root: the unit's forward ends in an AttributeError, and the root is refused later
-    (torch 2.13, _fsdp_state.py `_lazy_init`). An empty method, registered as a forward of the root, initializes it by public API.
+    FSDP2 takes the first module that runs for the root: the unit's forward ends in an AttributeError, and the root is
+    refused later (torch 2.13, _fsdp_state.py `_lazy_init`). An empty method, registered as a forward of the root,
+    initializes it by public API.
 
     Args:
         module: The prepared model.

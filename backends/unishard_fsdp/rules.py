@@ -86,7 +86,9 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
 
 
 def _resharding(cfg: Config, topology: Topology) -> bool | int:
-    """What `fully_shard` gets; a number that is not smaller than the group means all of it, and torch refuses a larger one."""
+    """What `fully_shard` gets; a number that is not smaller than the group means all of it, and torch refuses a larger
+    one.
+    """
     if cfg.sharding.within_group != "full_shard":
         return False
     kept = cfg.sharding.reshard_group
@@ -96,7 +98,8 @@ def _resharding(cfg: Config, topology: Topology) -> bool | int:
 def _gathering(cfg: Config, topology: Topology) -> Native:
     """When units are resharded after forward. Backward gathers the last one next, so that prefetching means to keep it.
 
-    With a smaller group, embeddings are gathered too: nothing else frees what they keep there (torch 2.13, `_fsdp_param.py`, `to_sharded`).
+    With a smaller group, embeddings are gathered too: nothing else frees what they keep there (torch 2.13,
+    `_fsdp_param.py`, `to_sharded`).
     """
     resharding = _resharding(cfg, topology)
     return {
@@ -174,7 +177,8 @@ _OWN: Mapping[str, Rule] = {
                 "shard_grad_op",
                 _strategy("shard_grad_op"),
                 Fit.EQUIVALENT,
-                "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; FSDP's SHARD_GRAD_OP "
+                "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; "
+                "FSDP's SHARD_GRAD_OP "
                 "is full_shard with reshard_after_forward: false",
             ),
             When(
@@ -203,7 +207,13 @@ _OWN: Mapping[str, Rule] = {
         "fully_shard(reshard_after_forward=...)",
         "of the units; the root and, with prefetching, the last unit are kept from forward to backward",
         lambda cfg, topology: _gathering(cfg, topology) if form_of(cfg) == "fully_shard" else {},
-        (unless("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers twice"),),
+        (
+            unless(
+                "strategy is not full_shard",
+                lambda cfg: not _within("full_shard")(cfg),
+                "only full_shard gathers twice",
+            ),
+        ),
     ),
     "sharding.units": Rule(
         Fit.EXACT,
@@ -211,7 +221,11 @@ _OWN: Mapping[str, Rule] = {
         "one all-gather and one reduce-scatter a unit; the rest is the root's",
         _for(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
         (
-            unless("DistributedDataParallel", _form("DistributedDataParallel"), "nothing is gathered; DDP reduces in buckets"),
+            unless(
+                "DistributedDataParallel",
+                _form("DistributedDataParallel"),
+                "nothing is gathered; DDP reduces in buckets",
+            ),
             unless("replicate", _form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
         ),
     ),
@@ -232,10 +246,16 @@ _OWN: Mapping[str, Rule] = {
                 "DistributedDataParallel",
                 _form("DistributedDataParallel"),
                 Fit.EQUIVALENT,
-                "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets which parameters "
+                "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets "
+                "which parameters "
                 "the earlier ones used",
             ),
-            When("replicate", _form("replicate"), Fit.EXACT, "nothing is gathered; gradients are all-reduced block by block"),
+            When(
+                "replicate",
+                _form("replicate"),
+                Fit.EXACT,
+                "nothing is gathered; gradients are all-reduced block by block",
+            ),
         ),
     ),
     "precision.compute": Rule(
@@ -278,15 +298,19 @@ _OWN: Mapping[str, Rule] = {
                 "not that of master",
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
                 Fit.UNSUPPORTED,
-                "FSDP2 keeps a gradient in the dtype of its parameter, the fp32 master weight; remove it, or reduce in this dtype too with "
+                "FSDP2 keeps a gradient in the dtype of its parameter, the fp32 master weight; remove it, or reduce in "
+                "this dtype too with "
                 "no_shard or shard_optimizer, or choose backend deepspeed",
             ),
         ),
     ),
     "precision.cast_inputs": loop(
-        "hooks cast; MixedPrecisionPolicy(cast_forward_inputs=True) only for the root, and only if all of its inputs are cast"
+        "hooks cast; MixedPrecisionPolicy(cast_forward_inputs=True) only for the root, and only if all of its inputs "
+        "are cast"
     )._replace(to=_for(_MIXED, lambda cfg: {"mp_policy": {"cast_forward_inputs": cfg.precision.cast_inputs is True}})),
-    "precision.keep_fp32": loop("kept units have their own policy; other kept parameters are gathered in fp32 beside those of their unit"),
+    "precision.keep_fp32": loop(
+        "kept units have their own policy; other kept parameters are gathered in fp32 beside those of their unit"
+    ),
     "precision.buffers": loop("cast before sharding; FSDP2 casts none"),
     "precision.loss_scale": loop("scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16),
     "offload.params": Rule(
@@ -300,7 +324,8 @@ _OWN: Mapping[str, Rule] = {
                 "cpu without offload.optimizer: cpu",
                 lambda cfg: cfg.offload.optimizer == "none",
                 Fit.APPROXIMATE,
-                f"{_TOGETHER}, so the optimizer's state lives in host memory as well, and it steps there: more device memory is free, and "
+                f"{_TOGETHER}, so the optimizer's state lives in host memory as well, and it steps there: more device "
+                "memory is free, and "
                 "the update is slower; the same maths",
             ),
         ),
@@ -328,7 +353,8 @@ _OWN: Mapping[str, Rule] = {
                 "cpu without offload.params: cpu",
                 _only_optimizer,
                 Fit.EQUIVALENT,
-                "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state lies in host memory, "
+                "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state "
+                "lies in host memory, "
                 "the fp32 parts lie on the device as well",
             ),
         ),
@@ -353,7 +379,10 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "DistributedDataParallel(bucket_cap_mb=...)",
         "4 bytes an element; DDP's first bucket has 1 MiB",
-        _for(("DistributedDataParallel",), lambda cfg: {"bucket_cap_mb": cfg.communication.reduce_bucket_size * 4 / 2**20}),
+        _for(
+            ("DistributedDataParallel",),
+            lambda cfg: {"bucket_cap_mb": cfg.communication.reduce_bucket_size * 4 / 2**20},
+        ),
         (
             When(
                 "fully_shard or replicate",
@@ -366,16 +395,28 @@ _OWN: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": Rule(
         Fit.EQUIVALENT,
         "set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
-        "the next unit, or as many of the following ones as fit; where none fits, torch's own prefetch of the next unit remains",
+        "the next unit, or as many of the following ones as fit; where none fits, torch's own prefetch of the next "
+        "unit remains",
         _for(("fully_shard",), _prefetch),
-        (unless("strategy is not full_shard", lambda cfg: not _within("full_shard")(cfg), "only full_shard gathers unit by unit"),),
+        (
+            unless(
+                "strategy is not full_shard",
+                lambda cfg: not _within("full_shard")(cfg),
+                "only full_shard gathers unit by unit",
+            ),
+        ),
     ),
     "communication.overlap": Rule(
         Fit.EXACT,
         "none: always overlapped",
         "reduction overlaps backward",
         when=(
-            When("false", lambda cfg: not cfg.communication.overlap, Fit.EQUIVALENT, "overlapped all the same; the results do not differ"),
+            When(
+                "false",
+                lambda cfg: not cfg.communication.overlap,
+                Fit.EQUIVALENT,
+                "overlapped all the same; the results do not differ",
+            ),
         ),
     ),
     "compile.mode": Rule(
@@ -384,13 +425,19 @@ _OWN: Mapping[str, Rule] = {
         "of each block's `forward`; the hooks that gather and reduce are not compiled",
         when=(
             unless("none", lambda cfg: cfg.compile.mode == "none", ""),
-            When("full", lambda cfg: cfg.compile.mode == "full", Fit.EQUIVALENT, "of the root's `forward`, a graph break at each unit"),
+            When(
+                "full",
+                lambda cfg: cfg.compile.mode == "full",
+                Fit.EQUIVALENT,
+                "of the root's `forward`, a graph break at each unit",
+            ),
         ),
     ),
     "native": Rule(
         Fit.EXACT,
         "native.fsdp",
-        "merged last and validated; each setting has its own line below, approximate if it may change the maths; other backends' "
+        "merged last and validated; each setting has its own line below, approximate if it may change the maths; other "
+        "backends' "
         "settings are left to them",
     ),
 }

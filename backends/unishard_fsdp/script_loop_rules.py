@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.contract.field_rows import BUFFERS, MATMUL, logged_by_script, none, saved_by_script, started_elsewhere, unlooked, write
+from unishard.contract.field_rows import (
+    BUFFERS,
+    MATMUL,
+    logged_by_script,
+    none,
+    saved_by_script,
+    started_elsewhere,
+    unlooked,
+    write,
+)
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Holds, Rule
 
 __all__ = ["BY_SCRIPT"]
@@ -35,7 +44,9 @@ BY_SCRIPT: Mapping[str, Rule] = {
     "precision.loss_scale_growth_interval": write("GradScaler(growth_interval=...)", _exact, *_SCALE),
     "training.micro_batch_size": write("batch_size of the DataLoader"),
     "training.gradient_accumulation_steps": write(
-        "divide the loss by it, and step after as many backward calls", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "1"
+        "divide the loss by it, and step after as many backward calls",
+        lambda cfg: cfg.training.gradient_accumulation_steps == 1,
+        "1",
     ),
     "training.global_batch_size": Rule(Fit.EXACT, NO_KEY, "follows from the other sizes"),
     "training.gradient_clipping": write(
@@ -43,7 +54,9 @@ BY_SCRIPT: Mapping[str, Rule] = {
         lambda cfg: cfg.training.gradient_clipping is None,
         "null",
     ),
-    "training.nonfinite": unlooked(Fit.NEEDS_INPUT, SCRIPT, "check that clip_grad_norm_ returns a finite norm before optimizer.step()"),
+    "training.nonfinite": unlooked(
+        Fit.NEEDS_INPUT, SCRIPT, "check that clip_grad_norm_ returns a finite norm before optimizer.step()"
+    ),
     "training.last_window": write(
         "divide the last loss sums by the number of micro-batches that are there, or leave them out",
         lambda cfg: cfg.training.gradient_accumulation_steps == 1,
@@ -69,16 +82,22 @@ BY_SCRIPT: Mapping[str, Rule] = {
     ),
     "scheduler.warmup_steps": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "0"),
     "scheduler.warmup_type": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
-    "scheduler.warmup_start_ratio": write("part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"),
+    "scheduler.warmup_start_ratio": write(
+        "part of the schedule", lambda cfg: not cfg.scheduler.warmup_steps, "no warm-up"
+    ),
     "scheduler.delay_steps": write("part of the schedule", lambda cfg: not cfg.scheduler.delay_steps, "0"),
     "scheduler.total_steps": write("part of the schedule", _endless, "without an end"),
     "scheduler.min_lr_ratio": write("part of the schedule", _endless, "without an end"),
     "communication.reduce_bucket_size": none("affects only time; FSDP2 reduces the gradients of a unit together"),
     "communication.prefetch_bucket_size": none("affects only time; FSDP2 prefetches the next unit"),
-    "communication.overlap": none("affects only time; FSDP2 always overlaps", lambda cfg: cfg.communication.overlap, "true"),
+    "communication.overlap": none(
+        "affects only time; FSDP2 always overlaps", lambda cfg: cfg.communication.overlap, "true"
+    ),
     "communication.desync_check": none(_OWN_CHECK),
     "communication.desync_timeout": none(_OWN_CHECK),
-    "compile.mode": write("block.compile() before fully_shard, or model.compile()", lambda cfg: cfg.compile.mode == "none", "none"),
+    "compile.mode": write(
+        "block.compile() before fully_shard, or model.compile()", lambda cfg: cfg.compile.mode == "none", "none"
+    ),
     "compile.backend": write("compile(backend=...)", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
     **saved_by_script("torch.distributed.checkpoint.save(...)"),
     **logged_by_script(),

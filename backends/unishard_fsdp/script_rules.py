@@ -1,4 +1,5 @@
-"""How a training script without unishard sets each field with FSDP2 (torch 2.13): one row per leaf of the schema, in its order.
+"""How a training script without unishard sets each field with FSDP2 (torch 2.13): one row per leaf of the schema, in
+its order.
 
 Imports no torch. What FSDP does not do, the script must; the notes say what to write there.
 """
@@ -54,7 +55,9 @@ def _by_size(cfg: Config) -> bool:
 
 
 def _least(cfg: Config, topology: Topology) -> Native:
-    return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": cfg.sharding.min_unit_params} if _by_size(cfg) else {}
+    return (
+        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": cfg.sharding.min_unit_params} if _by_size(cfg) else {}
+    )
 
 
 def _mixed(cfg: Config) -> bool:
@@ -112,7 +115,9 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         "",
         when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
     ),
-    "sharding.reshard_after_forward": Rule(Fit.EXACT, "reshard_after_forward", "a number is the size of a smaller group"),
+    "sharding.reshard_after_forward": Rule(
+        Fit.EXACT, "reshard_after_forward", "a number is the size of a smaller group"
+    ),
     "sharding.units": Rule(
         Fit.EXACT,
         "auto_wrap_policy, transformer_layer_cls_to_wrap",
@@ -183,7 +188,9 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         Fit.EXACT,
         "mixed_precision.cast_forward_inputs",
         "in 16 bits FSDP also casts the other arguments of units, such as rotary tables",
-        lambda cfg, topology: {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}},
+        lambda cfg, topology: (
+            {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}}
+        ),
         (
             When(
                 "names",
@@ -199,7 +206,12 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         "call fully_shard on the modules of these parameters with a policy without param_dtype, and cast around them",
         when=(
             When("compute is fp32", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
-            When("auto", lambda cfg: cfg.precision.keep_fp32 == "auto", Fit.EXACT, "unless the class of a transformers model names some"),
+            When(
+                "auto",
+                lambda cfg: cfg.precision.keep_fp32 == "auto",
+                Fit.EXACT,
+                "unless the class of a transformers model names some",
+            ),
             When("empty", lambda cfg: not cfg.precision.keep_fp32, Fit.EXACT, ""),
         ),
     ),

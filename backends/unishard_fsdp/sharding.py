@@ -64,23 +64,31 @@ def load(
         broadcast(materialize(own, device, part))
         if frozen is not None:
             cast_to_compute(own, frozen)
-        # `fully_shard` refuses others; fused optimizers step the memory from the first element on (torch 2.13), gaps included.
-        make_dense(tensor for tensor in own if isinstance(tensor, nn.Parameter) and (apply is not None or _has_gaps(tensor)))
+        # `fully_shard` refuses others; fused optimizers step the memory from the first element on (torch 2.13), gaps
+        # included.
+        make_dense(
+            tensor for tensor in own if isinstance(tensor, nn.Parameter) and (apply is not None or _has_gaps(tensor))
+        )
         del own[:]
         if apply is not None:
             _keep_attributes(apply, module)
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are not all of the memory between its first and its last, as for a slice of columns."""
+    """Whether a tensor's elements are not all of the memory between its first and its last, as for a slice of
+    columns.
+    """
     return (
         tensor.numel() > 0
-        and sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1 != tensor.numel()
+        and sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        != tensor.numel()
     )
 
 
 def _keep_attributes(apply: Apply, module: nn.Module) -> None:
-    """Shard a module, and copy attributes that users have set on its parameters, such as a flag for an optimizer factory."""
+    """Shard a module, and copy attributes that users have set on its parameters, such as a flag for an optimizer
+    factory.
+    """
     attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
     own = type(module)
     apply(module)
@@ -90,10 +98,11 @@ def _keep_attributes(apply: Apply, module: nn.Module) -> None:
 
 
 def _keep_class_name(sharded: type[nn.Module], own: type[nn.Module]) -> None:
-    """Give the subclass that `fully_shard` makes of a class the name of that class (torch 2.13, _fsdp_init.py, _apply_to_module).
+    """Give the subclass that `fully_shard` makes of a class the name of that class (torch 2.13, _fsdp_init.py,
+    _apply_to_module).
 
-    Models look up by the name of their class how their weights are saved and which outputs they record (transformers 5.23,
-    conversion_mapping.py, utils/output_capturing.py).
+    Models look up by the name of their class how their weights are saved and which outputs they record (transformers
+    5.23, conversion_mapping.py, utils/output_capturing.py).
     """
     sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
 
@@ -101,10 +110,15 @@ def _keep_class_name(sharded: type[nn.Module], own: type[nn.Module]) -> None:
 def _run_as_unsharded(model: nn.Module) -> None:
     """Take the mark of `fully_shard` from modules, so that their forward is that of the plain model.
 
-    Modules of transformers that find the mark run each layer, without LayerDrop (5.23, distributed/fsdp.py, is_fsdp_managed_module).
-    It stays where `generate` reads it, to let ranks that have finished run on, and in compiled blocks, which torch then guards less.
+    Modules of transformers that find the mark run each layer, without LayerDrop (5.23, distributed/fsdp.py,
+    is_fsdp_managed_module). It stays where `generate` reads it, to let ranks that have finished run on, and in compiled
+    blocks, which torch then guards less.
     """
-    blocks = [module for module in model.modules() if module is not model and isinstance(vars(module).get("forward"), Compiled)]
+    blocks = [
+        module
+        for module in model.modules()
+        if module is not model and isinstance(vars(module).get("forward"), Compiled)
+    ]
     compiled = {inner for block in blocks for inner in block.modules()}
     for module in model.modules():
         if module not in compiled and not hasattr(module, "generate"):
@@ -125,8 +139,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _policy(policy: MixedPrecision, module: nn.Module, *, root: bool) -> MixedPrecisionPolicy:
     if holds_all(module):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    # fp32 gradients are reduced in fp32 anyway. With the dtype, unreduced gradients fail where a module has not run yet: FSDP2 reads the
-    # gathered parameters of every module to cast their gradients (torch 2.13, _fsdp_param.py, to_accumulated_grad_if_needed).
+    # fp32 gradients are reduced in fp32 anyway. With the dtype, unreduced gradients fail where a module has not run
+    # yet: FSDP2 reads the gathered parameters of every module to cast their gradients (torch 2.13, _fsdp_param.py,
+    # to_accumulated_grad_if_needed).
     casts = policy.param_dtype is not None or policy.reduce_dtype != "float32"
     return MixedPrecisionPolicy(
         param_dtype=_dtype(policy.param_dtype),
@@ -137,7 +152,12 @@ def _policy(policy: MixedPrecision, module: nn.Module, *, root: bool) -> MixedPr
 
 
 def apply_fully_shard(
-    model: nn.Module, units: Sequence[Unit], device: torch.device, options: FullyShard, *, frozen: Precision | None = None
+    model: nn.Module,
+    units: Sequence[Unit],
+    device: torch.device,
+    options: FullyShard,
+    *,
+    frozen: Precision | None = None,
 ) -> list[nn.Module]:
     """Call `fully_shard` on each unit and the root; `frozen` as in `load`. Collective.
 
@@ -182,12 +202,20 @@ def apply_fully_shard(
 
 
 def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
-    """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root. Collective."""
+    """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root.
+
+    Collective.
+    """
     add_dimension(model)
     mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
 
     def apply(module: nn.Module) -> None:
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(options.mp_policy, module, root=module is model))
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=_policy(options.mp_policy, module, root=module is model),
+        )
 
     load(model, units, device, apply)
     _keep_fp32(model)
@@ -207,8 +235,8 @@ def _keep_fp32(model: nn.Module) -> None:
 def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int | None) -> None:
     """Let each unit prefetch as many of the following units as fit into `limit` elements; without one, the next unit.
 
-    Uses the order of the modules. If a model runs them in another order, units are gathered too early or unnecessarily; torch
-    waits for these and frees them at the end of backward (torch 2.13, FSDPParamGroup.finalize_backward).
+    Uses the order of the modules. If a model runs them in another order, units are gathered too early or unnecessarily;
+    torch waits for these and frees them at the end of backward (torch 2.13, FSDPParamGroup.finalize_backward).
     """
     for order, lengths, prefetch in (
         (units, sizes, "set_modules_to_forward_prefetch"),

@@ -17,9 +17,9 @@ _requires_grad = attrgetter("requires_grad")
 class ToggledParameters:
     """Finds parameters whose shards stay frozen although the script has unfrozen them.
 
-    A gathered parameter is another tensor than its shard, and gets its `requires_grad` when it is gathered, never the other way around
-    (torch 2.13, _fully_shard/_fsdp_param.py, to_unsharded). So a parameter that is frozen while it is sharded, and unfrozen after a forward
-    that left it gathered, would be frozen again in the next window.
+    A gathered parameter is another tensor than its shard, and gets its `requires_grad` when it is gathered, never the
+    other way around (torch 2.13, _fully_shard/_fsdp_param.py, to_unsharded). So a parameter that is frozen while it is
+    sharded, and unfrozen after a forward that left it gathered, would be frozen again in the next window.
     """
 
     def __init__(self, module: nn.Module) -> None:

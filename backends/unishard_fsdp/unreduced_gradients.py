@@ -24,8 +24,8 @@ _HYBRID = PATCHES["hybrid-accumulation"]
 class UnreducedGradients:
     """Tracks accumulation windows, and patches FSDP2 only for modules that need it.
 
-    Micro-batches that use the same parameters need no patch. If one uses only some parameters of a module, the module's gradients have
-    two dtypes, or different positions than in the accumulated sum.
+    Micro-batches that use the same parameters need no patch. If one uses only some parameters of a module, the module's
+    gradients have two dtypes, or different positions than in the accumulated sum.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, waits: bool, mixed: bool, between_groups: bool) -> None:
@@ -35,7 +35,8 @@ class UnreducedGradients:
             modules: The sharded modules.
             waits: Whether gradients wait for the last micro-batch to be reduced.
             mixed: Whether they are summed in another dtype than they are computed in.
-            between_groups: Whether they wait for the last micro-batch to be averaged between groups that each hold a copy.
+            between_groups: Whether they wait for the last micro-batch to be averaged between groups that each hold a
+                copy.
         """
         self._modules = modules
         self._watches = waits and mixed and _MIXED.needed
@@ -49,7 +50,9 @@ class UnreducedGradients:
         return _HYBRID if self._between_groups else _MIXED if self._watches else None
 
     def patch_all(self) -> None:
-        """Patch every module at once, before other patches wrap it: for modules of which ranks use different parameters."""
+        """Patch every module at once, before other patches wrap it: for modules of which ranks use different
+        parameters.
+        """
         if self.patch is not None:
             self._patch(self._modules)
             self._watches = self._between_groups = False

@@ -18,7 +18,8 @@ from unishard_fsdp.parameter_usage import own_names
 __all__ = ["UnshardedModules", "sharded_read"]
 
 _MIXED = "mixed torch.Tensor and DTensor"
-"""In torch 2.13's error for an operation on a parameter that is not gathered (torch/distributed/tensor/_dispatch.py)."""
+"""In torch 2.13's error for an operation on a parameter that is not gathered
+(torch/distributed/tensor/_dispatch.py)."""
 
 
 def sharded_read(error: RuntimeError, units: Sequence[str]) -> str | None:
@@ -28,7 +29,8 @@ def sharded_read(error: RuntimeError, units: Sequence[str]) -> str | None:
     if not units:
         return ""
     return (
-        f"the units are {', '.join(units[:8])}: name only the classes of the blocks in sharding.units, so that weights used elsewhere, "
+        f"the units are {', '.join(units[:8])}: name only the classes of the blocks in sharding.units, so that weights "
+        "used elsewhere, "
         "such as an embedding's, stay with the root"
     )
 
@@ -45,7 +47,8 @@ class UnshardedModules:
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
         """A block in which the modules that hold these parameters are gathered. Collective."""
         owners = list(dict.fromkeys(map(self._owner, names)))
-        # A number in reshard_after_forward has no public setter, so what was resharded after a forward is gathered again at once.
+        # A number in reshard_after_forward has no public setter, so what was resharded after a forward is gathered
+        # again at once.
         hooks = [cast(nn.Module, owner).register_forward_hook(_unshard) for owner in owners]
         try:
             self._open = owners
@@ -72,9 +75,9 @@ class UnshardedModules:
     def reduce_late(self) -> None:
         """Reduce gradients that came after FSDP2 had reduced those of their module. Collective.
 
-        It does so once the inputs of the module have their gradients. A read that was made before the module's forward gets its gradient
-        only then, and the gradient would wait for the next backward. An empty forward of one module makes FSDP2 go through all of them
-        (torch 2.13, _fsdp_state.py, _root_post_backward_final_callback).
+        It does so once the inputs of the module have their gradients. A read that was made before the module's forward
+        gets its gradient only then, and the gradient would wait for the next backward. An empty forward of one module
+        makes FSDP2 go through all of them (torch 2.13, _fsdp_state.py, _root_post_backward_final_callback).
         """
         late = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
         if late is not None:

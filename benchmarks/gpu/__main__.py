@@ -1,4 +1,6 @@
-"""Runs pieces one after the other, each in a process of its own, and sums up. Standard library only: it may have to install the rest."""
+"""Runs pieces one after the other, each in a process of its own, and sums up. Standard library only: it may have to
+install the rest.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,19 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What one GPU can prove about unishard.")
-    parser.add_argument("piece", nargs="*", choices=[[], *(piece.name for piece in PIECES)], metavar="piece", help="left out: all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to know that the code runs")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="What one GPU can prove about unishard."
+    )
+    parser.add_argument(
+        "piece", nargs="*", choices=[[], *(piece.name for piece in PIECES)], metavar="piece", help="left out: all"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to know that the code runs"
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu-out"), help="folder for the JSON files; default: gpu-out")
-    parser.add_argument("--wheels", type=Path, default=_ROOT / ".wheels", help="installs from here what is missing; default: .wheels")
+    parser.add_argument(
+        "--wheels", type=Path, default=_ROOT / ".wheels", help="installs from here what is missing; default: .wheels"
+    )
     parser.add_argument("--budget", type=int, default=BUDGET, help=f"seconds for all; default: {BUDGET}")
     parser.add_argument("--page", type=Path, help="write the figures into this page")
     parser.add_argument("--list", action="store_true", help="list the pieces and end")
@@ -45,7 +55,11 @@ def run(chosen: list[Piece], device: str, out: Path, wheels: Path, budget: int, 
     for piece in chosen:
         path_of(out, piece.name, device).unlink(missing_ok=True)
         left = int(deadline - time.monotonic())
-        why = ended(piece, device, out, environment, min(piece.limit, left)) if left > 0 else f"the budget of {budget} s was spent before"
+        why = (
+            ended(piece, device, out, environment, min(piece.limit, left))
+            if left > 0
+            else f"the budget of {budget} s was spent before"
+        )
         if not path_of(out, piece.name, device).exists():
             lost = Report(piece.name, device)
             lost.check("ran to its end", False, why)
@@ -61,7 +75,16 @@ def run(chosen: list[Piece], device: str, out: Path, wheels: Path, budget: int, 
 
 def ended(piece: Piece, device: str, out: Path, environment: dict[str, str], seconds: int) -> str:
     """Run a piece and say how its process ended, in a session of its own so that nothing outlives it."""
-    command = [sys.executable, "-m", "benchmarks.gpu.piece", piece.name, "--device", device, "--out", str(out.resolve())]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.piece",
+        piece.name,
+        "--device",
+        device,
+        "--out",
+        str(out.resolve()),
+    ]
     process = subprocess.Popen(command, cwd=_ROOT, env=environment, start_new_session=True)
     try:
         return f"the process ended with code {process.wait(seconds)} and left no JSON file"
@@ -78,10 +101,15 @@ def prepared(out: Path, wheels: Path) -> dict[str, str]:
     site = (out / "site").resolve()
     paths = [str(_ROOT), str(_ROOT / "backends")]
     if wheels.is_dir() and (installed := packages.install(wheels, site)):
-        print(f"installed into {site}: " + ", ".join(f"{wheel.name} {wheel.version}" for wheel in installed), flush=True)
+        print(
+            f"installed into {site}: " + ", ".join(f"{wheel.name} {wheel.version}" for wheel in installed), flush=True
+        )
         paths.append(str(site))
     before = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([*paths, *([before] if before else [])]), "PYTHONUNBUFFERED": "1"}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([*paths, *([before] if before else [])]),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 if __name__ == "__main__":

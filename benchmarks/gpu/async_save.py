@@ -42,7 +42,11 @@ def run(report: Report) -> None:
     for backend in BACKENDS:
         for strategy in ("full_shard", "shard_grad_op"):
             name = f"{backend} {strategy}"
-            answer = attempt(report, name, lambda b=backend, s=strategy: run_ranks(1, save_and_load, b, s, report.device, timeout=100)[0])
+            answer = attempt(
+                report,
+                name,
+                lambda b=backend, s=strategy: run_ranks(1, save_and_load, b, s, report.device, timeout=100)[0],
+            )
             if answer is not None:
                 judge(report, name, answer)
 
@@ -51,7 +55,10 @@ def judge(report: Report, name: str, answer: Answer) -> None:
     meanwhile = f"save returned after {answer.returned:.2f} s, complete after {answer.complete:.2f} s"
     figures = {"returned": answer.returned, "complete": answer.complete, "steps": answer.steps_meanwhile}
     report.check(
-        f"{name}: trains while it is written", answer.steps_meanwhile > 0, f"{answer.steps_meanwhile} steps; {meanwhile}", **figures
+        f"{name}: trains while it is written",
+        answer.steps_meanwhile > 0,
+        f"{answer.steps_meanwhile} steps; {meanwhile}",
+        **figures,
     )
     report.check(f"{name}: holds the moment of the save", not answer.differing, ", ".join(answer.differing[:5]))
     far = max(abs(now - then) / abs(then) for then, now in zip(answer.losses, answer.resumed, strict=True))

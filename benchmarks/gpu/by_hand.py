@@ -1,6 +1,8 @@
-"""The same training in three ways: through unishard, and as people write it by hand for each engine. None of them waits for the device.
+"""The same training in three ways: through unishard, and as people write it by hand for each engine. None of them waits
+for the device.
 
-All have the same model (Hugging Face, sdpa attention), data, fused AdamW, clipping, fp32 master weights, bf16 compute and fp32 reduction.
+All have the same model (Hugging Face, sdpa attention), data, fused AdamW, clipping, fp32 master weights, bf16 compute
+and fp32 reduction.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ def deepspeed(size: Size, backend: str, strategy: str, count: int) -> Step:
     start_process_group()
     import deepspeed as library
 
-    # Would be compiled for minutes where there is a compiler, and only inference on the CPU calls it (DeepSpeed 0.19.8, comm/torch.py).
+    # Would be compiled for minutes where there is a compiler, and only inference on the CPU calls it (DeepSpeed 0.19.8,
+    # comm/torch.py).
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": size.batch,
@@ -120,7 +123,11 @@ def deepspeed(size: Size, backend: str, strategy: str, count: int) -> Step:
         "bf16": {"enabled": True},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": {"full_shard": 3, "shard_grad_op": 2}[strategy], "overlap_comm": True, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": {"full_shard": 3, "shard_grad_op": 2}[strategy],
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

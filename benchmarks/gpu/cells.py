@@ -18,19 +18,28 @@ __all__ = ["cells", "expected", "judge", "measure", "run"]
 def cells(device: str) -> list[Cell]:
     """On the CPU the suite runs them anyway: the MLP with accumulation shows that the piece works."""
     models, accumulations = (list(MODELS), (1, 3)) if full_size(device) else (["mlp"], (3,))
-    return [Cell(model, *rest, world=1) for model, *rest in product(models, STRATEGIES, accumulations, (CLIP,), ("fp32", "bf16", "fp16"))]
+    return [
+        Cell(model, *rest, world=1)
+        for model, *rest in product(models, STRATEGIES, accumulations, (CLIP,), ("fp32", "bf16", "fp16"))
+    ]
 
 
 def run(report: Report) -> None:
     wanted = cells(report.device)
     references = run_ranks(1, expected, wanted, report.device, timeout=240)[0]
     for backend in BACKENDS:
-        answers = attempt(report, f"{backend}: ran", lambda backend=backend: run_ranks(1, measure, backend, wanted, timeout=300)[0])
+        answers = attempt(
+            report, f"{backend}: ran", lambda backend=backend: run_ranks(1, measure, backend, wanted, timeout=300)[0]
+        )
         judge(report, backend, wanted, answers, references)
 
 
 def judge(
-    report: Report, backend: str, wanted: list[Cell], answers: dict[Cell, oracle.Curve | str] | None, references: dict[Cell, oracle.Curve]
+    report: Report,
+    backend: str,
+    wanted: list[Cell],
+    answers: dict[Cell, oracle.Curve | str] | None,
+    references: dict[Cell, oracle.Curve],
 ) -> None:
     """A check for each cell: within the bounds of the conformance suite."""
     for cell in wanted if answers is not None else []:
@@ -40,9 +49,13 @@ def judge(
             continue
         far = conformance.compare(answer, references[alike(cell)])._asdict()
         bound = asdict(conformance.tolerance(backend, cell)) | {"lrs": 1e-12}
-        wrong = [f"{what} {value:.2g}, at most {bound[what]:g}" for what, value in far.items() if not value <= bound[what]]
+        wrong = [
+            f"{what} {value:.2g}, at most {bound[what]:g}" for what, value in far.items() if not value <= bound[what]
+        ]
         figures = {what: value for what, value in far.items() if what != "lrs"}
-        report.check(name, not wrong, "; ".join(wrong) or f"losses {far['losses']:.1e}, norms {far['norms']:.1e}", **figures)
+        report.check(
+            name, not wrong, "; ".join(wrong) or f"losses {far['losses']:.1e}, norms {far['norms']:.1e}", **figures
+        )
 
 
 def alike(cell: Cell) -> Cell:

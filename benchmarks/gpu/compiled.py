@@ -1,4 +1,6 @@
-"""Compiles each block of a Llama with Hugging Face's defaults, key-value cache included: one graph for all blocks, and no recompilation."""
+"""Compiles each block of a Llama with Hugging Face's defaults, key-value cache included: one graph for all blocks, and
+no recompilation.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,27 @@ def run(report: Report) -> None:
     for backend in BACKENDS:
         for strategy in ("full_shard", "no_shard"):
             name = f"{backend} {strategy}"
-            answer = attempt(report, name, lambda b=backend, s=strategy: run_ranks(1, measure, b, s, report.device, timeout=140)[0])
+            answer = attempt(
+                report, name, lambda b=backend, s=strategy: run_ranks(1, measure, b, s, report.device, timeout=140)[0]
+            )
             if answer is not None:
                 judge(report, name, answer)
 
 
 def judge(report: Report, name: str, answer: Answer) -> None:
-    counted = f"{answer.graphs} graphs, {len(answer.recompiles)} recompilations, {sum(answer.breaks.values())} graph breaks"
+    counted = (
+        f"{answer.graphs} graphs, {len(answer.recompiles)} recompilations, {sum(answer.breaks.values())} graph breaks"
+    )
     one = answer.graphs == 1 and not answer.recompiles and not answer.breaks
     detail = f"{counted} for {_LAYERS} blocks" + "".join(f"\n{why}" for why in (*answer.recompiles[:1], *answer.breaks))
-    report.check(f"{name}: one graph", one, detail, graphs=answer.graphs, recompiles=len(answer.recompiles), breaks=len(answer.breaks))
+    report.check(
+        f"{name}: one graph",
+        one,
+        detail,
+        graphs=answer.graphs,
+        recompiles=len(answer.recompiles),
+        breaks=len(answer.breaks),
+    )
     far = max(abs(a - b) / abs(b) for a, b in zip(answer.compiled.losses, answer.eager.losses, strict=True))
     bound = TOLERANCES["bf16"].losses
     report.check(f"{name}: trains as without compile", far <= bound, f"losses {far:.1e}, at most {bound:g}", losses=far)
@@ -60,7 +73,11 @@ def measure(backend: str, strategy: str, device: str) -> Answer:
     counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
     compiled = once(backend, strategy, device, {"compile": {"mode": "per_block", "backend": kernels}})
-    reasons = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.is_forward and metrics.recompile_reason]
+    reasons = [
+        metrics.recompile_reason
+        for metrics in get_compilation_metrics()
+        if metrics.is_forward and metrics.recompile_reason
+    ]
     again = tuple(reason.partition("\nUser stack trace")[0] for reason in reasons)
     breaks = {str(why): int(count) for why, count in counters["graph_break"].items()}
     return Answer(counters["stats"]["unique_graphs"], breaks, again, compiled, eager)
@@ -68,9 +85,15 @@ def measure(backend: str, strategy: str, device: str) -> Answer:
 
 def once(backend: str, strategy: str, device: str, sections: dict[str, Any]) -> Curve:
     cuda = full_size(device)
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8} if cuda else {}
+    sizes = (
+        {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+        if cuda
+        else {}
+    )
     # As LlamaConfig() has them, other than the suite's small models.
-    model = llama(num_hidden_layers=_LAYERS, use_cache=True, attn_implementation="sdpa", max_position_embeddings=512, **sizes)
+    model = llama(
+        num_hidden_layers=_LAYERS, use_cache=True, attn_implementation="sdpa", max_position_embeddings=512, **sizes
+    )
     with unishard.prepare(model, config(backend, strategy, **sections)) as engine:
         curve = train(engine, tokens(4, length=512 if cuda else 16))
     assert all(math.isfinite(loss) for loss in curve.losses)

@@ -30,13 +30,15 @@ SIZES = {
 """`1b` and `3b` have the shapes of Llama 3.2."""
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-"""Dense bf16 FLOP/s of the SXM parts by a word in the card's name, from the vendor's data sheets. Cards with another limit (PCIe, NVL)
-give other values, so a name with such a word has none here."""
+"""Dense bf16 FLOP/s of the SXM parts by a word in the card's name, from the vendor's data sheets. Cards with another
+limit (PCIe, NVL) give other values, so a name with such a word has none here."""
 _OTHERS = ("PCIe", "NVL")
 
 
 def parameters(size: Size) -> tuple[int, int]:
-    """All of them, and those that multiply a token: not the embedding, whose rows are only looked up, unless it is the head as well."""
+    """All of them, and those that multiply a token: not the embedding, whose rows are only looked up, unless it is the
+    head as well.
+    """
     head = size.hidden // size.heads
     attention = size.hidden * head * (2 * size.heads + 2 * size.kv_heads)
     block = attention + 3 * size.hidden * size.inner + 2 * size.hidden
@@ -46,7 +48,8 @@ def parameters(size: Size) -> tuple[int, int]:
 
 
 def flops_per_token(size: Size) -> float:
-    """Of forward and backward: 6 for each parameter that multiplies, and 12 * layers * hidden * length for attention, as torchtitan counts.
+    """Of forward and backward: 6 for each parameter that multiplies, and 12 * layers * hidden * length for attention,
+    as torchtitan counts.
 
     That counts the whole square of attention, of which a causal mask needs half; recomputation is not counted.
     """

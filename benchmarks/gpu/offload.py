@@ -1,6 +1,7 @@
 """Tests pinned offload for races: a short training, repeated with different delays, must give the same bits each time.
 
-Copies between pinned host memory and the device overlap with computation. One that is read too early changes a loss or a norm.
+Copies between pinned host memory and the device overlap with computation. One that is read too early changes a loss or
+a norm.
 """
 
 from __future__ import annotations
@@ -43,10 +44,17 @@ def judge(report: Report, name: str, offloaded: list[Curve], resident: list[Curv
     distinct, controls = len(set(offloaded)), len(set(resident))
     detail = f"{distinct} different of {len(offloaded)}; without offload {controls} of {len(resident)}"
     finite = all(math.isfinite(value) for curve in offloaded for value in (*curve.losses, *curve.norms))
-    report.check(f"{name}: the same bits each time", distinct == 1 and finite, detail, distinct=distinct, repeats=len(offloaded))
+    report.check(
+        f"{name}: the same bits each time", distinct == 1 and finite, detail, distinct=distinct, repeats=len(offloaded)
+    )
     far = [abs(a - b) / abs(b) for a, b in zip(offloaded[0].losses, resident[0].losses, strict=True)]
     bound = TOLERANCES["bf16"].losses
-    report.check(f"{name}: trains as without offload", max(far) <= bound, f"losses {max(far):.1e}, at most {bound:g}", losses=max(far))
+    report.check(
+        f"{name}: trains as without offload",
+        max(far) <= bound,
+        f"losses {max(far):.1e}, at most {bound:g}",
+        losses=max(far),
+    )
 
 
 def race(backend: str, strategy: str, repeats: int, device: str) -> tuple[list[Curve], list[Curve]]:
@@ -66,5 +74,7 @@ def once(backend: str, strategy: str, device: str, turn: int, sections: dict[str
 
 
 def delay(turn: int) -> Callable[[], None]:
-    """A function that delays the stream, longer in each repeat, so that code that does not wait for it runs too early."""
+    """A function that delays the stream, longer in each repeat, so that code that does not wait for it runs too
+    early.
+    """
     return lambda: torch.cuda._sleep(1 + turn * _CYCLES)

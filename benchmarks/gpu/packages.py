@@ -1,4 +1,6 @@
-"""Installs from a folder of wheels what this machine's Python lacks, into a folder of its own. No network; standard library only."""
+"""Installs from a folder of wheels what this machine's Python lacks, into a folder of its own. No network; standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,17 @@ def install(wheels: Path, target: Path) -> list[Wheel]:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     chosen = needed([parse(path) for path in sorted(wheels.glob("*.whl"))], installed_version, tag=tag)
     if chosen:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--no-cache-dir",
+        ]
         subprocess.run([*pip, "--target", str(target), *(str(wheel.path) for wheel in chosen)], check=True)
     return chosen
 

@@ -23,7 +23,9 @@ NOT_RUN = "Not run on a GPU yet: no figure from a GPU has been measured."
 
 
 def figures(reports: Sequence[dict[str, Any]]) -> str:
-    """The section's text. What ran on a CPU is no figure of a GPU, so without any from CUDA it says that there is none."""
+    """The section's text. What ran on a CPU is no figure of a GPU, so without any from CUDA it says that there is
+    none.
+    """
     ran = {report["piece"]: report for report in reports if report["device"] == "cuda" and report["hardware"]}
     if not ran:
         return NOT_RUN
@@ -37,14 +39,18 @@ def figures(reports: Sequence[dict[str, Any]]) -> str:
 def hardware(reports: list[dict[str, Any]]) -> list[str]:
     """Each card with its versions, once."""
     found = {
-        f"{report['hardware']}; " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()) for report in reports
+        f"{report['hardware']}; " + ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        for report in reports
     }
     return sorted(found)
 
 
 def row(report: dict[str, Any]) -> str:
     counted = Counter(check["verdict"] for check in report["checks"])
-    return f"{report['verdict']} | {', '.join(f'{number} {verdict}' for verdict, number in counted.items())} | {report['seconds']:g}"
+    return (
+        f"{report['verdict']} | {', '.join(f'{number} {verdict}' for verdict, number in counted.items())} | "
+        f"{report['seconds']:g}"
+    )
 
 
 def speeds(ran: dict[str, dict[str, Any]]) -> list[str]:
@@ -58,7 +64,10 @@ def speeds(ran: dict[str, dict[str, Any]]) -> list[str]:
                 used = "" if side["mfu"] is None else f"{side['mfu']:.1%}"
                 ratio = f"{found['ratio']:.3f}" if who == "unishard" else ""
                 engine = check["name"].partition(":")[0]
-                lines.append(f"| {engine} | {who} | {side['tokens_per_second']:,.0f} | {used} | {side['peak_gib']:.1f} | {ratio} |")
+                lines.append(
+                    f"| {engine} | {who} | {side['tokens_per_second']:,.0f} | {used} | {side['peak_gib']:.1f} | "
+                    f"{ratio} |"
+                )
     head = ["", "| engine, model | loop | tokens/s | MFU | peak memory, GiB | ratio |", "|---|---|---|---|---|---|"]
     return [*head, *lines] if lines else []
 

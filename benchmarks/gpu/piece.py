@@ -1,4 +1,6 @@
-"""Runs one piece in this process: prints its checks and its verdict, writes its JSON file, and exits with 1 if it fails."""
+"""Runs one piece in this process: prints its checks and its verdict, writes its JSON file, and exits with 1 if it
+fails.
+"""
 
 from __future__ import annotations
 

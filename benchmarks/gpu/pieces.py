@@ -24,7 +24,12 @@ class Piece(NamedTuple):
 
 
 PIECES = (
-    Piece("imports", "imports", "both engines import, train 2 steps and exit with code 0, and print nothing but warnings", 240),
+    Piece(
+        "imports",
+        "imports",
+        "both engines import, train 2 steps and exit with code 0, and print nothing but warnings",
+        240,
+    ),
     Piece("cells", "cells", "both engines against plain torch on the same device, one rank", 540),
     Piece("resume", "resume", "a checkpoint of one engine resumed by the other", 300),
     Piece("two_ranks", "two_ranks", "two ranks on one device against plain torch", 560),

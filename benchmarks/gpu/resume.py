@@ -12,7 +12,8 @@ __all__ = ["pairs", "run"]
 
 
 def pairs(device: str) -> list[Pair]:
-    """Both directions, and each engine into itself, which tells a device that gives other bits each time from a state that was lost.
+    """Both directions, and each engine into itself, which tells a device that gives other bits each time from a state
+    that was lost.
 
     On the CPU, where the suite resumes every kind of run by every other, both directions.
     """

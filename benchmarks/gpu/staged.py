@@ -1,7 +1,7 @@
 """A process group whose collectives go through host memory, for several ranks on one GPU, which NCCL does not support.
 
-`install()` registers the backend `staged`: tensors of any device are copied to the host, sent over gloo, and copied back. Every
-collective is complete when it returns. Only for tests: it is slow.
+`install()` registers the backend `staged`: tensors of any device are copied to the host, sent over gloo, and copied
+back. Every collective is complete when it returns. Only for tests: it is slow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Counts how often the host waits for the device in one optimizer step, beside the same engine's loop written by hand.
 
-Counted are torch's own warnings of `torch.cuda.set_sync_debug_mode`, and calls of `synchronize` of which it does not warn. Waits inside
-collectives are not, nor those of DeepSpeed in the place of a gather, which it has on one rank only.
-The CPU form counts reads of a tensor's value (`aten._local_scalar_dense`), each of which waits on a GPU; it is no measurement of one.
+Counted are torch's own warnings of `torch.cuda.set_sync_debug_mode`, and calls of `synchronize` of which it does not
+warn. Waits inside collectives are not, nor those of DeepSpeed in the place of a gather, which it has on one rank only.
+The CPU form counts reads of a tensor's value (`aten._local_scalar_dense`), each of which waits on a GPU; it is no
+measurement of one.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ from unishard.testing import run_ranks
 __all__ = ["BUDGET", "run"]
 
 BUDGET = 1
-"""Synchronizations of an optimizer step beyond those of the loop written by hand: one, to learn whether the gradients of the step before
-were finite, which the device has long computed; with SGD, those of this step."""
+"""Synchronizations of an optimizer step beyond those of the loop written by hand: one, to learn whether the gradients
+of the step before were finite, which the device has long computed; with SGD, those of this step."""
 _STEPS, _WARM_UP = 5, 3
 _ONE_RANK = "zero/partition_parameters.py"
-"""Where DeepSpeed waits for its stream instead of a gather (0.19.8, NoGatherHandle): as often as our units are gathered."""
+"""Where DeepSpeed waits for its stream instead of a gather (0.19.8, NoGatherHandle): as often as our units are
+gathered."""
 
 
 def run(report: Report) -> None:
     for backend in BACKENDS:
         for strategy in by_hand.STRATEGIES[backend]:
             name = f"{backend} {strategy}"
-            answer = attempt(report, name, lambda b=backend, s=strategy: run_ranks(1, count, b, s, report.device, timeout=100)[0])
+            answer = attempt(
+                report, name, lambda b=backend, s=strategy: run_ranks(1, count, b, s, report.device, timeout=100)[0]
+            )
             if answer is not None:
                 judge(report, name, *answer)
 
@@ -47,9 +51,20 @@ def judge(report: Report, name: str, ours: Counter[str], theirs: Counter[str]) -
     where = ", ".join(f"{place} {number / _STEPS:g}" for place, number in ours.most_common(8))
     detail = f"{own:g} a step, by hand {hand:g}" + (f"; {where}" if where else "")
     if report.device == "cpu":
-        report.needs_cuda(f"{name}: at most {BUDGET} more than by hand", f"on the CPU reads of a value: {detail}", reads=own, by_hand=hand)
+        report.needs_cuda(
+            f"{name}: at most {BUDGET} more than by hand",
+            f"on the CPU reads of a value: {detail}",
+            reads=own,
+            by_hand=hand,
+        )
     else:
-        report.check(f"{name}: at most {BUDGET} more than by hand", own <= hand + BUDGET, detail, synchronizations=own, by_hand=hand)
+        report.check(
+            f"{name}: at most {BUDGET} more than by hand",
+            own <= hand + BUDGET,
+            detail,
+            synchronizations=own,
+            by_hand=hand,
+        )
 
 
 def count(backend: str, strategy: str, device: str) -> tuple[Counter[str], Counter[str]]:

@@ -1,7 +1,8 @@
 """Tokens per second, MFU and peak memory of a Llama in bf16, through unishard and by hand on the same engine, in turns.
 
-Windows of 20 steps alternate; the device is waited for at the ends of a window only, and what counts is the median of the ratios of
-neighboring windows. Where both fit into the card's memory they stay there; otherwise each window has a process of its own.
+Windows of 20 steps alternate; the device is waited for at the ends of a window only, and what counts is the median of
+the ratios of neighboring windows. Where both fit into the card's memory they stay there; otherwise each window has a
+process of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Side(NamedTuple):
 
 
 def plan_of(size: str, device: str, memory: float) -> Plan:
-    """On the CPU tiny; on a card of so many bytes both sides together only where they leave half of it to the activations."""
+    """On the CPU tiny; on a card of so many bytes both sides together only where they leave half of it to the
+    activations.
+    """
     if not full_size(device):
         return Plan("tiny", 2, 2 if size == "1b" else 1, 1, size == "1b")
     together = 2 * _BYTES * parameters(SIZES[size])[0] < memory / 2
@@ -82,15 +85,24 @@ def run(report: Report, size: str) -> None:
 
 def judge(report: Report, name: str, plan: Plan, ours: list[Window], hand: list[Window], peak: float | None) -> None:
     far = abs(ours[0].loss - hand[0].loss) / abs(hand[0].loss)
-    report.check(f"{name}: both train the same", far <= 5e-3, f"losses after the warm-up {far:.1e} apart, at most 5e-03", losses=far)
+    report.check(
+        f"{name}: both train the same",
+        far <= 5e-3,
+        f"losses after the warm-up {far:.1e} apart, at most 5e-03",
+        losses=far,
+    )
     ratios = [b.seconds / a.seconds for a, b in zip(ours, hand, strict=True)]
     ratio = statistics.median(ratios)
     sides = {who: summary(plan, windows, peak) for who, windows in zip(SIDES, (ours, hand), strict=True)}
     figures: dict[str, Any] = {who: side._asdict() for who, side in sides.items()}
     figures |= {"ratio": ratio, "ratios": ratios, "size": plan.size, "together": plan.together}
-    detail = f"{ratio:.3f} (median of {', '.join(f'{each:.3f}' for each in ratios)}); " + "; ".join(map(described, sides, sides.values()))
+    detail = f"{ratio:.3f} (median of {', '.join(f'{each:.3f}' for each in ratios)}); " + "; ".join(
+        map(described, sides, sides.values())
+    )
     if not full_size(report.device):
-        report.needs_cuda(f"{name}: tokens/s beside by hand", f"the CPU form runs both loops and measures nothing of worth: {detail}")
+        report.needs_cuda(
+            f"{name}: tokens/s beside by hand", f"the CPU form runs both loops and measures nothing of worth: {detail}"
+        )
     else:
         report.check(f"{name}: at least {BOUND:g} of the tokens/s by hand", ratio >= BOUND, detail, **figures)
 
@@ -108,7 +120,9 @@ def summary(plan: Plan, windows: list[Window], peak: float | None) -> Side:
 
 
 def windows_of(backend: str, strategy: str, plan: Plan) -> tuple[list[Window], list[Window]]:
-    """Windows through unishard, and by hand: in one process, or each in a process of its own, which leaves nothing on the device."""
+    """Windows through unishard, and by hand: in one process, or each in a process of its own, which leaves nothing on
+    the device.
+    """
     if plan.together:
         ours, hand = run_ranks(1, in_turns, backend, strategy, plan, timeout=270)[0]
         return ours, hand

@@ -45,7 +45,9 @@ def config(backend: str, strategy: str, precision: str = "bf16", accumulation: i
     return Config.model_validate(plain | sections)
 
 
-def tokens(count: int, *, batch: int = 2, length: int = 32, vocabulary: int = 97, seed: int = 5) -> list[dict[str, torch.Tensor]]:
+def tokens(
+    count: int, *, batch: int = 2, length: int = 32, vocabulary: int = 97, seed: int = 5
+) -> list[dict[str, torch.Tensor]]:
     """Random micro-batches, the same on every call."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, vocabulary, (count, batch, length), generator=generator)
@@ -54,7 +56,12 @@ def tokens(count: int, *, batch: int = 2, length: int = 32, vocabulary: int = 97
 
 def wide_llama(hidden: int, layers: int, **changes: Any) -> nn.Module:
     """A Llama whose transfers take a moment on a GPU; eager attention, whose backward gives the same bits each time."""
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+    }
     return llama(**sizes, num_key_value_heads=4, max_position_embeddings=128, **changes)
 
 
@@ -75,7 +82,9 @@ def train(engine: unishard.Engine, data: Sequence[Any], before_step: Callable[[]
 
 
 def attempt(report: Report, name: str, call: Callable[[], Any]) -> Any:
-    """The result of a call, or None after recording its failure, so that one engine's failure does not stop the other's checks."""
+    """The result of a call, or None after recording its failure, so that one engine's failure does not stop the other's
+    checks.
+    """
     try:
         return call()
     except RankFailure as failure:

@@ -1,7 +1,8 @@
-"""Two ranks on one device against plain torch. NCCL refuses two ranks on one card, so the caller starts another process group first.
+"""Two ranks on one device against plain torch. NCCL refuses two ranks on one card, so the caller starts another process
+group first.
 
-Two transports: gloo's own CUDA side, and `staged`, which copies through host memory. What this torch's gloo cannot do is found first, one
-collective at a time, and said; `staged` runs in any case.
+Two transports: gloo's own CUDA side, and `staged`, which copies through host memory. What this torch's gloo cannot do
+is found first, one collective at a time, and said; `staged` runs in any case.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ __all__ = ["run"]
 
 
 def one_card(device: str) -> dict[str, str]:
-    """The environment of both ranks. What is visible is said, else `run_ranks` hides a card that two ranks would share."""
+    """The environment of both ranks. What is visible is said, else `run_ranks` hides a card that two ranks would
+    share.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if device == "cuda" else ""
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible}
 
@@ -42,7 +45,9 @@ def run(report: Report) -> None:
     env = one_card(report.device)
     for transport in ("gloo", "staged"):
         probing = (probe, transport, report.device)
-        found = attempt(report, f"{transport}: collectives", lambda work=probing: run_ranks(2, *work, timeout=120, env=env)[0])
+        found = attempt(
+            report, f"{transport}: collectives", lambda work=probing: run_ranks(2, *work, timeout=120, env=env)[0]
+        )
         missing = {name: why for name, why in (found or {}).items() if why}
         for name, why in missing.items():
             if transport == "staged":
@@ -56,7 +61,12 @@ def run(report: Report) -> None:
 
 
 def train(
-    report: Report, transport: str, backend: str, wanted: list[Cell], references: dict[Cell, oracle.Curve], missing: dict[str, str]
+    report: Report,
+    transport: str,
+    backend: str,
+    wanted: list[Cell],
+    references: dict[Cell, oracle.Curve],
+    missing: dict[str, str],
 ) -> None:
     name, env = f"{backend} over {transport}", one_card(report.device)
     work = (measure, transport, report.device, backend, wanted)
@@ -64,7 +74,9 @@ def train(
         try:
             answers = run_ranks(2, *work, timeout=150, env=env)
         except AssertionError as failure:  # RankFailure
-            report.unsupported(name, f"torch {torch.__version__} lacks {', '.join(missing)} on gloo: {str(failure).splitlines()[0]}")
+            report.unsupported(
+                name, f"torch {torch.__version__} lacks {', '.join(missing)} on gloo: {str(failure).splitlines()[0]}"
+            )
             return
     else:
         answers = attempt(report, f"{name}: ran", lambda: run_ranks(2, *work, timeout=150, env=env))
@@ -91,7 +103,9 @@ def measure(transport: str, device: str, backend: str, wanted: list[Cell]) -> di
 
 
 def probe(transport: str, kind: str) -> dict[str, str]:
-    """What the engines call, on tensors of the device: why it does not work, or an empty text. Stops at the first that does not."""
+    """What the engines call, on tensors of the device: why it does not work, or an empty text. Stops at the first that
+    does not.
+    """
     device, answers = start(transport, kind), {}
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two of them
     for name, call in _COLLECTIVES.items():

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.wheels .wheels --python 3.12
 
-torch, transformers and what they need must be there already; everything else that unishard and DeepSpeed import is gathered.
-DeepSpeed comes as a source archive, from which a wheel without compiled ops is built: unishard needs none of them.
+torch, transformers and what they need must be there already; everything else that unishard and DeepSpeed import is
+gathered. DeepSpeed comes as a source archive, from which a wheel without compiled ops is built: unishard needs none of
+them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,17 @@ def download(requirements: list[str], folder: Path, python: str) -> None:
 
 def build_deepspeed(folder: Path) -> None:
     """A wheel in pure Python."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+    ]
     subprocess.run([*command, pinned(_DEEPSPEED)], check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
 
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.peers --json measured.json --page docs/performance.md --picture docs/peers.svg   # 18 minutes
     python -m benchmarks.peers --model tiny --engine fsdp --seconds 60
-    python -m benchmarks.peers --from measured.json --page docs/performance.md --picture docs/peers.svg   # measures nothing
+    python -m benchmarks.peers --from measured.json --page docs/performance.md --picture docs/peers.svg   # measures
+    nothing
 
-The time is divided among the cells by the size of the model, the smallest first. A cell is left out, and the page says so, where less time
-is left than the last one of its size took.
+The time is divided among the cells by the size of the model, the smallest first. A cell is left out, and the page says
+so, where less time is left than the last one of its size took.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ STARTS = 0.2
 LEAST, MOST = 3, 300
 """Rounds of a cell."""
 QUIET = {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-"""For the ranks: torch's profiler, which counts the memory, says each of its steps, and DeepSpeed calls functions by their old names."""
+"""For the ranks: torch's profiler, which counts the memory, says each of its steps, and DeepSpeed calls functions by
+their old names."""
 WITHOUT = tuple(name for name in CANDIDATES if name != "Accelerate")
 
 
@@ -55,7 +57,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, choices in {"engine": ENGINES, "strategy": STRATEGIES, "precision": PRECISIONS, "model": SIZES}.items():
         parser.add_argument(f"--{name}", choices=choices, action="append", help="default: all")
-    parser.add_argument("--seconds", type=float, default=1080.0, help="for everything; less than the shortest form takes is exceeded")
+    parser.add_argument(
+        "--seconds", type=float, default=1080.0, help="for everything; less than the shortest form takes is exceeded"
+    )
     parser.add_argument("--least", type=int, default=LEAST, help="rounds of a cell, whatever the time")
     parser.add_argument("--most", type=int, default=MOST, help="rounds of a cell")
     parser.add_argument("--world", type=int, default=2, help="ranks")
@@ -83,15 +87,25 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         if left < took.get(cell.model, 0.0):
             results["notes"].append(f"{cell} is not measured: the time was over.")
             continue
-        results["cells"].append(turns_of(cell, Turns(share * left, given.least, given.most), given.world, results["notes"]))
+        results["cells"].append(
+            turns_of(cell, Turns(share * left, given.least, given.most), given.world, results["notes"])
+        )
         print(line_of(results["cells"][-1]), flush=True)
         took[cell.model] = time.monotonic() - since
     made = {(each["engine"], each["model"]) for each in results["cells"]}
-    first = [cell for cell in cells if (cell.strategy, cell.precision) == (asked[1][0], asked[2][0]) and (cell.engine, cell.model) in made]
+    first = [
+        cell
+        for cell in cells
+        if (cell.strategy, cell.precision) == (asked[1][0], asked[2][0]) and (cell.engine, cell.model) in made
+    ]
     for at, cell in enumerate(first):
         share = cell.size.weight / sum(each.size.weight for each in first[at:])
         left = given.seconds - (time.monotonic() - begun)
-        names = tuple(next(each for each in results["cells"] if (each["engine"], each["model"]) == (cell.engine, cell.model))["candidates"])
+        names = tuple(
+            next(each for each in results["cells"] if (each["engine"], each["model"]) == (cell.engine, cell.model))[
+                "candidates"
+            ]
+        )
         results["starts"].append(start_result(cell, starts(cell, names, share * left, given.world)))
     results["machine"]["minutes"] = round((time.monotonic() - begun) / 60, 1)
     return results
@@ -105,7 +119,9 @@ def turns_of(cell: Cell, plan: Turns, world: int, notes: list[str]) -> dict[str,
     except RankFailure as failure:
         first = next(iter(failure.errors.values()))
         ranks = run_ranks(world, take_turns, cell, WITHOUT, plan, timeout=limit)
-        notes.append(f"{cell}: Accelerate is left out, it ends with {first.type}: {first.message.partition(chr(10))[0]}")
+        notes.append(
+            f"{cell}: Accelerate is left out, it ends with {first.type}: {first.message.partition(chr(10))[0]}"
+        )
     parameters = sum(parameter.numel() for parameter in cell.build().parameters())
     return cell_result(cell, parameters, theory(cell, world), ranks)
 

@@ -1,10 +1,11 @@
 """FSDP2 and DeepSpeed as a user writes them who knows them well and does not use unishard.
 
-Each loop is a generator that gives the mean loss of this rank's micro-batches after each optimizer step. They follow the tutorials, with
-what the strategy means (docs/architecture.md) set where the engine's default is another: DeepSpeed's stage 3 would keep up to 1e9
-parameters from forward to backward, and replicate small ones; its reduction would allocate buckets of 5e8 elements whatever the model's
-size. Where micro-batches are accumulated under `shard_grad_op`, FSDP2 keeps gathered parameters until the last one. The units of FSDP2 are
-those of torchtitan's Llama: the embedding, each layer, and norm and head together, which are not resharded after forward.
+Each loop is a generator that gives the mean loss of this rank's micro-batches after each optimizer step. They follow
+the tutorials, with what the strategy means (docs/architecture.md) set where the engine's default is another:
+DeepSpeed's stage 3 would keep up to 1e9 parameters from forward to backward, and replicate small ones; its reduction
+would allocate buckets of 5e8 elements whatever the model's size. Where micro-batches are accumulated under
+`shard_grad_op`, FSDP2 keeps gathered parameters until the last one. The units of FSDP2 are those of torchtitan's Llama:
+the embedding, each layer, and norm and head together, which are not resharded after forward.
 """
 
 from __future__ import annotations
@@ -39,13 +40,17 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fsdp(cell: Cell) -> Iterator[Tensor]:
-    """FSDP2 as torch's tutorial writes it, with the units of torchtitan (0.2, models/llama3/infra/parallelize.py, `apply_fsdp`)."""
+    """FSDP2 as torch's tutorial writes it, with the units of torchtitan (0.2, models/llama3/infra/parallelize.py,
+    `apply_fsdp`).
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     start_process_group()
     model, accumulation = cell.build(), cell.size.accumulation
     policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if cell.precision == "bf16" else MixedPrecisionPolicy()
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if cell.precision == "bf16"
+        else MixedPrecisionPolicy()
     )
     once = cell.strategy == "shard_grad_op"
     for unit in (model.model.embed_tokens, *model.model.layers):
@@ -117,13 +122,19 @@ def deepspeed_settings(cell: Cell, model: nn.Module) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     if cell.precision == "bf16":
-        settings |= {"bf16": {"enabled": True}, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+        settings |= {
+            "bf16": {"enabled": True},
+            "communication_data_type": "fp32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+        }
     return settings
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what DeepSpeed prints, and without compiling an op that only inference on the CPU calls (DeepSpeed 0.19.8, comm/torch.py)."""
+    """Without what DeepSpeed prints, and without compiling an op that only inference on the CPU calls (DeepSpeed
+    0.19.8, comm/torch.py).
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         import deepspeed as library
 

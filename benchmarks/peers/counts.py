@@ -1,4 +1,6 @@
-"""What a step moves and holds, counted: collectives as torch's dispatcher sees them, memory as its tensors and its allocator say."""
+"""What a step moves and holds, counted: collectives as torch's dispatcher sees them, memory as its tensors and its
+allocator say.
+"""
 
 from __future__ import annotations
 

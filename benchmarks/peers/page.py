@@ -29,15 +29,25 @@ def section(results: Json, picture: str | None = None) -> str:
         lines += ["", f"![Steps of unishard relative to the same training by hand and through Accelerate]({picture})"]
     lines += [
         "",
-        "Milliseconds of an optimizer step, and the median of paired ratios with its 95 % interval; of fewer than 6 pairs the whole range,",
+        "Milliseconds of an optimizer step, and the median of paired ratios with its 95 % interval; of fewer than 6 "
+        "pairs the whole range,",
         "which holds the median less often than that:",
         "",
         *times(results["cells"]),
     ]
-    lines += ["", "Collectives of a step, bytes that a rank sends relative to `unishard plan`, and the most MiB that it holds:", ""]
+    lines += [
+        "",
+        "Collectives of a step, bytes that a rank sends relative to `unishard plan`, and the most MiB that it holds:",
+        "",
+    ]
     lines += [*traffic(results["cells"])]
     if results["starts"]:
-        lines += ["", "Seconds from the first line of the loop to the end of the first step, and CPU seconds of a rank in brackets:", ""]
+        lines += [
+            "",
+            "Seconds from the first line of the loop to the end of the first step, and CPU seconds of a rank in "
+            "brackets:",
+            "",
+        ]
         lines += [*first_steps(results["starts"])]
     lines += [*void(results["cells"]), *(f"\n{note}" for note in results["notes"])]
     return "\n".join(lines)
@@ -47,7 +57,8 @@ def about(machine: Json) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     cores, load = machine["cores"], machine["load"]
     return (
-        f"Measured on {machine['date']}: {machine['ranks']} ranks on {cores} cores ({machine['cpu']}, {machine['system']}), gloo, one "
+        f"Measured on {machine['date']}: {machine['ranks']} ranks on {cores} cores ({machine['cpu']}, "
+        f"{machine['system']}), gloo, one "
         f"thread a rank, load {load} before; Python {machine['python']}, {versions}."
     )
 
@@ -59,7 +70,8 @@ def goals(cells: list[Json]) -> Iterator[str]:
         if found:
             met, sure = sum(each["ratio"] <= goal for each in found), sum(each["low"] > goal for each in found)
             yield (
-                f"- A step takes at most {goal:.2f} x that of {name} in {met} of {len(found)} cells; in {sure} the whole interval is "
+                f"- A step takes at most {goal:.2f} x that of {name} in {met} of {len(found)} cells; in {sure} the "
+                "whole interval is "
                 f"above. Median of the cells: {middle([each['ratio'] for each in found]):.3f}."
             )
     exact = sum(abs(of(cell, "unishard") - 1) <= TRAFFIC for cell in cells)
@@ -67,7 +79,11 @@ def goals(cells: list[Json]) -> Iterator[str]:
 
 
 def times(cells: list[Json]) -> Iterator[str]:
-    yield "| engine | strategy | precision | model | by hand | Accelerate | unishard | unishard / by hand | unishard / Accelerate | pairs |"
+    yield (
+        "| engine | strategy | precision | model | by hand | Accelerate | unishard | unishard / by hand | unishard "
+        "/ "
+        "Accelerate | pairs |"
+    )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for cell in cells:
         spent = [each(cell, name, lambda side: f"{side['seconds'] * 1e3:.1f}") for name in (*GOALS, "unishard")]
@@ -90,26 +106,34 @@ def first_steps(starts: list[Json]) -> Iterator[str]:
     yield "| engine | strategy | precision | model | by hand | Accelerate | unishard | starts |"
     yield "|---|---|---|---|---|---|---|---|"
     for start in starts:
-        sides = (each(start, name, lambda side: f"{side['wall']:.2f} ({side['cpu']:.2f})") for name in (*GOALS, "unishard"))
+        sides = (
+            each(start, name, lambda side: f"{side['wall']:.2f} ({side['cpu']:.2f})") for name in (*GOALS, "unishard")
+        )
         yield row(start, *sides, str(start["starts"]))
 
 
 def void(cells: list[Json]) -> Iterator[str]:
     """What is not compared, and how far the rest is apart."""
-    apart = max((side["deviation"] for cell in cells for side in cell["candidates"].values() if not side["void"]), default=0.0)
+    apart = max(
+        (side["deviation"] for cell in cells for side in cell["candidates"].values() if not side["void"]), default=0.0
+    )
     yield f"\nThe losses of all loops of a cell agree to {apart:.1e} over all steps, unless said here."
     for cell in cells:
         for name, side in cell["candidates"].items():
             if side["void"]:
                 yield (
-                    f"\n**Void**: {name} of {names(cell)} trains something else than by hand: its losses are {side['deviation']:.1e} "
+                    f"\n**Void**: {name} of {names(cell)} trains something else than by hand: its losses are "
+                    f"{side['deviation']:.1e} "
                     f"apart, at most {cell['bound']:.0e}."
                 )
 
 
 def line_of(cell: Json) -> str:
     """For the terminal."""
-    said = [f"{name} {side['seconds'] * 1e3:.1f} ms" + (" VOID" if side["void"] else "") for name, side in cell["candidates"].items()]
+    said = [
+        f"{name} {side['seconds'] * 1e3:.1f} ms" + (" VOID" if side["void"] else "")
+        for name, side in cell["candidates"].items()
+    ]
     ratios = [f"/ {name} {ratio(cell, name)}" for name in cell["ratios"]]
     sent = [f"{name} {of(cell, name):.3f}" for name in cell["candidates"]]
     return f"{names(cell)}: {', '.join(said)}; unishard {', '.join(ratios)}; bytes / plan: {', '.join(sent)}"
@@ -124,7 +148,9 @@ def ratio(cell: Json, name: str) -> str:
 
 def usable(cell: Json, name: str) -> bool:
     """Whether both sides train the same."""
-    return name in cell["ratios"] and not cell["candidates"][name]["void"] and not cell["candidates"]["unishard"]["void"]
+    return (
+        name in cell["ratios"] and not cell["candidates"][name]["void"] and not cell["candidates"]["unishard"]["void"]
+    )
 
 
 def of(cell: Json, name: str) -> float:
@@ -146,7 +172,9 @@ def names(cell: Json) -> str:
 
 
 def row(cell: Json, *values: str) -> str:
-    return "| " + " | ".join([cell["engine"], f"`{cell['strategy']}`", cell["precision"], cell["model"], *values]) + " |"
+    return (
+        "| " + " | ".join([cell["engine"], f"`{cell['strategy']}`", cell["precision"], cell["model"], *values]) + " |"
+    )
 
 
 def write(results: Json, page: Path, picture: Path | None) -> None:

@@ -1,4 +1,6 @@
-"""The results as one SVG: how long unishard's step takes relative to the others', how much it holds, and its first step."""
+"""The results as one SVG: how long unishard's step takes relative to the others', how much it holds, and its first
+step.
+"""
 
 from __future__ import annotations
 

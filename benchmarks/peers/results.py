@@ -1,4 +1,6 @@
-"""From what ranks gave to what the page says: medians of paired ratios, whether all trained the same, machine, versions and date. Pure."""
+"""From what ranks gave to what the page says: medians of paired ratios, whether all trained the same, machine, versions
+and date. Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Json = dict[str, Any]
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Json:
-    """The median of the ratios of steps of the same round, with its 95 % interval (order statistics, no distribution assumed)."""
+    """The median of the ratios of steps of the same round, with its 95 % interval (order statistics, no distribution
+    assumed).
+    """
     ratios = sorted(own / other for own, other in zip(ours, theirs, strict=True))
     margin = 1.96 * math.sqrt(len(ratios)) / 2
     low, high = (ratios[min(len(ratios) - 1, max(0, round(len(ratios) / 2 + sign * margin)))] for sign in (-1, 1))

@@ -1,8 +1,9 @@
 """Time to the first step: fresh ranks for each candidate, several times, in turns.
 
-The clock runs from the first line of a loop to the end of its first optimizer step: process group, model, engine, step. Imports are not in
-it: the ranks are forked from a process that has imported torch, transformers, DeepSpeed and most of unishard. CPU seconds are those of the
-slower rank and of processes that it runs, such as compilers; they say more than the clock where ranks outnumber cores.
+The clock runs from the first line of a loop to the end of its first optimizer step: process group, model, engine, step.
+Imports are not in it: the ranks are forked from a process that has imported torch, transformers, DeepSpeed and most of
+unishard. CPU seconds are those of the slower rank and of processes that it runs, such as compilers; they say more than
+the clock where ranks outnumber cores.
 """
 
 from __future__ import annotations

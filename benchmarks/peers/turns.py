@@ -1,4 +1,6 @@
-"""Steps of all candidates in turns: in the same ranks, whose steps are so close in time that the machine treats them alike."""
+"""Steps of all candidates in turns: in the same ranks, whose steps are so close in time that the machine treats them
+alike.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from benchmarks.peers.loops import loop_of
 __all__ = ["Side", "Turns", "take_turns"]
 
 WARM_UP = 10
-"""Steps that are not timed, after the first one: in that DeepSpeed's stage 3 learns the order of modules, and in the first ten unishard
-compares each call of the ranks before its collectives, later in every tenth."""
+"""Steps that are not timed, after the first one: in that DeepSpeed's stage 3 learns the order of modules, and in the
+first ten unishard compares each call of the ranks before its collectives, later in every tenth."""
 
 
 class Side(NamedTuple):

@@ -2,14 +2,17 @@
 
 Accelerate 1.15 starts neither engine on CPU ranks by itself. What is forced, for both engines and nothing else:
 
-- `PartialState(cpu=True)` is made before the `Accelerator`, so that the ranks communicate through gloo on the CPU. DeepSpeed needs no more:
-  an `Accelerator` that is not asked for the CPU itself takes the plugin (state.py, AcceleratorState.__init__).
-- For FSDP2, its public attribute `distributed_type` is then set from MULTI_CPU to MULTI_GPU, because `AcceleratorState` looks at an FSDP
-  plugin only for the types of accelerators (same place). The type becomes FSDP there, as on GPUs; the device stays the CPU.
+- `PartialState(cpu=True)` is made before the `Accelerator`, so that the ranks communicate through gloo on the CPU.
+  DeepSpeed needs no more: an `Accelerator` that is not asked for the CPU itself takes the plugin (state.py,
+  AcceleratorState.__init__).
+- For FSDP2, its public attribute `distributed_type` is then set from MULTI_CPU to MULTI_GPU, because `AcceleratorState`
+  looks at an FSDP plugin only for the types of accelerators (same place). The type becomes FSDP there, as on GPUs; the
+  device stays the CPU.
 
-In bf16, `mixed_precision="bf16"` is what its users write: on FSDP2 Accelerate then also runs the forward under autocast. The policy says
-that gradients are reduced in fp32, as in the other loops; Accelerate's own choice would be bf16. On FSDP2, `Accelerator.accumulate` reduces
-the gradients of the last micro-batch only, which sends less than the strategy means and holds full gradients until then.
+In bf16, `mixed_precision="bf16"` is what its users write: on FSDP2 Accelerate then also runs the forward under
+autocast. The policy says that gradients are reduced in fp32, as in the other loops; Accelerate's own choice would be
+bf16. On FSDP2, `Accelerator.accumulate` reduces the gradients of the last micro-batch only, which sends less than the
+strategy means and holds full gradients until then.
 """
 
 from __future__ import annotations
@@ -40,12 +43,16 @@ def fsdp(cell: Cell) -> Iterator[Tensor]:
         reshard_after_forward=cell.strategy == "full_shard",
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None,
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if half
+        else None,
     )
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     model = cell.build()
     accelerator = Accelerator(
-        mixed_precision=cell.precision if half else "no", gradient_accumulation_steps=cell.size.accumulation, fsdp_plugin=plugin
+        mixed_precision=cell.precision if half else "no",
+        gradient_accumulation_steps=cell.size.accumulation,
+        fsdp_plugin=plugin,
     )
     model, optimizer = accelerator.prepare(model, adamw(model))
     yield from _train(cell, accelerator, model, optimizer)

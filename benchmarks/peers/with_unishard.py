@@ -15,7 +15,9 @@ __all__ = ["config", "train"]
 
 
 class Loader:
-    """A loader that says its length, as most do. Without one, unishard compares the ranks' numbers of batches before each window."""
+    """A loader that says its length, as most do. Without one, unishard compares the ranks' numbers of batches before
+    each window.
+    """
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches

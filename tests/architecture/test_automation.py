@@ -65,7 +65,9 @@ def test_changes_are_tested_on_every_python_that_is_supported() -> None:
 
 
 def test_what_lands_is_checked_for_style_types_tests_site_and_wheel() -> None:
-    called = {target for step in steps(ROOT / ".github/workflows/check.yml") for target in targets_of(step.get("run", ""))}
+    called = {
+        target for step in steps(ROOT / ".github/workflows/check.yml") for target in targets_of(step.get("run", ""))
+    }
     assert called == {"lint", "type", "site", "wheel", "audit", "test", "coverage"}
 
 

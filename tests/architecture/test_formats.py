@@ -23,7 +23,8 @@ FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
 FIELDS = [path for path, _ in leaves(Config)]
 SAID_OTHERWISE = (Fit.APPROXIMATE, Fit.IGNORED, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
 BUILDS_ON = dict.fromkeys(("axolotl", "llamafactory", "swift", "trl"), "hf")
-"""They hand their file to TrainingArguments, whose keys and words they have beside their own; no other format may build on another."""
+"""They hand their file to TrainingArguments, whose keys and words they have beside their own; no other format may build
+on another."""
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -44,22 +45,31 @@ def test_a_format_imports_no_other_format(name: str) -> None:
     others = {f"unishard.formats.{other}" for other in NAMES if other not in (name, BUILDS_ON.get(name))}
     for path in (FOLDER / name).rglob("*.py"):
         found = {module for module in imported(path) if ".".join(module.split(".")[:3]) in others}
-        assert not found, f"{path.name} imports {found}; documents wrap engines through unishard.contract.registry, and nothing else"
+        assert not found, (
+            f"{path.name} imports {found}; documents wrap engines through unishard.contract.registry, and nothing else"
+        )
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_what_formats_share_imports_none_of_them(path: Path) -> None:
     modules = {f"unishard.formats.{name}" for name in FORMATS}
-    assert not {module for module in imported(path) if ".".join(module.split(".")[:3]) in modules - {"unishard.formats.unishard"}}
+    assert not {
+        module
+        for module in imported(path)
+        if ".".join(module.split(".")[:3]) in modules - {"unishard.formats.unishard"}
+    }
 
 
 def test_to_recognize_a_document_no_tables_are_imported() -> None:
     code = (
         "import sys; from unishard.formats import catalog; from unishard.formats.source import open_source;"
         "print(catalog.recognise(open_source({'zero_optimization': {'stage': 2}})).name,"
-        "[name for name in sys.modules if name.startswith('unishard.formats.') and name.endswith(('.format', '.keys', '.rules'))])"
+        "[name for name in sys.modules if name.startswith('unishard.formats.') and name.endswith(('.format', '.keys', "
+        "'.rules'))])"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert found.stdout == "deepspeed ['unishard.formats.format']\n"
 
 

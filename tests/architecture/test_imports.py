@@ -15,7 +15,11 @@ HEAVY = ["torch", "deepspeed", "transformers", "torchdata", "numpy"]
 def imported(code: str, names: list[str]) -> list[str]:
     """Which of these packages a fresh interpreter holds after this code."""
     result = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys; print([n for n in {names!r} if n in sys.modules], file=sys.stderr)"],
+        [
+            sys.executable,
+            "-c",
+            f"{code}\nimport sys; print([n for n in {names!r} if n in sys.modules], file=sys.stderr)",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -79,7 +83,10 @@ def test_a_table_that_is_not_drawn_needs_no_rich() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["examples/configs/ds_zero2.json", "--to", "unishard"], ["examples/configs/accelerate_fsdp.yaml", "--to", "axolotl"]],
+    [
+        ["examples/configs/ds_zero2.json", "--to", "unishard"],
+        ["examples/configs/accelerate_fsdp.yaml", "--to", "axolotl"],
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_a_translation_imports_the_tables_that_it_uses(arguments: list[str]) -> None:
@@ -92,7 +99,12 @@ def test_a_translation_imports_the_tables_that_it_uses(arguments: list[str]) -> 
             "unishard.config.loading.editing",
             "unishard.formats.wizard",
         ),
-        *("unishard_fsdp.options", "unishard_fsdp.patches", "unishard_deepspeed.patches", "unishard.formats.lightning.format"),
+        *(
+            "unishard_fsdp.options",
+            "unishard_fsdp.patches",
+            "unishard_deepspeed.patches",
+            "unishard.formats.lightning.format",
+        ),
         *("unishard.formats.torchtitan.format", "unishard.formats.composer.format", "tomllib", "rich"),
     ]
     assert imported(command("translate", *arguments), unused) == []

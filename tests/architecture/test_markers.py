@@ -13,10 +13,15 @@ _MARK = "pytest.mark.gpu"
 
 
 def functions() -> Iterator[tuple[str, bool, bool]]:
-    """Each test, whether it calls what only a device answers and no stand-in of monkeypatch, and whether it is marked."""
-    for path in sorted(set(TESTS.rglob("test_*.py")) - set(TESTS.rglob("test_on_device_*.py"))):  # those have a simulated one
+    """Each test, whether it calls what only a device answers and no stand-in of monkeypatch, and whether it is
+    marked."""
+    for path in sorted(
+        set(TESTS.rglob("test_*.py")) - set(TESTS.rglob("test_on_device_*.py"))
+    ):  # those have a simulated one
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        everywhere = any(isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {_MARK}" for node in tree.body)
+        everywhere = any(
+            isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {_MARK}" for node in tree.body
+        )
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 stands_in = any(argument.arg == "monkeypatch" for argument in node.args.args)

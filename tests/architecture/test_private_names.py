@@ -1,4 +1,5 @@
-"""Private names of the engines stand in each backend's `patches/`, and each one there stands in its table, with a probe."""
+"""Private names of the engines stand in each backend's `patches/`, and each one there stands in its table, with a
+probe."""
 
 from __future__ import annotations
 
@@ -33,22 +34,36 @@ ALLOWED = {
 }
 """Names that need no Patch, and why."""
 
-OF_TRANSFORMERS = {"_auto_class", "_from_config", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_name_or_path"}
+OF_TRANSFORMERS = {
+    "_auto_class",
+    "_from_config",
+    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save",
+    "_name_or_path",
+}
 """What its own loading and saving use; it documents no other way."""
 
 ASKED_FOR = {
     "_compiled_call_impl": "of torch's module.compile(), with a default: without it, compiling twice is not noticed",
-    "_saved_other": "of torch's autograd nodes, with a default: without it, a loss that is divided by hand is not noticed",
+    "_saved_other": "of torch's autograd nodes, with a default: without it, a loss that is divided by hand is not "
+    "noticed",
     "_saved_reduction": "of torch's autograd nodes, with a default: without it, a mean with num_items is not noticed",
-    "_base": "of torch's tensors, with a default: without it, an in-place operation on a view of a unit is not refused by this message",
+    "_base": "of torch's tensors, with a default: without it, an in-place operation on a view of a unit is not refused "
+    "by this message",
     "_orig_mod": "of torch.compile's module, by hasattr: without it, a compiled model is not refused by this message",
-    "_checkpoint_wrapped_module": "of torch's checkpoint_wrapper, by hasattr: without it, a wrapped module is not refused by this message",
-    "_schedulers": "of torch's SequentialLR and ChainedScheduler, with a default: without it, the schedulers inside are not asked",
-    "_no_split_modules": "of transformers, with a default: classes of a model's blocks; without it they are found by repetition",
-    "_hf_peft_config_loaded": "of transformers, with a default: its mark of a model with adapters; it documents no other",
-    "_tied_weights_keys": "of transformers, with a default: the ties that a class declares, which its save_pretrained leaves out",
+    "_checkpoint_wrapped_module": "of torch's checkpoint_wrapper, by hasattr: without it, a wrapped module is not "
+    "refused by this message",
+    "_schedulers": "of torch's SequentialLR and ChainedScheduler, with a default: without it, the schedulers inside "
+    "are not asked",
+    "_no_split_modules": "of transformers, with a default: classes of a model's blocks; without it they are found by "
+    "repetition",
+    "_hf_peft_config_loaded": "of transformers, with a default: its mark of a model with adapters; it documents no "
+    "other",
+    "_tied_weights_keys": "of transformers, with a default: the ties that a class declares, which its save_pretrained "
+    "leaves out",
     "_keys_to_ignore_on_load_missing": "of transformers, with a default: it only adds a hint to an error",
-    "_name_or_path": "of transformers' configs, with a default: the folder of an adapter's base model, for its tokenizer",
+    "_name_or_path": "of transformers' configs, with a default: the folder of an adapter's base model, for its "
+    "tokenizer",
     "_make": "of a named tuple, documented by Python",
     "_fields": "of a named tuple, documented by Python",
 }
@@ -84,7 +99,8 @@ def private(name: str) -> bool:
 
 
 def private_names(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of each `x._name`, but on a file's own objects, and of each import of a private name of an engine."""
+    """Line and name of each `x._name`, but on a file's own objects, and of each import of a private name of an
+    engine."""
     parsed = tree(path)
     own = defined(parsed)
     for node in ast.walk(parsed):
@@ -94,16 +110,22 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ENGINES:
             hidden = [part for part in (node.module or "").split(".") if private(part)]
-            yield from ((node.lineno, name) for name in (*hidden, *(alias.name for alias in node.names)) if private(name))
+            yield from (
+                (node.lineno, name) for name in (*hidden, *(alias.name for alias in node.names)) if private(name)
+            )
         elif isinstance(node, ast.Import):
-            parts = [part for alias in node.names if alias.name.split(".")[0] in ENGINES for part in alias.name.split(".")]
+            parts = [
+                part for alias in node.names if alias.name.split(".")[0] in ENGINES for part in alias.name.split(".")
+            ]
             yield from ((node.lineno, part) for part in parts if private(part))
 
 
 def defined(parsed: ast.AST) -> set[str]:
     """Names that a tree defines: functions, classes, and what they set on themselves."""
     found = {node.name for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    set_somewhere = [node for node in ast.walk(parsed) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    set_somewhere = [
+        node for node in ast.walk(parsed) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
     return found | {node.attr for node in set_somewhere if isinstance(node.value, ast.Name) and node.value.id in OWN}
 
 
@@ -117,12 +139,21 @@ def table(package: str) -> frozenset[str]:
 
 @cache
 def known(package: str) -> frozenset[str]:
-    """Attributes of Python's and torch's objects, of this backend's, of unishard's that it uses, and what the engine documents."""
+    """Attributes of Python's and torch's objects, of this backend's, of unishard's that it uses, and what the engine
+    documents."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    objects: list[Any] = [torch, torch.Tensor, torch.nn, torch.nn.Module, torch.nn.Parameter, torch.optim, torch.optim.Optimizer]
+    objects: list[Any] = [
+        torch,
+        torch.Tensor,
+        torch.nn,
+        torch.nn.Module,
+        torch.nn.Parameter,
+        torch.optim,
+        torch.optim.Optimizer,
+    ]
     objects += [
         torch.cuda,
         torch.cuda.Stream,
@@ -134,7 +165,20 @@ def known(package: str) -> frozenset[str]:
         torch.device,
         torch.Size,
     ]
-    objects += [str, list, dict, set, tuple, int, float, slice, type, Path, builtins, importlib.import_module("warnings")]
+    objects += [
+        str,
+        list,
+        dict,
+        set,
+        tuple,
+        int,
+        float,
+        slice,
+        type,
+        Path,
+        builtins,
+        importlib.import_module("warnings"),
+    ]
     own = {name for path in (*files(package), *(ROOT / "unishard").rglob("*.py")) for name in declared(tree(path))}
     told = {name for names in DOCUMENTED.get(package, {}).values() for name in names}
     return frozenset({name for each in objects for name in dir(each)} | own | told | {"modules", "__class__"})
@@ -166,9 +210,14 @@ def test_no_private_name_of_an_engine_is_used_outside_patches(path: Path) -> Non
 
 @pytest.mark.parametrize(("package", "path"), INSIDE, ids=lambda each: each if isinstance(each, str) else _id(each))
 def test_each_name_of_an_engine_that_patches_use_stands_in_the_table(package: str, path: Path) -> None:
-    """Most of DeepSpeed's have no underscore: every attribute counts that is not one of Python's, torch's, or our own."""
+    """Most of DeepSpeed's have no underscore: every attribute counts that is not one of Python's, torch's, or our
+    own."""
     used = {name for _, name in private_names(path)}
-    used |= {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute) and node.attr not in known(package)}
+    used |= {
+        node.attr
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr not in known(package)
+    }
     used |= {name for name in strings_asked_for(path) if name not in known(package)}
     untold = used - table(package) - ALLOWED.keys()
     assert not untold, f"{_id(path)} uses names of the engine that no Patch has: {sorted(untold)}"
@@ -177,8 +226,12 @@ def test_each_name_of_an_engine_that_patches_use_stands_in_the_table(package: st
 def test_the_core_uses_no_private_name_of_an_engine_but_those_of_its_table() -> None:
     paths = sorted((ROOT / "unishard").rglob("*.py"))
     own = {name for path in paths for name in defined(tree(path))} - {"_buffers", "_parameters"}
-    told = {part for patch in CORE_PATCHES.values() for name in patch.names for part in name.replace(":", ".").split(".")} | OF_TRANSFORMERS
-    found = [f"{path.name}:{line}: {name}" for path in paths for line, name in private_names(path) if name not in own | told]
+    told = {
+        part for patch in CORE_PATCHES.values() for name in patch.names for part in name.replace(":", ".").split(".")
+    } | OF_TRANSFORMERS
+    found = [
+        f"{path.name}:{line}: {name}" for path in paths for line, name in private_names(path) if name not in own | told
+    ]
     asked = {(path.name, name) for path in paths for name in strings_asked_for(path) if private(name)}
     found += [f"{file}: {name}" for file, name in sorted(asked) if name not in own | told | ASKED_FOR.keys()]
     assert not found, f"use a documented name, or add a Patch to unishard/contract/private_api.py: {found}"
@@ -188,15 +241,28 @@ def test_the_core_uses_no_private_name_of_an_engine_but_those_of_its_table() -> 
 def strings_asked_for(path: Path) -> Iterator[str]:
     """Names in `getattr(x, "name")` and the like."""
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr", "delattr"):
-            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant) and isinstance(each.value, str))
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+        ):
+            yield from (
+                each.value for each in node.args[1:2] if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            )
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_name_in_the_table_is_used(package: str) -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in files(package) if in_patches(path) and "table" not in path.parts)
+    text = "\n".join(
+        path.read_text(encoding="utf-8") for path in files(package) if in_patches(path) and "table" not in path.parts
+    )
     patches = importlib.import_module(f"{package}.patches").PATCHES
-    last = {name.replace(":", ".").rpartition(".")[2] for patch in patches.values() for each in patch.names for name in each.split(" or ")}
+    last = {
+        name.replace(":", ".").rpartition(".")[2]
+        for patch in patches.values()
+        for each in patch.names
+        for name in each.split(" or ")
+    }
     assert not {name for name in last if name not in text}
 
 
@@ -204,7 +270,8 @@ def test_a_private_name_is_found(tmp_path: Path) -> None:
     path = tmp_path / "sample.py"
     path.write_text(
         "from torch.distributed._composable import replicate\n"
-        "def f(engine):\n    return engine.optimizer._secret or getattr(engine, '_hidden', None) or hasattr(engine, 'shown')\n"
+        "def f(engine):\n    return engine.optimizer._secret or getattr(engine, '_hidden', None) or hasattr(engine, "
+        "'shown')\n"
     )
     assert [name for _, name in private_names(path)] == ["_composable", "_secret"]
     assert sorted(strings_asked_for(path)) == ["_hidden", "shown"]

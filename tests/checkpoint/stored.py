@@ -39,7 +39,9 @@ def stamp(step: int) -> str:
 def store(folder: Path, held: dict[str, Tensor] | None = None, step: int = 30, **facts: Any) -> Manifest:
     """Write a real checkpoint into a folder."""
     held = tensors() if held is None else held
-    written = write(folder, {name: lazy_shard_of(Shard(value.shape, value)) for name, value in held.items()}, ties={"b": "a.weight"})
+    written = write(
+        folder, {name: lazy_shard_of(Shard(value.shape, value)) for name, value in held.items()}, ties={"b": "a.weight"}
+    )
     assert written is not None
     said = {
         "written": stamp(step),
@@ -62,8 +64,17 @@ def store(folder: Path, held: dict[str, Tensor] | None = None, step: int = 30, *
     return manifest
 
 
-def save(root: Path, step: int, content: bytes = b"", keep_last: int | None = None, written: str = "", run: str = "", **facts: Any) -> Path:
-    """Save as rank 0 does, with two small files in place of the tensors; as earlier versions did, where no run is named."""
+def save(
+    root: Path,
+    step: int,
+    content: bytes = b"",
+    keep_last: int | None = None,
+    written: str = "",
+    run: str = "",
+    **facts: Any,
+) -> Path:
+    """Save as rank 0 does, with two small files in place of the tensors; as earlier versions did, where no run is
+    named."""
     directory.clean(root)
     beside = run if any(found.name == directory.name_of(step) for found in directory.checkpoints(root)) else ""
     folder = directory.begin(root, step, beside)
@@ -71,7 +82,16 @@ def save(root: Path, step: int, content: bytes = b"", keep_last: int | None = No
         (folder / name).write_bytes(content)
     files = {name: FileFacts(bytes=len(content), crc32=f"{zlib.crc32(content):08x}") for name in ("one", "two")}
     said = facts | ({"run": run, "commit": finding.next_commit(root)} if run else {})
-    manifest = Manifest(written=written or stamp(step), versions={}, step=step, world_size=1, model=MODEL, files=files, tensors={}, **said)
+    manifest = Manifest(
+        written=written or stamp(step),
+        versions={},
+        step=step,
+        world_size=1,
+        model=MODEL,
+        files=files,
+        tensors={},
+        **said,
+    )
     directory.write_manifest(folder, manifest)
     committed = directory.commit(folder, root, step, beside)
     directory.prune(root, keep_last, None, committed)

@@ -28,12 +28,17 @@ EMPTY = torch.Size([0])
 
 
 def index(chunks: int, *, shared: bool, dims: int = 1) -> bytes:
-    """torch's index of a tensor: each chunk an object of its own, as torch writes them, or one that all places refer to."""
+    """torch's index of a tensor: each chunk an object of its own, as torch writes them, or one that all places refer
+    to."""
     one = ChunkStorageMetadata(torch.Size([0] * dims), torch.Size([0] * dims))
-    parts = [one if shared else ChunkStorageMetadata(torch.Size([at] * dims), torch.Size([1] * dims)) for at in range(chunks)]
+    parts = [
+        one if shared else ChunkStorageMetadata(torch.Size([at] * dims), torch.Size([1] * dims)) for at in range(chunks)
+    ]
     size = torch.Size([0] * dims if shared else [chunks] * dims)
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, parts)
-    places = {MetadataIndex("a", part.offsets, at): dcp.place(f"__{at}_0.distcp", 0, 4) for at, part in enumerate(parts)}
+    places = {
+        MetadataIndex("a", part.offsets, at): dcp.place(f"__{at}_0.distcp", 0, 4) for at, part in enumerate(parts)
+    }
     return pickle.dumps(Metadata({"a": entry}, {"a": ("a",)}, places))
 
 

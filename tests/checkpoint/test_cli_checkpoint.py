@@ -93,7 +93,10 @@ def test_list_of_several_runs_with_metrics(tmp_path: Path) -> None:
     assert header[3:] == ["backend", "strategy", "run", "metric", "size", "state"]
     assert (one[3:5], one[-1]) == (["a" * 8, "0.31"], "complete")
     assert (other[3], other[-1]) == ("b" * 8, "complete, latest")
-    assert [each["metric"] for each in json.loads(run("list", tmp_path, "--json").stdout)] == [0.30999999493360519, None]
+    assert [each["metric"] for each in json.loads(run("list", tmp_path, "--json").stdout)] == [
+        0.30999999493360519,
+        None,
+    ]
     facts = dict(row[:2] for row in cells(run("inspect", tmp_path / "step-00000010")) if len(row) > 1)
     assert (facts["run"], facts["metric"]) == ("aaaaaaaa, commit 1 of its directory", "0.3099999949336052")
 
@@ -277,7 +280,13 @@ def test_the_bar_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sizes() -> None:
-    assert [size(count) for count in (0, 999, 1000, 1_273_000_000, 5 * 10**12)] == ["0 B", "999 B", "1 kB", "1.27 GB", "5 TB"]
+    assert [size(count) for count in (0, 999, 1000, 1_273_000_000, 5 * 10**12)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.27 GB",
+        "5 TB",
+    ]
 
 
 def test_a_root_of_saves(tmp_path: Path) -> None:

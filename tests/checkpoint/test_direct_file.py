@@ -79,7 +79,9 @@ def refusing(monkeypatch: pytest.MonkeyPatch, error: int, after: int) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
 @pytest.mark.parametrize("after", [0, 2 * BUFFER])
-def test_a_file_system_that_opens_them_and_then_does_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_a_file_system_that_opens_them_and_then_does_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     refusing(monkeypatch, errno.EINVAL, after)
     assert written(tmp_path / "file", [5 * BUFFER, 17]) == (tmp_path / "file").read_bytes()
 
@@ -91,7 +93,9 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, le
         written(tmp_path / "file", lengths)
 
 
-def test_what_stops_the_writing_is_not_hidden_by_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stops_the_writing_is_not_hidden_by_what_was_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refusing(monkeypatch, errno.ENOSPC, 0)
 
     def interrupted() -> None:

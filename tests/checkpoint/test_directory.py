@@ -78,7 +78,9 @@ def dies(at: int, do: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("step", "kept"), [(40, 30), (30, 20), (20, 30)], ids=["another step", "the same step", "after going back"])
+@pytest.mark.parametrize(
+    ("step", "kept"), [(40, 30), (30, 20), (20, 30)], ids=["another step", "the same step", "after going back"]
+)
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(step: int, kept: int, tmp_path: Path) -> None:
     template = former(tmp_path / "former")
     seen = set()
@@ -94,7 +96,10 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(step: int, kept: int, tm
         assert {kept, step} & set(FORMER) <= set(steps(root)), "only what retention does not want has gone"
         save(root, 50, b"next", keep_last=2)
         assert directory.incomplete(root) == []
-        assert sorted(path.name for path in root.iterdir()) == ["latest", *(directory.name_of(each) for each in steps(root))]
+        assert sorted(path.name for path in root.iterdir()) == [
+            "latest",
+            *(directory.name_of(each) for each in steps(root)),
+        ]
         assert content(directory.latest(root)) == b"next"
     assert at >= 40, "so many moments to be killed at"
     assert seen == {(30, b"old"), (step, b"new")}
@@ -149,7 +154,9 @@ def test_latest_is_what_was_committed_last(tmp_path: Path) -> None:
     former(tmp_path)
     assert (tmp_path / "latest").read_text() == "step-00000030\n"
     save(tmp_path, 15, written=stamp(50))
-    assert directory.latest(tmp_path) == tmp_path / "step-00000015", "the run went back to step 10, and goes on from there"
+    assert directory.latest(tmp_path) == tmp_path / "step-00000015", (
+        "the run went back to step 10, and goes on from there"
+    )
 
 
 @pytest.mark.parametrize("said", [None, "step-00000020\n", "step-00000077\n", "../step-00000010", "", "\0\udcff"])
@@ -168,7 +175,8 @@ def test_a_clock_that_went_back_does_not_hide_a_checkpoint(tmp_path: Path) -> No
 
 
 def test_latest_is_the_last_commit_whatever_the_clock_and_the_pointer_say(tmp_path: Path) -> None:
-    """A run that went back from step 30 to step 10; the clocks of both machines differ, and it was killed before it could point."""
+    """A run that went back from step 30 to step 10; the clocks of both machines differ, and it was killed before it
+    could point."""
     for step in FORMER:
         save(tmp_path, step, written=stamp(step + 100), run="a" * 8)
     shutil.rmtree(tmp_path / "step-00000020")
@@ -198,14 +206,22 @@ def test_runs_with_the_same_steps_stand_beside_each_other(tmp_path: Path) -> Non
         save(tmp_path, step, b"one", run=one)
     for step in FORMER:
         newest = save(tmp_path, step, b"other", keep_last=1, run=other)
-    assert [found.name for found in directory.checkpoints(tmp_path)] == ["step-00000010", "step-00000020", "step-00000030"]
+    assert [found.name for found in directory.checkpoints(tmp_path)] == [
+        "step-00000010",
+        "step-00000020",
+        "step-00000030",
+    ]
     assert directory.latest(tmp_path) == newest
     save(tmp_path, 20, b"again", run=other)
     assert content(tmp_path / "step-00000020") == b"one"
     assert content(directory.locate(tmp_path, 20)) == b"again"
     assert directory.locate(tmp_path, "step-00000020-bbbbbbbb").name == "step-00000020-bbbbbbbb"
     last = save(tmp_path, 40, keep_last=1, run=one)
-    assert [found.name for found in directory.checkpoints(tmp_path)] == ["step-00000020-bbbbbbbb", "step-00000030", "step-00000040"]
+    assert [found.name for found in directory.checkpoints(tmp_path)] == [
+        "step-00000020-bbbbbbbb",
+        "step-00000030",
+        "step-00000040",
+    ]
     assert directory.latest(tmp_path) == last
 
 
@@ -213,7 +229,10 @@ def test_a_kill_while_a_step_beside_another_run_is_replaced_leaves_both(tmp_path
     save(tmp_path, 10, b"one", run="a" * 8)
     beside = save(tmp_path, 10, b"other", run="b" * 8)
     beside.rename(tmp_path / f".old-{beside.name}-{'0' * 32}")
-    assert [(found.step, content(found.path)) for found in directory.checkpoints(tmp_path)] == [(10, b"one"), (10, b"other")]
+    assert [(found.step, content(found.path)) for found in directory.checkpoints(tmp_path)] == [
+        (10, b"one"),
+        (10, b"other"),
+    ]
     directory.clean(tmp_path)
     assert content(beside) == b"other"
     assert directory.incomplete(tmp_path) == []
@@ -221,7 +240,13 @@ def test_a_kill_while_a_step_beside_another_run_is_replaced_leaves_both(tmp_path
 
 @pytest.mark.parametrize(
     ("last", "every", "kept"),
-    [(None, 20, [10, 20, 30, 40, 50]), (2, None, [40, 50]), (1, 20, [20, 40, 50]), (9, None, [10, 20, 30, 40, 50]), (0, None, [50])],
+    [
+        (None, 20, [10, 20, 30, 40, 50]),
+        (2, None, [40, 50]),
+        (1, 20, [20, 40, 50]),
+        (9, None, [10, 20, 30, 40, 50]),
+        (0, None, [50]),
+    ],
 )
 def test_retention(last: int | None, every: int | None, kept: list[int], tmp_path: Path) -> None:
     former(tmp_path)
@@ -329,7 +354,9 @@ def test_what_is_not_there_is_told(where: str, which: str | int, message: str, t
 
 def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"file: cannot create a checkpoint here \(.*\); choose a writable folder"):
+    with pytest.raises(
+        CheckpointError, match=r"file: cannot create a checkpoint here \(.*\); choose a writable folder"
+    ):
         directory.begin(tmp_path / "file", 1)
     with pytest.raises(CheckpointError, match=r"cannot create a checkpoint here"):
         directory.begin(tmp_path / "file" / "below", 1)
@@ -345,7 +372,9 @@ def test_a_full_disk_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"cannot write the manifest \(No space left on device\); free disk space"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot write the manifest \(No space left on device\); free disk space"
+        ):
             save(tmp_path, 40)
     assert content(directory.latest(tmp_path)) == b"old"
     assert steps(tmp_path) == [10, 20, 30]

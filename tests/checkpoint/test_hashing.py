@@ -1,4 +1,5 @@
-"""The hash of a tensor: the same however it is divided, another one when a bit changes or two elements change places."""
+"""The hash of a tensor: the same however it is divided, another one when a bit changes or two elements change
+places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two runs in one directory of checkpoints: which one owns it, when another one may take it over, and what the loser touches."""
+"""Two runs in one directory of checkpoints: which one owns it, when another one may take it over, and what the loser
+touches."""
 
 from __future__ import annotations
 
@@ -51,7 +52,15 @@ def owned_by(root: Path, **said: Any) -> Path:
     root.mkdir(exist_ok=True)
     file = root / lease.FILE
     file.touch()
-    facts = {"owner": OTHER, "run": "1f3a9c2e", "host": "node7", "machine": machine(), "pid": 1, "started": "1", "since": "noon"}
+    facts = {
+        "owner": OTHER,
+        "run": "1f3a9c2e",
+        "host": "node7",
+        "machine": machine(),
+        "pid": 1,
+        "started": "1",
+        "since": "noon",
+    }
     facts |= {"file": file.stat().st_ino} | said
     file.write_text(json.dumps(facts) + f"\n{0:020}\n")
     return file
@@ -122,14 +131,20 @@ STALE: dict[str, Callable[[Path], object]] = {
     "its process is gone": lambda root: owned_by(root, pid=2**22 + 1),
     "its number was given to another process": lambda root: owned_by(root, pid=os.getpid(), started="1"),
     "another machine, no beat": lambda root: owned_by(root, machine=ELSEWHERE),
-    "the same host before it was started anew": lambda root: owned_by(root, machine="former-boot pid:[4026531836]", host="vm"),
+    "the same host before it was started anew": lambda root: owned_by(
+        root, machine="former-boot pid:[4026531836]", host="vm"
+    ),
     "no machine known": lambda root: owned_by(root, machine=""),
-    "a copy of the directory of a living run": lambda root: owned_by(root, pid=os.getppid(), started=started(os.getppid()), file=1),
+    "a copy of the directory of a living run": lambda root: owned_by(
+        root, pid=os.getppid(), started=started(os.getppid()), file=1
+    ),
     "half written": lambda root: (root / lease.FILE).write_text('{"owner": "bb'),
     "empty": lambda root: (root / lease.FILE).touch(),
     "something else": lambda root: (root / lease.FILE).write_text("[1, 2]\n\n"),
     "other types": lambda root: owned_by(root, pid="1", machine=None),
-    "released": lambda root: owned_by(root).write_text((root / lease.FILE).read_text().replace("0" * 20, "released".ljust(20))),
+    "released": lambda root: owned_by(root).write_text(
+        (root / lease.FILE).read_text().replace("0" * 20, "released".ljust(20))
+    ),
 }
 
 
@@ -144,10 +159,14 @@ def test_a_stale_lease_is_taken_over(why: str, tmp_path: Path) -> None:
         assert time.monotonic() - begin < 0.3, "at once"
 
 
-def test_a_rank_on_the_machine_of_the_former_owner_knows_that_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_the_machine_of_the_former_owner_knows_that_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owned_by(tmp_path, machine=ELSEWHERE)
     monkeypatch.setattr(lease, "LIMIT", 60.0)
-    monkeypatch.setattr(ownership, "ranks_of", lambda group: type("Ranks", (), {"gather": staticmethod(lambda value: [value, True])}))
+    monkeypatch.setattr(
+        ownership, "ranks_of", lambda group: type("Ranks", (), {"gather": staticmethod(lambda value: [value, True])})
+    )
     own(tmp_path, Engine())
     assert taken(tmp_path)
 
@@ -173,7 +192,10 @@ def test_a_run_whose_directory_was_taken_saves_no_more_and_deletes_nothing(tmp_p
     for folder in theirs:
         folder.mkdir()
     (theirs[2] / "manifest.json").touch()
-    with pytest.raises(CheckpointError, match=r"run 1f3a9c2e \(process 1 on node7.* has taken over this directory.*another checkpoint.dir"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"run 1f3a9c2e \(process 1 on node7.* has taken over this directory.*another checkpoint.dir",
+    ):
         ownership.confirm(tmp_path)
     assert ownership.is_lost(tmp_path)
     directory.clean(tmp_path, owns=not ownership.is_lost(tmp_path))
@@ -242,7 +264,8 @@ def test_a_directory_that_vanished_is_owned_again(tmp_path: Path) -> None:
 
 
 def test_of_many_that_find_a_stale_lease_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads in place of processes, each with a token of its own; every kind of shared disk: with links and without."""
+    """Threads in place of processes, each with a token of its own; every kind of shared disk: with links and
+    without."""
     own_token = threading.local()
     monkeypatch.setattr(lease, "token", lambda: own_token.value)
     for turn, links in enumerate((True, False) * 5):

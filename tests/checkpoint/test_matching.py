@@ -60,5 +60,7 @@ def test_what_the_model_does_not_have_is_named():
 
 def test_another_name_of_a_tied_tensor_is_no_surplus():
     tied = saved()
-    tied = tied.model_copy(update={"ties": {"alias": "body"}, "tensors": tied.tensors | {"model.alias": tied.tensors["model.body"]}})
+    tied = tied.model_copy(
+        update={"ties": {"alias": "body"}, "tensors": tied.tensors | {"model.alias": tied.tensors["model.body"]}}
+    )
     assert fit(tied, shapes([5, 4]), dict.fromkeys(SHAPES, ADAM), strict=True).notes == ()

@@ -1,4 +1,5 @@
-"""The index of a directory is a pickle that anybody may have written: nothing in it runs, and whatever is wrong with it is one error."""
+"""The index of a directory is a pickle that anybody may have written: nothing in it runs, and whatever is wrong with it
+is one error."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stored import store
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.tensor_reader import Tensors
@@ -93,7 +99,10 @@ def test_paths_are_read_as_any_version_of_python_writes_them() -> None:
 def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     state = {
         "model": {"a": torch.randn(3, 5), "b": torch.tensor(1.0), "c": torch.zeros(0, 4)},
-        "low": [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)],
+        "low": [
+            torch.ones(2, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
+        ],
         "step": 3,
         "name": "run",
         "raw": b"\0\1",
@@ -111,7 +120,9 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
 
 def test_what_an_early_python_3_11_writes_is_read(folder: Path, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It pickles the member of an enum as a call of getattr."""
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
     data = pickle.dumps(pickle.loads((folder / metadata.FILE).read_bytes()))
     assert b"getattr" in data
     (broken / metadata.FILE).write_bytes(data)
@@ -159,7 +170,9 @@ def test_a_truncated_index_is_refused(folder: Path, broken: Path) -> None:
             metadata.read(broken)
 
 
-@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, derandomize=True)
+@settings(
+    max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, derandomize=True
+)
 @given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=3))
 @example(flips=[])
 def test_a_damaged_index_never_fails_in_another_way(folder: Path, broken: Path, flips: list[tuple[int, int]]) -> None:

@@ -43,7 +43,9 @@ def test_boxes_of_many_intervals_are_those_of_each(shape: tuple[int, ...]) -> No
     intervals = [(begin, end) for begin in range(numel) for end in range(begin + 1, numel + 1)]
     table = box_table(shape, [begin for begin, _ in intervals], [end for _, end in intervals])
     expected = [(source, *box) for source, interval in enumerate(intervals) for box in boxes(shape, *interval)]
-    found = zip(table.source.tolist(), map(tuple, table.offsets.tolist()), map(tuple, table.sizes.tolist()), strict=True)
+    found = zip(
+        table.source.tolist(), map(tuple, table.offsets.tolist()), map(tuple, table.sizes.tolist()), strict=True
+    )
     assert list(found) == expected
     for first, last, sizes in zip(table.first.tolist(), table.last.tolist(), table.sizes.tolist(), strict=True):
         assert last - first == torch.Size(sizes).numel()
@@ -63,7 +65,8 @@ def test_every_element_is_written_once_and_copies_are_divided() -> None:
         for rank in range(6):
             bounds = {name: [0, *cuts[name], torch.Size(shape).numel()] for name, shape in shapes.items()}
             ranks.append(
-                {name: shard(shape, *bounds[name][rank % 3 :][:2]) for name, shape in shapes.items()} | {"model.x": shard((7,), 0, 7)}
+                {name: shard(shape, *bounds[name][rank % 3 :][:2]) for name, shape in shapes.items()}
+                | {"model.x": shard((7,), 0, 7)}
             )
         plan = plan_of(*ranks, chunk=chunk)
         records = [200] * sum(plan._records)
@@ -73,17 +76,27 @@ def test_every_element_is_written_once_and_copies_are_divided() -> None:
             assert first[0] == 0
             assert last[-1] == torch.Size(tensor.shape).numel()
             assert (first[1:] == last[:-1]).all()
-        everything = [each for number in range(4) for each in zip(*(column.tolist() for column in places.of(number)[2:4]), strict=True)]
+        everything = [
+            each
+            for number in range(4)
+            for each in zip(*(column.tolist() for column in places.of(number)[2:4]), strict=True)
+        ]
         assert len(set(everything)) == len(everything), "two records in one place"
         assert len({rank for rank, _ in everything}) == 6, "a rank that writes nothing"
 
 
 REFUSED = {
-    "no rank holds some or all elements of model.a": ({"model.a": shard((10,), 0, 4)}, {"model.a": shard((10,), 5, 10)}),
+    "no rank holds some or all elements of model.a": (
+        {"model.a": shard((10,), 0, 4)},
+        {"model.a": shard((10,), 5, 10)},
+    ),
     "no rank holds some or all elements of model.b": ({"model.b": shard((10,), 0, 0)}, {"model.b": shard((10,), 0, 9)}),
     "ranks hold overlapping elements of model.c": ({"model.c": shard((10,), 0, 6)}, {"model.c": shard((10,), 5, 10)}),
     "ranks hold overlapping elements of model.d": ({"model.d": shard((10,), 0, 6)}, {"model.d": shard((10,), 0, 10)}),
-    "ranks hold model.e with different dtypes or shapes": ({"model.e": shard((10,), 0, 6)}, {"model.e": shard((9,), 6, 9)}),
+    "ranks hold model.e with different dtypes or shapes": (
+        {"model.e": shard((10,), 0, 6)},
+        {"model.e": shard((9,), 6, 9)},
+    ),
 }
 
 
@@ -93,12 +106,14 @@ def test_shards_that_are_no_tensor_are_refused(problem: str) -> None:
         plan_of(*REFUSED[problem])
 
 
-# -- torch's index ---------------------------------------------------------------------------------------------------------------
+# -- torch's index
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_the_index_is_the_one_that_torch_would_pickle(large: bool) -> None:
-    """With numbers of 4 bytes and of 8, no dims and three, two names of a tensor, and more files than the memo has short numbers."""
+    """With numbers of 4 bytes and of 8, no dims and three, two names of a tensor, and more files than the memo has
+    short numbers."""
     world, length = 300, 1 << 33 if large else 700
     shapes = {"model.a": (world, 3), "model.s": (), "model.low": (world, 2, 3), "optim.state.a.step": ()}
     dtypes = {"model.low": torch.bfloat16}
@@ -107,7 +122,9 @@ def test_the_index_is_the_one_that_torch_would_pickle(large: bool) -> None:
         sizes = {name: torch.Size(shape).numel() // world for name, shape in shapes.items()}
         ranks.append(
             {
-                name: shard(shape, rank * sizes[name], (rank + 1) * sizes[name] if shape else 1, dtypes.get(name, torch.float32))
+                name: shard(
+                    shape, rank * sizes[name], (rank + 1) * sizes[name] if shape else 1, dtypes.get(name, torch.float32)
+                )
                 for name, shape in shapes.items()
             }
         )
@@ -122,18 +139,25 @@ def test_the_index_is_the_one_that_torch_would_pickle(large: bool) -> None:
     for name, number, _ in entries:
         tensor = places.tensors[number]
         chunks = []
-        for row, (first, last, rank, at, size) in enumerate(zip(*(column.tolist() for column in places.of(number)), strict=True)):
+        for row, (first, last, rank, at, size) in enumerate(
+            zip(*(column.tolist() for column in places.of(number)), strict=True)
+        ):
             ((offsets, sizes),) = boxes(tensor.shape, first, last)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             expected.storage_data[MetadataIndex(name, offsets, row)] = dcp.place(files[rank], at, size)
-        expected.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+        expected.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks
+        )
     assert found == expected
     assert [*found.state_dict_metadata] == [*expected.state_dict_metadata]
-    assert {index: index.index for index in found.storage_data} == {index: index.index for index in expected.storage_data}
+    assert {index: index.index for index in found.storage_data} == {
+        index: index.index for index in expected.storage_data
+    }
     assert type(found.state_dict_metadata["model.a"].chunks[0].offsets) is torch.Size
 
 
-# -- the next save ---------------------------------------------------------------------------------------------------------------
+# -- the next save
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def contents(version: int, more: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -186,7 +210,11 @@ def test_the_second_save_plans_only_what_may_have_another_length(tmp_path: Path,
 
 @pytest.mark.parametrize(
     "more",
-    [{"optim.state.a.weight.exp_avg": torch.ones(231)}, {"model.scalar": torch.ones(3)}, {"model.scalar": torch.tensor(1)}],
+    [
+        {"optim.state.a.weight.exp_avg": torch.ones(231)},
+        {"model.scalar": torch.ones(3)},
+        {"model.scalar": torch.tensor(1)},
+    ],
     ids=["state that appears", "another shape", "another dtype"],
 )
 def test_a_change_is_planned(tmp_path: Path, planned: list[list[str]], more: Mapping[str, torch.Tensor]) -> None:

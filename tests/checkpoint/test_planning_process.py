@@ -31,7 +31,9 @@ def rank(begin: int, end: int) -> tuple[Packed, Packed]:
 def results(*ranks: int) -> list[Result]:
     nothing = np.zeros(0, np.int64)
     sums = [[np.zeros(count, kind) for count in (1, 0)] for kind in (np.uint64, np.float64)]
-    return [Result(f"__{number}_0.distcp", size, 0, [np.array([size]), nothing], *sums) for number, size in enumerate(ranks)]
+    return [
+        Result(f"__{number}_0.distcp", size, 0, [np.array([size]), nothing], *sums) for number, size in enumerate(ranks)
+    ]
 
 
 def gone(pid: int) -> bool:
@@ -121,7 +123,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_does_not_start_is_said_once(case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_start_is_said_once(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     name, value, said = BROKEN[case]
     monkeypatch.setattr(plan_cache, "MANY", 1)
     monkeypatch.setattr(planning_process, "_PATIENCE", 0.3 if case.startswith("hangs") else 60)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from unishard.checkpoint.records import envelope_of
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+)
 @given(shape=st.lists(st.integers(1, 5), max_size=3).map(tuple))
 def test_torch_reads_them(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for seed in range(2):  # the second time the envelope is there already

@@ -85,8 +85,14 @@ def test_a_rank_reads_as_many_rows_as_the_logarithm_of_the_ranks(tmp_path: Path,
 
 def test_torch_s_index_is_searched_and_not_scanned(folder: Path) -> None:
     """As many chunks as overlap, of boxes that interleave in the flattened tensor too."""
-    boxes = [Chunk("x", (64, 64), (row, column), (8, 16), "f", 0, 0) for row in range(0, 64, 8) for column in range(0, 64, 16)]
-    table = ListedChunks({"x": random.Random(0).sample(boxes, len(boxes))}, {"x": torch.Size((64, 64))}, {"x": torch.float32})
+    boxes = [
+        Chunk("x", (64, 64), (row, column), (8, 16), "f", 0, 0)
+        for row in range(0, 64, 8)
+        for column in range(0, 64, 16)
+    ]
+    table = ListedChunks(
+        {"x": random.Random(0).sample(boxes, len(boxes))}, {"x": torch.Size((64, 64))}, {"x": torch.float32}
+    )
     for begin in range(0, 4096, 97):
         found = set(table.chunks("x", begin, begin + 50))
         needed = {box for box in boxes if any(begin <= at < begin + 50 for at in _elements(box))}
@@ -126,7 +132,9 @@ def test_a_damaged_index_never_fails_in_another_way(folder: Path, deep: bool) ->
 
 @pytest.mark.parametrize("name", ["../secret", "/secret", "a/b", "nul\0"])
 def test_it_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
-    (tmp_path / shard_index.FILE).write_bytes(shard_index.bytes_of({"a": (torch.float32, (2,))}, {"a": [(0, 0, 0, 8)]}, [name], 3))
+    (tmp_path / shard_index.FILE).write_bytes(
+        shard_index.bytes_of({"a": (torch.float32, (2,))}, {"a": [(0, 0, 0, 8)]}, [name], 3)
+    )
     (tmp_path / metadata.FILE).write_bytes(b"any")
     with pytest.raises(CheckpointError, match="outside the directory"):
         Tensors(tmp_path)

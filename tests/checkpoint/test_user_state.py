@@ -52,10 +52,16 @@ def laid_out(dtype: torch.dtype, layout: str, shape: Any) -> Tensor:
 
 @st.composite
 def tensors(draw: Any) -> Tensor:
-    return laid_out(draw(st.sampled_from(EVERY)), draw(st.sampled_from(sorted(LAYOUTS))), draw(st.lists(st.integers(0, 3), max_size=3)))
+    return laid_out(
+        draw(st.sampled_from(EVERY)),
+        draw(st.sampled_from(sorted(LAYOUTS))),
+        draw(st.lists(st.integers(0, 3), max_size=3)),
+    )
 
 
-arrays_ = arrays.arrays(st.sampled_from(["f8", "i4", "u2", "?"]), arrays.array_shapes(min_dims=0, min_side=0, max_side=3))
+arrays_ = arrays.arrays(
+    st.sampled_from(["f8", "i4", "u2", "?"]), arrays.array_shapes(min_dims=0, min_side=0, max_side=3)
+)
 states = st.recursive(
     scalars | tensors() | arrays_,
     lambda inner: (
@@ -87,13 +93,20 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and hash_of(one) == hash_of(other)
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+        )
     if isinstance(one, dict):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one.items(), other.items(), strict=True))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
     if isinstance(one, float):
-        return (math.isnan(one) and math.isnan(other)) or (one, math.copysign(1, one)) == (other, math.copysign(1, other))
+        return (math.isnan(one) and math.isnan(other)) or (one, math.copysign(1, one)) == (
+            other,
+            math.copysign(1, other),
+        )
     return bool(one == other)
 
 
@@ -129,7 +142,13 @@ def fits(state: Any) -> bool:
         return False
 
 
-WRAPS = [lambda inner: (inner,), lambda inner: [inner], lambda inner: {7: inner}, lambda inner: {"a": inner}, lambda inner: {"$": (inner,)}]
+WRAPS = [
+    lambda inner: (inner,),
+    lambda inner: [inner],
+    lambda inner: {7: inner},
+    lambda inner: {"a": inner},
+    lambda inner: {"$": (inner,)},
+]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -148,13 +167,17 @@ def test_what_is_nested_as_deep_as_can_be_saved_comes_back(tmp_path, seed):
 
 
 @given(
-    st.recursive(numbers | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text().filter(lambda key: key[:1] != "$"), inner))
+    st.recursive(
+        numbers | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text().filter(lambda key: key[:1] != "$"), inner),
+    )
 )
 def test_readers_that_know_doubles_only_can_read_the_numbers(state):
     value, held = pack(state)
     assert held == {}
     json.loads(
-        json.dumps(value, allow_nan=False), parse_int=lambda digits: pytest.fail(digits) if abs(int(digits)) > 2**53 else int(digits)
+        json.dumps(value, allow_nan=False),
+        parse_int=lambda digits: pytest.fail(digits) if abs(int(digits)) > 2**53 else int(digits),
     )
 
 
@@ -189,7 +212,9 @@ def test_paths_that_are_spelled_alike_name_two_tensors():
 
 def test_what_becomes_something_plainer():
     parameter = nn.Parameter(torch.ones(2))
-    back = there_and_back({"ordered": OrderedDict(a=1), "scalar": np.float32(0.5), "flag": np.bool_(True), "weight": parameter})
+    back = there_and_back(
+        {"ordered": OrderedDict(a=1), "scalar": np.float32(0.5), "flag": np.bool_(True), "weight": parameter}
+    )
     assert same(back, {"ordered": {"a": 1}, "scalar": 0.5, "flag": True, "weight": torch.ones(2)})
     assert not back["weight"].requires_grad
     assert there_and_back(torch.ones(2)).tolist() == [1, 1]
@@ -213,7 +238,10 @@ itself.append(itself)
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"run": [1, Settings()]}, "state.run.1 is a Settings, which is neither JSON nor a tensor; save a dict, list, tuple"),
+        (
+            {"run": [1, Settings()]},
+            "state.run.1 is a Settings, which is neither JSON nor a tensor; save a dict, list, tuple",
+        ),
         ({"ema": nn.Linear(1, 1)}, r"state.ema is a Linear, .*; save its state_dict\(\) instead"),
         ({1, 2}, "state.value is a set,"),
         ({"c": Color.RED}, "state.c is a Color,"),
@@ -226,7 +254,10 @@ itself.append(itself)
         ({"a": np.longdouble(1)}, "state.a is a longdouble,"),
         ({"a": torch.eye(2).to_sparse()}, "state.a is torch.sparse_coo, which cannot be saved; save a dense tensor"),
         ({"a": torch.ones(2, device="meta")}, "state.a is on the meta device, which cannot be saved"),
-        ({"a": torch.empty(2, dtype=torch.uint4)}, "state.a is torch.uint4, which cannot be saved; .* of another dtype"),
+        (
+            {"a": torch.empty(2, dtype=torch.uint4)},
+            "state.a is torch.uint4, which cannot be saved; .* of another dtype",
+        ),
         ({"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)}, "state.a is torch.jagged, which"),
         ({"a": np.ma.masked_array([1], [True])}, "state.a is a MaskedArray, .*; save its data and its mask"),
         ({"a": "\ud800"}, "state.a: .* lone surrogate"),
@@ -253,7 +284,9 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("value", [{"$new": 1}, {"$int": "no"}, {"$items": 3}, {"$items": [1]}, {"$tuple": 3}, *NONSENSE])
+@pytest.mark.parametrize(
+    "value", [{"$new": 1}, {"$int": "no"}, {"$items": 3}, {"$items": [1]}, {"$tuple": 3}, *NONSENSE]
+)
 def test_json_of_another_version_is_refused(value):
     with pytest.raises(CheckpointError, match="which this version cannot decode"):
         unpack({"a": [value]}, dict[str, Tensor]().__getitem__)

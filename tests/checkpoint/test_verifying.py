@@ -72,7 +72,9 @@ def test_other_damage_is_named(folder: Path) -> None:
         f"{folder}/{DATA}: has {len(data) - 5} bytes instead of {len(data)}",
         f"{folder}/more/stray: is not in the manifest",
     ]
-    assert damaged(folder, facts, names=[DATA]) == [f"{folder}/{DATA}: has {len(data) - 5} bytes instead of {len(data)}"]
+    assert damaged(folder, facts, names=[DATA]) == [
+        f"{folder}/{DATA}: has {len(data) - 5} bytes instead of {len(data)}"
+    ]
 
 
 def test_a_manifest_cannot_send_us_elsewhere(folder: Path) -> None:
@@ -114,7 +116,13 @@ def test_a_tensor_is_never_in_memory_as_a_whole(folder: Path) -> None:
 def test_a_damaged_manifest_is_one_error(folder: Path) -> None:
     path = folder / "manifest.json"
     data = path.read_bytes()
-    for wrong in (b"", b"{", data.replace(b"step", b"\xff\xfe", 1), data.replace(b'"step": 30', b'"step": "x"'), b"[" * 100_000):
+    for wrong in (
+        b"",
+        b"{",
+        data.replace(b"step", b"\xff\xfe", 1),
+        data.replace(b'"step": 30', b'"step": "x"'),
+        b"[" * 100_000,
+    ):
         path.write_bytes(wrong)
         with pytest.raises(CheckpointError, match=r"manifest\.json: .*damaged"):
             manifest.read(folder)
@@ -157,7 +165,8 @@ def test_what_is_no_json_is_refused_before_anything_is_written(folder: Path) -> 
     assert sorted(path.name for path in folder.parent.iterdir()) == ["a"]
 
 
-# -- two of them --------------------------------------------------------------------------------------------------------------
+# -- two of them
+# --------------------------------------------------------------------------------------------------------------
 
 
 def sizes(folder: Path) -> int:

@@ -31,14 +31,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(writing, "BUFFER", 24)
     monkeypatch.setattr(writing, "CHUNK", 64)  # so that these tensors have many chunks
     written = writing.write(
-        tmp_path / "here", {name: lazy_shard_of(Shard(value.shape, value)) for name, value in WHOLE.items()}, ties={"b": "a.weight"}
+        tmp_path / "here",
+        {name: lazy_shard_of(Shard(value.shape, value)) for name, value in WHOLE.items()},
+        ties={"b": "a.weight"},
     )
     assert written is not None
     for name, (size, crc) in written.files.items():
         data = (tmp_path / "here" / name).read_bytes()
         assert (len(data), zlib.crc32(data)) == (size, crc)
     assert {path.name for path in (tmp_path / "here").iterdir()} == written.files.keys()
-    assert written.hashes == {name: hash_of(value.reshape(-1)) for name, value in (WHOLE | {"model.b": WHOLE["model.a.weight"]}).items()}
+    assert written.hashes == {
+        name: hash_of(value.reshape(-1)) for name, value in (WHOLE | {"model.b": WHOLE["model.a.weight"]}).items()
+    }
     return tmp_path / "here"
 
 
@@ -98,6 +102,8 @@ def test_norms_are_those_of_all_parameters_together_and_of_each_kind_of_state(tm
         "optim.state.a.exp_avg": torch.tensor([6.0, 8.0]),
         "optim.state.a.step": torch.tensor(7.0),
     }
-    written = writing.write(tmp_path / "here", {name: lazy_shard_of(Shard(value.shape, value)) for name, value in tensors.items()})
+    written = writing.write(
+        tmp_path / "here", {name: lazy_shard_of(Shard(value.shape, value)) for name, value in tensors.items()}
+    )
     assert written is not None
     assert summary_of(written, ["buffer"])["norms"] == {"parameters": 5.0, "exp_avg": 10.0}

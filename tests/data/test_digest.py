@@ -31,7 +31,12 @@ def samples(count: int = 4, first: float = 0.0) -> list[dict[str, object]]:
         lambda: TensorDataset(torch.arange(12.0).reshape(4, 3), torch.arange(4)),
         lambda: Subset(samples(), [0, 2]),
         lambda: [numpy.arange(3), numpy.float32(1.5)],
-        lambda: [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64).conj(), torch.tensor(True), torch.empty(0)],
+        lambda: [
+            torch.ones(2, dtype=torch.bfloat16),
+            torch.ones(2, dtype=torch.complex64).conj(),
+            torch.tensor(True),
+            torch.empty(0),
+        ],
     ],
 )
 def test_the_same_samples_have_the_same_digest(build):

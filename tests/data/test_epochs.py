@@ -82,7 +82,10 @@ def test_no_dataset_is_kept_alive():
 def test_a_dataset_that_is_built_anew_with_the_same_samples_is_warned_of(build):
     epochs, kept = Epochs(), build()
     read(epochs, unishard.dataloader(kept, config()))
-    with pytest.warns(UserWarning, match="the same samples as the last one starts again at epoch 0, in the same order; build the dataset"):
+    with pytest.warns(
+        UserWarning,
+        match="the same samples as the last one starts again at epoch 0, in the same order; build the dataset",
+    ):
         assert read(epochs, unishard.dataloader(build(), config())) == 0
 
 
@@ -99,7 +102,12 @@ def test_other_samples_and_an_order_without_a_shuffle_are_not():
 @pytest.mark.parametrize(
     ("samples", "micro", "message"),
     [
-        (16, 64, r"the dataset has 16 samples, but a micro-batch on each rank takes 64 \(training.micro_batch_size 64 x 1 rank\)"),
+        (
+            16,
+            64,
+            r"the dataset has 16 samples, but a micro-batch on each rank takes 64 \(training.micro_batch_size 64 x 1 "
+            r"rank\)",
+        ),
         (1, 2, "set training.micro_batch_size to at most 1, or use more data"),
     ],
 )

@@ -47,5 +47,7 @@ def test_a_batch_is_what_collate_fn_makes():
 def test_a_misspelled_option_is_refused():
     with pytest.raises(TypeError, match=r"dataloader\(\) got an unexpected keyword argument 'num_worker'"):
         unishard.dataloader(range(6), CFG, num_worker=2)
-    with pytest.raises(unishard.DataError, match="does not accept pin_memory_device: it is that of the current accelerator"):
+    with pytest.raises(
+        unishard.DataError, match="does not accept pin_memory_device: it is that of the current accelerator"
+    ):
         unishard.dataloader(range(6), CFG, pin_memory_device="cuda")

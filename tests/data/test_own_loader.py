@@ -41,7 +41,10 @@ def sampler(parts=2, number=1, **options):
         (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), {}),
         (DataLoader(Stream(), batch_size=4), {"batch_size": 4}),
         (DataLoader(Stream(), batch_size=None), {"hides_batches": True}),
-        (DataLoader(DATA, sampler=sampler(shuffle=False)), {"batch_size": 1, "shares": (Share("DistributedSampler", 1, 2),)}),
+        (
+            DataLoader(DATA, sampler=sampler(shuffle=False)),
+            {"batch_size": 1, "shares": (Share("DistributedSampler", 1, 2),)},
+        ),
         (
             DataLoader(DATA, batch_sampler=BatchSampler(sampler(shuffle=False), 4, drop_last=True)),
             {"batch_size": 4, "shares": (Share("DistributedSampler", 1, 2),)},
@@ -111,7 +114,10 @@ def test_right_shares(everyone):
 @pytest.mark.parametrize(
     ("everyone", "message"),
     [
-        (shares((0, 2), (0, 2)), "each of the 2 ranks its own share: rank 0 reads share 0 of 2, rank 1 reads share 0 of 2"),
+        (
+            shares((0, 2), (0, 2)),
+            "each of the 2 ranks its own share: rank 0 reads share 0 of 2, rank 1 reads share 0 of 2",
+        ),
         (shares((0, 8), (1, 8)), "rank 1 reads share 1 of 8"),
         (shares((0, 2), (1, 3)), "rank 1 reads share 1 of 3"),
         (shares((0, 2), (1, 2), (0, 2)), "rank 2 reads share 0 of 2"),

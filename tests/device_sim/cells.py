@@ -1,4 +1,5 @@
-"""Runs of a few updates on two ranks, the same on the simulated device and on the CPU: what they say, and what the device says of them."""
+"""Runs of a few updates on two ranks, the same on the simulated device and on the CPU: what they say, and what the
+device says of them."""
 
 from __future__ import annotations
 
@@ -29,12 +30,25 @@ class Cell(NamedTuple):
         return "-".join(filter(None, self))
 
 
-OFFLOADS = {"": {}, "optimizer": {"offload": {"optimizer": "cpu"}}, "all": {"offload": {"params": "cpu", "optimizer": "cpu"}}}
+OFFLOADS = {
+    "": {},
+    "optimizer": {"offload": {"optimizer": "cpu"}},
+    "all": {"offload": {"params": "cpu", "optimizer": "cpu"}},
+}
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 BACKENDS = ("fsdp", "deepspeed")
 CELLS = (
-    *(Cell(backend, strategy, precision) for backend in BACKENDS for strategy in STRATEGIES for precision in ("fp32", "bf16")),
-    *(Cell(backend, strategy, "fp32", "optimizer") for backend in BACKENDS for strategy in ("shard_grad_op", "full_shard")),
+    *(
+        Cell(backend, strategy, precision)
+        for backend in BACKENDS
+        for strategy in STRATEGIES
+        for precision in ("fp32", "bf16")
+    ),
+    *(
+        Cell(backend, strategy, "fp32", "optimizer")
+        for backend in BACKENDS
+        for strategy in ("shard_grad_op", "full_shard")
+    ),
     *(Cell(backend, "full_shard", "bf16", "all") for backend in BACKENDS),
     *(Cell(backend, "full_shard", "fp16") for backend in BACKENDS),
 )
@@ -96,4 +110,7 @@ def check(cell: Cell, cells: tuple[Cell, ...]) -> Any:
         close = 1e-6 if cell.precision == "fp32" else 4e-4
         for field in ("losses", "norms"):
             pairs = zip(getattr(device, field), getattr(cpu, field), strict=True)
-            assert max(abs(a - b) / abs(b) for a, b in pairs) <= (close if field == "losses" else 10 * close), (device, cpu)
+            assert max(abs(a - b) / abs(b) for a, b in pairs) <= (close if field == "losses" else 10 * close), (
+                device,
+                cpu,
+            )

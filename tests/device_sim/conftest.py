@@ -1,4 +1,5 @@
-"""What needs the simulated device is collected only where it is there: in `make device-sim`, and a part of it in `make quick`."""
+"""What needs the simulated device is collected only where it is there: in `make device-sim`, and a part of it in
+`make quick`."""
 
 from __future__ import annotations
 

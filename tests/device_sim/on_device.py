@@ -2,7 +2,8 @@
 
 python tests/device_sim/on_device.py [what pytest takes]
 
-Without files it runs all of `make device-sim`: the tests here, and those of tests/ranks that say what a user does on a device.
+Without files it runs all of `make device-sim`: the tests here, and those of tests/ranks that say what a user does on a
+device.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ OF_RANKS = (
 )
 """Tests for ranks that are played on the device too: with one for each rank, `run_ranks` takes it."""
 LEFT_OUT = {
-    "test_cuda_devices.py::test_two_ranks_share_a_device_in_a_gloo_group_of_their_own": "the CPU build's gloo takes no CUDA tensors",
+    "test_cuda_devices.py::test_two_ranks_share_a_device_in_a_gloo_group_of_their_own": "the CPU build's gloo takes no "
+    "CUDA tensors",
 }
 
 
 def environment(place: Path, **variables: str) -> dict[str, str]:
     """This process's, with the device. The tests for ranks have models and loops that these use."""
     paths = [HERE, place, ROOT, ROOT / "backends", ROOT / "tests/ranks"]
-    known = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
-    return known | {"DEVICE_SIM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))} | variables
+    known = {
+        name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")
+    }
+    return (
+        known | {"DEVICE_SIM": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))} | variables
+    )
 
 
 def built() -> Path:
@@ -64,16 +70,31 @@ def main(arguments: list[str]) -> int:
     except RuntimeError as refused:
         here = version("torch")
         known = here.startswith(building.TORCH)
-        sys.stderr.write(f"{'failed' if known else 'skipped'}: the simulated device does not build with torch {here}:\n{refused}\n")
+        sys.stderr.write(
+            f"{'failed' if known else 'skipped'}: the simulated device does not build with torch {here}:\n{refused}\n"
+        )
         return int(known)
     quick = "quick" in arguments
     files = sorted(map(str, HERE.glob(HERE_ALONE))) + ([] if quick else [f"tests/ranks/{each}" for each in OF_RANKS])
     chosen = [] if any(each.startswith("tests/") for each in arguments) else files
     left_out = [f"--deselect=tests/ranks/{each}" for each in LEFT_OUT]
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *left_out, *chosen, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        *left_out,
+        *chosen,
+        *arguments,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         races = Path(folder, "races")
-        code = subprocess.run(command, cwd=ROOT, env=environment(place, DEVICE_SIM_RACES=str(races)), check=False).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment(place, DEVICE_SIM_RACES=str(races)), check=False
+        ).returncode
         if races.exists():
             sys.stderr.write(f"races that no test expects:\n{races.read_text()}")
             return 1

@@ -52,7 +52,8 @@ def _settle() -> None:
 
 
 def noticed(scenario: Any, *arguments: Any) -> str:
-    """What the device says of a scenario; nothing if it finds no race. An engine may hide an error, so its list counts too."""
+    """What the device says of a scenario; nothing if it finds no race. An engine may hide an error, so its list counts
+    too."""
     from simulated_cuda import device
 
     before = len(device.races())

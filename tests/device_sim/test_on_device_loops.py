@@ -78,10 +78,18 @@ def test_one_visible_device_for_each_rank(backend, wanted, tmp_path):
     Path(tmp_path, "script.py").write_text(SCRIPT)
     ranks = []
     for rank in "01":
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": rank}
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "CUDA_VISIBLE_DEVICES": rank,
+        }
         environment = os.environ | own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, str(tmp_path / "script.py"), backend]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
     for rank in ranks:
         said, _ = rank.communicate(timeout=200)
         assert rank.returncode == 0, said
@@ -153,7 +161,9 @@ def generated() -> tuple[list[list[list[int]]], list[str]]:
         with prepare(config(backend), "llama") as engine:
             engine.eval()
             tokens = prompt(my_rank())
-            made = engine.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2 + my_rank(), do_sample=False)
+            made = engine.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2 + my_rank(), do_sample=False
+            )
             found.append(made.tolist())
     return found, races()
 
@@ -166,7 +176,8 @@ def test_each_engine_generates_from_a_prompt_of_the_host():
 
 
 def written(backend: str) -> tuple[list[float], list[str]]:
-    """Writes a weight before each forward, and evaluates an average between updates; then writes it without training."""
+    """Writes a weight before each forward, and evaluates an average between updates; then writes it without
+    training."""
     found = []
     with prepare(config(backend)) as engine:
         ema, weight = engine.ema(0.5), engine.parameter("head.weight") * 2

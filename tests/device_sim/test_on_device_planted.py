@@ -1,4 +1,5 @@
-"""Waits of unishard and of both engines that are removed on purpose: each is noticed by the order alone, in every run."""
+"""Waits of unishard and of both engines that are removed on purpose: each is noticed by the order alone, in every
+run."""
 
 from __future__ import annotations
 
@@ -75,7 +76,12 @@ def background_save() -> None:
 PIECES = {"host-read": host_read, "host-optimizer": host_optimizer, "background-save": background_save}
 IN_PIECES = (
     Planted("the host reads a norm", ("host-read",), "Event.synchronize", "distributed/host_read.py"),
-    Planted("the host steps an offloaded optimizer", ("host-optimizer",), "Stream.synchronize", "unishard_fsdp/host_optimizer.py"),
+    Planted(
+        "the host steps an offloaded optimizer",
+        ("host-optimizer",),
+        "Stream.synchronize",
+        "unishard_fsdp/host_optimizer.py",
+    ),
     Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/background.py"),
 )
 
@@ -109,13 +115,41 @@ def test_a_pinned_buffer_that_is_used_again_is_noticed(monkeypatch):
 # ---------------------------------------------------------------- in an engine, on two ranks
 
 FSDP, GROUP = "_fully_shard/_fsdp", "_fully_shard/_fsdp_param_group.py"
-SHARDED, ZERO_3, ZERO_2 = ("fsdp", "full_shard", ""), ("deepspeed", "full_shard", ""), ("deepspeed", "shard_grad_op", "")
+SHARDED, ZERO_3, ZERO_2 = (
+    ("fsdp", "full_shard", ""),
+    ("deepspeed", "full_shard", ""),
+    ("deepspeed", "shard_grad_op", ""),
+)
 IN_ENGINES = (
-    Planted("FSDP2 copies in, then gathers", SHARDED, "Stream.wait_stream", f"{FSDP}_collectives.py", ("foreach_all_gather",)),
+    Planted(
+        "FSDP2 copies in, then gathers",
+        SHARDED,
+        "Stream.wait_stream",
+        f"{FSDP}_collectives.py",
+        ("foreach_all_gather",),
+    ),
     Planted("FSDP2 gathers, then copies out", SHARDED, "Stream.wait_event", f"{FSDP}_collectives.py"),
-    Planted("FSDP2 copies out, then gathers the next", SHARDED, "Stream.wait_event", GROUP, ("_wait_all_gather_streams_on_event",)),
-    Planted("FSDP2 computes gradients, then reduces", SHARDED, "Stream.wait_stream", f"{FSDP}_collectives.py", ("foreach_reduce",)),
-    Planted("FSDP2 reduces, then steps", SHARDED, "Stream.wait_event", GROUP, ("_wait_for_post_backward", "finalize_backward")),
+    Planted(
+        "FSDP2 copies out, then gathers the next",
+        SHARDED,
+        "Stream.wait_event",
+        GROUP,
+        ("_wait_all_gather_streams_on_event",),
+    ),
+    Planted(
+        "FSDP2 computes gradients, then reduces",
+        SHARDED,
+        "Stream.wait_stream",
+        f"{FSDP}_collectives.py",
+        ("foreach_reduce",),
+    ),
+    Planted(
+        "FSDP2 reduces, then steps",
+        SHARDED,
+        "Stream.wait_event",
+        GROUP,
+        ("_wait_for_post_backward", "finalize_backward"),
+    ),
     Planted("FSDP2 copies gradients to the host", ("fsdp", "full_shard", "all"), "Event.synchronize", GROUP),
     Planted("ZeRO-3 updates, then gathers", ZERO_3, "Stream.wait_stream", "patches/state.py", ("gather_after",)),
     Planted("ZeRO-3 gathers, then computes", ZERO_3, "Stream.wait_stream", "partitioned_param_coordinator.py"),

@@ -1,4 +1,5 @@
-"""The simulated device itself: it is as late as it may be, it finds what nobody waits for, and it refuses what CUDA refuses."""
+"""The simulated device itself: it is as late as it may be, it finds what nobody waits for, and it refuses what CUDA
+refuses."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_memory_that_another_stream_still_uses_is_not_given_away(recorded):
     assert ("needs record_stream" in noticed(scenario)) is not recorded
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.sum, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.clone, torch.Tensor.zero_])
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.sum, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.clone, torch.Tensor.zero_]
+)
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_host_waits_before_it_uses_what_is_copied(read, waits):
     def scenario():
@@ -202,7 +205,9 @@ def test_a_process_sees_the_devices_that_are_visible_to_it(visible, count):
 def test_a_plain_loop_has_the_losses_of_the_cpu():
     def losses(where):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3)).to(where)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3)
+        ).to(where)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         data, labels = torch.randn(6, 5).to(where), torch.tensor([0, 1, 2, 0, 1, 2]).to(where)
         found = []

@@ -22,8 +22,9 @@ DEEPSPEED = {
     "shard_grad_op": NORM | {"device synchronize": 1},
     "full_shard": NORM | {"stream synchronize": 1, "event synchronize": 8},
 }
-"""The waits of a step, by kind. Those of stages 1 to 3 are DeepSpeed's own (0.19.8): it copies parts of the norm to the device and reads
-whether it is finite (runtime/zero/stage_1_and_2.py, runtime/utils.py), and waits for its reductions and gathers."""
+"""The waits of a step, by kind. Those of stages 1 to 3 are DeepSpeed's own (0.19.8): it copies parts of the norm to the
+device and reads whether it is finite (runtime/zero/stage_1_and_2.py, runtime/utils.py), and waits for its reductions
+and gathers."""
 
 
 class Waits(NamedTuple):
@@ -49,8 +50,12 @@ def steps(backend: str, strategy: str, mode: str) -> Waits:
             engine.step()
         torch.cuda.set_sync_debug_mode("default")
         found = device.counts()
-    kinds = {name.removeprefix("waits: "): number / MEASURED for name, number in found.items() if name.startswith("waits: ")}
-    return Waits(kinds, [warning.filename for warning in caught if "synchronizing CUDA operation" in str(warning.message)])
+    kinds = {
+        name.removeprefix("waits: "): number / MEASURED for name, number in found.items() if name.startswith("waits: ")
+    }
+    return Waits(
+        kinds, [warning.filename for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    )
 
 
 def on_a_rank(backend: str, strategies: tuple[str, ...], mode: str) -> list[Waits]:

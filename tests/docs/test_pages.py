@@ -1,4 +1,5 @@
-"""What README, CONTRIBUTING and the guide show is run: code on 1 and 2 ranks, commands with the output that stands below them."""
+"""What README, CONTRIBUTING and the guide show is run: code on 1 and 2 ranks, commands with the output that stands
+below them."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_every_block_says_what_it_is():
 
 @pytest.fixture(scope="session")
 def checkpoints_of(tmp_path_factory):
-    """The checkpoints that the Python blocks of a page leave in `runs`, made on 2 ranks; the folder that `runs` is in."""
+    """The checkpoints that the Python blocks of a page leave in `runs`, made on 2 ranks; the folder that `runs` is
+    in."""
 
     @cache
     def made(page):
@@ -69,7 +71,9 @@ def run_source(source, folder):
 
 
 RUNS = [
-    pytest.param(block, world, id=f"{block}-{world}", marks=[pytest.mark.deep] * (world == 1 and block.page not in FIRST))
+    pytest.param(
+        block, world, id=f"{block}-{world}", marks=[pytest.mark.deep] * (world == 1 and block.page not in FIRST)
+    )
     for block in blocks("python")
     if block.page not in (TUTORIAL, *LOOPS)
     for world in (1, 2)
@@ -97,7 +101,8 @@ def test_readme_trains_the_same_on_both_engines_when_one_word_changes(tmp_path):
     (block,) = [block for block in blocks("python") if block.page == "README.md"]
     assert block.text.count('"fsdp"') == 1
     fsdp, deepspeed = (
-        run_ranks(2, run_readme, block.text.replace('"fsdp"', f'"{backend}"'), str(tmp_path)) for backend in ("fsdp", "deepspeed")
+        run_ranks(2, run_readme, block.text.replace('"fsdp"', f'"{backend}"'), str(tmp_path))
+        for backend in ("fsdp", "deepspeed")
     )
     losses, other_losses = fsdp[0][1], deepspeed[0][1]
     assert losses == sorted(losses, reverse=True)
@@ -131,7 +136,13 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
 
 
 COMMANDS = [
-    pytest.param(block, command, shown, id=f"{block}:{command.partition('#')[0].strip()}", marks=[pytest.mark.ranks] * ("runs/" in command))
+    pytest.param(
+        block,
+        command,
+        shown,
+        id=f"{block}:{command.partition('#')[0].strip()}",
+        marks=[pytest.mark.ranks] * ("runs/" in command),
+    )
     for block in blocks("bash", "console")
     if block.page != TUTORIAL
     for command, shown in commands(block)
@@ -148,7 +159,10 @@ def make_target(command, folder):
 
 def pip_install(command, folder):
     extras = {
-        extra for word in shlex.split(command, comments=True) if (match := re.search(r"\[(.*)\]", word)) for extra in match[1].split(",")
+        extra
+        for word in shlex.split(command, comments=True)
+        if (match := re.search(r"\[(.*)\]", word))
+        for extra in match[1].split(",")
     }
     offered = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert extras <= offered.keys()
@@ -161,7 +175,8 @@ def pre_commit_install(command, folder):
 
 
 def fine_tune(command, folder):
-    """Two updates on forked ranks, which need not import everything: test_t5_example.py trains it to the end, on both engines."""
+    """Two updates on forked ranks, which need not import everything: test_t5_example.py trains it to the end, on both
+    engines."""
     script, *arguments = shlex.split(command.removeprefix(TORCHRUN), comments=True)
     return "".join(run_ranks(2, run_script, [script, *arguments, "--steps", "2"], str(folder)))
 
@@ -181,7 +196,8 @@ def run_script(arguments, folder):
 
 
 def run(command, folder):
-    """Of unishard alone, in a process that has imported torch, as have the ranks it starts; what a shell must read, in a shell."""
+    """Of unishard alone, in a process that has imported torch, as have the ranks it starts; what a shell must read, in
+    a shell."""
     shell = set("&|<>;$*").intersection(command.partition("#")[0])
     return output(command, folder) if shell or not command.startswith("unishard ") else printed_by(command, folder)
 
@@ -230,9 +246,20 @@ EXIT = re.compile(r"# exits with (\d+)$")
 def output(command, folder):
     """What a command prints, stderr included. It must succeed, or exit as its comment says."""
     programs = Path(sys.executable).parent
-    environ = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "140", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    environ = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "COLUMNS": "140",
+        "OMP_NUM_THREADS": "1",
+        "NO_COLOR": "1",
+    }
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
     )
     said = EXIT.search(command)
     assert done.returncode == (int(said[1]) if said else 0), done.stdout
@@ -255,8 +282,13 @@ def shows(printed: str, shown: list[str]) -> bool:
     A line `...` stands for any lines, and `...` in a line for any text.
     """
     lines = [" ".join(line.split()) for line in shown]
-    pattern = "".join(r"(?:.*\n)*?" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + r"\n" for line in lines)
-    return re.fullmatch(pattern, "".join(" ".join(line.split()) + "\n" for line in printed.rstrip().splitlines())) is not None
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + r"\n" for line in lines
+    )
+    return (
+        re.fullmatch(pattern, "".join(" ".join(line.split()) + "\n" for line in printed.rstrip().splitlines()))
+        is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,7 +312,9 @@ LINK = re.compile(r"\[[^\]]+\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
-    missing = [target for target in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / target).exists()]
+    missing = [
+        target for target in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / target).exists()
+    ]
     assert missing == []
 
 
@@ -302,7 +336,11 @@ def test_every_room_of_the_core_is_described():
     described = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = [path for path in (ROOT / "unishard").iterdir() if not path.name.startswith(("_", "."))]
     assert rooms
-    names = {f"`unishard/{path.name}{'/' if path.is_dir() else ''}`" for path in rooms if path.is_dir() or path.suffix == ".py"}
+    names = {
+        f"`unishard/{path.name}{'/' if path.is_dir() else ''}`"
+        for path in rooms
+        if path.is_dir() or path.suffix == ".py"
+    }
     assert {name for name in names if name not in described} == set()
     tour = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert {name for name in names if name.endswith("/`") and name not in tour} == set()
@@ -312,7 +350,11 @@ def test_every_file_that_uses_the_environment_is_named():
     described = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"^\*\*No setting is an environment variable.*?(?=^\*\*)", described, re.M | re.S)
     files = [path for room in ("unishard", "backends") for path in (ROOT / room).rglob("*.py")]
-    users = [path.relative_to(ROOT) for path in files if re.search(r"\bos\.(environ|getenv)\b", path.read_text(encoding="utf-8"))]
+    users = [
+        path.relative_to(ROOT)
+        for path in files
+        if re.search(r"\bos\.(environ|getenv)\b", path.read_text(encoding="utf-8"))
+    ]
     assert users
     assert [str(path) for path in users if f"`{path}`" not in section and f"`{path.parent}/`" not in section] == []
 
@@ -320,7 +362,8 @@ def test_every_file_that_uses_the_environment_is_named():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_that_is_named_exists(page):
     named = re.findall(
-        r"`((?:unishard|backends|configs|examples|benchmarks|tests|unishard_fsdp|unishard_deepspeed)/[\w./-]*)`", page.read_text()
+        r"`((?:unishard|backends|configs|examples|benchmarks|tests|unishard_fsdp|unishard_deepspeed)/[\w./-]*)`",
+        page.read_text(),
     )
     roots = [ROOT, ROOT / "backends"]
     assert [name for name in named if not any((root / name).exists() for root in roots)] == []
@@ -328,12 +371,17 @@ def test_code_that_is_named_exists(page):
 
 @pytest.mark.parametrize("heading", ["DeepSpeed", "PyTorch"])
 def test_remedies_stand_where_the_page_says(heading):
-    (section,) = re.findall(rf"^## {heading}.*?(?=^## |\Z)", (ROOT / "docs" / "engines.md").read_text(encoding="utf-8"), re.M | re.S)
+    (section,) = re.findall(
+        rf"^## {heading}.*?(?=^## |\Z)", (ROOT / "docs" / "engines.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     folder = ROOT / re.findall(r"`(backends/\w+)/`", section)[0]
     places = [re.findall(r"`([^`]+)`", row.rsplit("|", 2)[1]) for row in section.splitlines() if row.startswith("| **")]
     assert places
     for place in places:
         files = [name for name in place if name.endswith(".py")]
-        text = "".join((ROOT / name if name.startswith("unishard/") else folder / name).read_text(encoding="utf-8") for name in files)
+        text = "".join(
+            (ROOT / name if name.startswith("unishard/") else folder / name).read_text(encoding="utf-8")
+            for name in files
+        )
         assert text
         assert [name for name in place if name not in files and not re.search(rf"(def|class) {name}\(", text)] == []

@@ -53,7 +53,10 @@ def test_the_same_run_goes_on_to_the_bit_and_nothing_that_was_loaded_has_changed
 def figures():
     """Of every pair, far apart and within its bound."""
     same = {pair: pair.saved == pair.resumed for pair in PAIRS}
-    return {pair: Resumption(number * 1e-10, (number * 7 % 97 + 1) * 1e-8, same[pair], True) for number, pair in enumerate(PAIRS)}
+    return {
+        pair: Resumption(number * 1e-10, (number * 7 % 97 + 1) * 1e-8, same[pair], True)
+        for number, pair in enumerate(PAIRS)
+    }
 
 
 def written(figures, monkeypatch, path):

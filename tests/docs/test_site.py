@@ -1,4 +1,5 @@
-"""The site that `make site` builds: every page is in it once, in the order of the guide's contents, and so is every public name."""
+"""The site that `make site` builds: every page is in it once, in the order of the guide's contents, and so is every
+public name."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from unishard.testing import conformance
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 SITE = YAML(typ="safe").load(ROOT / "mkdocs.yml")
-API = {page: re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE) for page in sorted((DOCS / "api").glob("*.md"))}
+API = {
+    page: re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for page in sorted((DOCS / "api").glob("*.md"))
+}
 NAMES = [name for names in API.values() for name in names]
 
 
@@ -87,7 +91,9 @@ def test_what_a_page_of_the_api_names_is_there(name: str) -> None:
 
 
 def test_what_is_listed_of_the_conformance_suite_is_there() -> None:
-    ((members,),) = (re.findall(r"members: \[(.*)\]", page.read_text(encoding="utf-8")) for page in API if page.stem == "testing")
+    ((members,),) = (
+        re.findall(r"members: \[(.*)\]", page.read_text(encoding="utf-8")) for page in API if page.stem == "testing"
+    )
     assert [name for name in members.split(", ") if name not in conformance.__all__] == []
 
 
@@ -104,7 +110,9 @@ def test_what_is_listed_of_the_conformance_suite_is_there() -> None:
         ("../../CHANGELOG.md", "api/index.md", "../changelog.md"),
     ],
 )
-def test_a_link_of_the_checkout_leads_to_the_same_page_in_the_site(hooks: ModuleType, target: str, page: str, site: str) -> None:
+def test_a_link_of_the_checkout_leads_to_the_same_page_in_the_site(
+    hooks: ModuleType, target: str, page: str, site: str
+) -> None:
     assert hooks.in_site(target, page) == site
 
 

@@ -1,4 +1,5 @@
-"""docs/writing-a-backend.md: its files make an installable backend, which is listed, translates, trains and conforms."""
+"""docs/writing-a-backend.md: its files make an installable backend, which is listed, translates, trains and
+conforms."""
 
 from __future__ import annotations
 
@@ -22,7 +23,18 @@ def project(tmp_path_factory):
             path = source / first.removeprefix("# ")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text, encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(target), str(source)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+        str(source),
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return source, target
@@ -30,8 +42,13 @@ def project(tmp_path_factory):
 
 def run(project, *command):
     source, target = project
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(target), str(ROOT), str(ROOT / "backends")]), "COLUMNS": "140"}
-    return subprocess.run([sys.executable, *command], cwd=source, env=environ, capture_output=True, text=True, timeout=300)
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(target), str(ROOT), str(ROOT / "backends")]),
+        "COLUMNS": "140",
+    }
+    return subprocess.run(
+        [sys.executable, *command], cwd=source, env=environ, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_it_is_listed_beside_the_others(project):
@@ -45,7 +62,10 @@ def test_what_it_cannot_do_is_refused_with_what_instead(project):
     source, _ = project
     (source / "config.yaml").write_text("backend: plain\nsharding: zero3\n", encoding="utf-8")
     done = run(project, "-c", "import unishard; unishard.translate(unishard.load('config.yaml')).check(strict=False)")
-    assert "sharding.strategy: 'full_shard' is not supported by plain: every rank holds the full model; write no_shard" in done.stderr
+    assert (
+        "sharding.strategy: 'full_shard' is not supported by plain: every rank holds the full model; write no_shard"
+        in done.stderr
+    )
 
 
 def test_its_arguments_are_read_and_written(project):
@@ -55,7 +75,8 @@ def test_its_arguments_are_read_and_written(project):
         "from unishard import Config, Topology\nfrom unishard.contract import registry\n"
         "plain = registry.get('plain')\n"
         "(entry,) = plain.parse({'clip': '0.5'})\n"
-        "print(entry.meaning.fields, plain.arguments(Config(training={'gradient_clipping': 0.5}), Topology()).document)",
+        "print(entry.meaning.fields, plain.arguments(Config(training={'gradient_clipping': 0.5}), "
+        "Topology()).document)",
     )
     assert "{'training.gradient_clipping': 0.5} {'clip': 0.5}" in done.stdout, done.stderr
 

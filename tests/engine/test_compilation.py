@@ -1,4 +1,5 @@
-"""Blocks are compiled once for all layers, also for a model that makes a key-value cache; the limit of torch is told."""
+"""Blocks are compiled once for all layers, also for a model that makes a key-value cache; the limit of torch is
+told."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ LAYERS = 12
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+    }
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, attn_implementation="sdpa", **sizes))
     assert model.config.use_cache
     return model
@@ -36,7 +43,9 @@ def compiled(monkeypatch):
     model, counter = llama(), CompileCounterWithBackend("eager")
     section = Compile(mode="per_block")
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, **options | {"backend": counter}))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_(function, **options | {"backend": counter})
+    )
     compilation.apply([Unit(f"model.layers.{index}", layer) for index, layer in enumerate(model.model.layers)], section)
     yield model, counter
     torch._dynamo.reset()

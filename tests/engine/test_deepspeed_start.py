@@ -48,7 +48,11 @@ def test_on_the_cpu_the_launchers_local_rank_stays(environment):
 @pytest.mark.parametrize(
     ("accelerator", "device", "message"),
     [
-        ("cpu", CUDA, "DS_ACCELERATOR=cpu is set, but this rank computes on cuda; unset DS_ACCELERATOR, or hide the devices"),
+        (
+            "cpu",
+            CUDA,
+            "DS_ACCELERATOR=cpu is set, but this rank computes on cuda; unset DS_ACCELERATOR, or hide the devices",
+        ),
         ("cuda", CPU, "DS_ACCELERATOR=cuda is set, but this rank computes on cpu; unset DS_ACCELERATOR$"),
     ],
 )
@@ -72,7 +76,9 @@ def loaded(environment):
         environment.setattr(start, "_set_device", lambda *_: None)
         environment.setattr(type(get_accelerator()), "device_name", lambda self, index=None: device.type)
         environment.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
-        environment.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: asked.append("compilers") or {"deepspeed_shm_comm": True})
+        environment.setattr(
+            deepspeed.ops, "_probe_compatible_ops", lambda: asked.append("compilers") or {"deepspeed_shm_comm": True}
+        )
         start.load(RANK)
         return asked
 
@@ -102,10 +108,13 @@ def test_deepspeed_imported_for_another_kind_of_device_is_refused(environment):
         start.load(RANK)
 
 
-# -- gradients in host memory ---------------------------------------------------------------------------------------------------------
+# -- gradients in host memory
+# ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("offload", "cuda", "waits"), [("cpu", True, True), ("cpu", False, False), ("none", True, False)])
+@pytest.mark.parametrize(
+    ("offload", "cuda", "waits"), [("cpu", True, True), ("cpu", False, False), ("none", True, False)]
+)
 def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkeypatch, offload, cuda, waits):
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)

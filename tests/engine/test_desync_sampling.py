@@ -1,4 +1,5 @@
-"""Before which calls ranks wait for each other: where loops mostly go wrong, and as often in the rest as costs nothing."""
+"""Before which calls ranks wait for each other: where loops mostly go wrong, and as often in the rest as costs
+nothing."""
 
 from __future__ import annotations
 

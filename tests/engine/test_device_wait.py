@@ -1,4 +1,5 @@
-"""What the watch makes of a host that waits for its device inside a call of an engine, with events that are pretended."""
+"""What the watch makes of a host that waits for its device inside a call of an engine, with events that are
+pretended."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class Check:
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Lets the watch look at a rank that sits in a call of an engine, until it must have said what it does: what, and where."""
+    """Lets the watch look at a rank that sits in a call of an engine, until it must have said what it does: what, and
+    where."""
     clock = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr(watchdog, "time", clock)
     inside = [True]
@@ -119,7 +121,9 @@ def test_a_rank_whose_device_is_held_up_says_that_it_waits(looks):
     assert looks(DeviceWait(Stream())) == (WAITS, where)
 
 
-@pytest.mark.parametrize(("done", "does"), [(False, WAITS), (True, BUSY)], ids=["in a collective", "computes behind it"])
+@pytest.mark.parametrize(
+    ("done", "does"), [(False, WAITS), (True, BUSY)], ids=["in a collective", "computes behind it"]
+)
 def test_a_host_that_reads_a_loss_after_the_step_says_what_its_device_does(looks, done, does):
     wait = DeviceWait(Stream(done=done))
     wait.end()

@@ -71,7 +71,9 @@ def test_two_ranks_on_one_device_are_named(monkeypatch, shared):
     if not shared:
         devices.refuse_shared(1)
         return
-    with pytest.raises(ConfigError, match="ranks 0 and 3 use the same CUDA device of one, which NCCL does not support; start one rank"):
+    with pytest.raises(
+        ConfigError, match="ranks 0 and 3 use the same CUDA device of one, which NCCL does not support; start one rank"
+    ):
         devices.refuse_shared(1)
 
 
@@ -86,7 +88,9 @@ def test_two_ranks_on_one_device_are_named(monkeypatch, shared):
         ("cpu", "1", True, 0, []),  # the model computes on the host too
     ],
 )
-def test_an_offloaded_optimizer_gets_the_cores_that_torchrun_takes_from_it(machine, monkeypatch, offload, threads, elastic, count, wanted):
+def test_an_offloaded_optimizer_gets_the_cores_that_torchrun_takes_from_it(
+    machine, monkeypatch, offload, threads, elastic, count, wanted
+):
     machine(count)
     chosen: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", threads)

@@ -58,14 +58,18 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bmm": lambda x, table: torch.bmm(x[None], table[None]),
     "addmm": lambda x, table: torch.addmm(x, x, table),
     "index_put": put,
-    "attention": lambda x, table: functional.scaled_dot_product_attention(x[None, None], table[None, None], table[None, None]),
+    "attention": lambda x, table: functional.scaled_dot_product_attention(
+        x[None, None], table[None, None], table[None, None]
+    ),
     "batch_norm": lambda x, table: functional.batch_norm(x, table[0], table[1], x[0], x[1], training=True),
 }
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(("precision", "dtype"), [(BF16, torch.bfloat16), (FP16, torch.float16)], ids=["bf16", "fp16"])
-def test_the_module_its_buffers_and_the_field_are_named(operator: str, precision: Precision, dtype: torch.dtype) -> None:
+def test_the_module_its_buffers_and_the_field_are_named(
+    operator: str, precision: Precision, dtype: torch.dtype
+) -> None:
     error = told(nn.Sequential(nn.Identity(), Layer(OPERATORS[operator])), precision, dtype)
     assert error is not None
     assert str(error).startswith(f"the forward of 1 computes with tensors in fp32 and {precision.compute} (")
@@ -103,10 +107,13 @@ def test_other_errors_stay_as_they_are() -> None:
 def test_experts_of_sizes_that_torch_does_not_multiply_in_groups() -> None:
     class Experts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return functional.grouped_mm(x, torch.ones(2, 8, 12).bfloat16(), offs=torch.tensor([4, 8], dtype=torch.int32))
+            return functional.grouped_mm(
+                x, torch.ones(2, 8, 12).bfloat16(), offs=torch.tensor([4, 8], dtype=torch.int32)
+            )
 
     error = str(told(nn.Sequential(Experts())))
     assert error.startswith(
-        "the forward of 0 multiplies experts in groups, which torch does in bf16 only if their sizes are multiples of 8 ("
+        "the forward of 0 multiplies experts in groups, which torch does in bf16 only if their sizes are multiples of "
+        "8 ("
     )
     assert "call model.set_experts_implementation('eager') before prepare" in error

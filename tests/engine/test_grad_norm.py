@@ -26,7 +26,11 @@ def bits(tensors):
 
 @DTYPES
 def test_clips_as_torch_does(dtype):
-    total, ours, parameters = torch.tensor(7.3), gradients(dtype), [nn.Parameter(torch.empty_like(each)) for each in gradients(dtype)]
+    total, ours, parameters = (
+        torch.tensor(7.3),
+        gradients(dtype),
+        [nn.Parameter(torch.empty_like(each)) for each in gradients(dtype)],
+    )
     for parameter, gradient in zip(parameters, gradients(dtype), strict=True):
         parameter.grad = gradient
     scale(ours, total, 0.9, divisor=1)
@@ -50,7 +54,9 @@ def test_measures_each_in_fp32(dtype):
 
 def test_uses_the_public_functions_over_lists_where_torch_has_them(monkeypatch):
     calls = []
-    public = SimpleNamespace(mul_=lambda *given: calls.append(("mul_", *given)), div_=lambda *given: calls.append(("div_", *given)))
+    public = SimpleNamespace(
+        mul_=lambda *given: calls.append(("mul_", *given)), div_=lambda *given: calls.append(("div_", *given))
+    )
     monkeypatch.setattr(grad_norm, "_FOREACH", public)
     given, factor = gradients(torch.float32), torch.tensor(0.5)
     grad_norm.multiply(given, factor)

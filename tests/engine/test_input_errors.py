@@ -30,9 +30,21 @@ class Words(nn.Module):
 @pytest.mark.parametrize(
     ("ids", "start"),
     [
-        ([[1, 10]], "the forward of words (Embedding, test_input_errors.py:{} in forward) got the id 10, and has the ids from 0 to 9; if"),
-        ([[1, -1]], "the forward of words (Embedding, test_input_errors.py:{} in forward) got the id -1, and has the ids from 0 to 9; a"),
-        ([[1] * 5], "the forward of places (Embedding, test_input_errors.py:{} in forward) got the id 3, and has the ids from 0 to 2; if"),
+        (
+            [[1, 10]],
+            "the forward of words (Embedding, test_input_errors.py:{} in forward) got the id 10, and has the ids from "
+            "0 to 9; if",
+        ),
+        (
+            [[1, -1]],
+            "the forward of words (Embedding, test_input_errors.py:{} in forward) got the id -1, and has the ids from "
+            "0 to 9; a",
+        ),
+        (
+            [[1] * 5],
+            "the forward of places (Embedding, test_input_errors.py:{} in forward) got the id 3, and has the ids from "
+            "0 to 2; if",
+        ),
     ],
 )
 def test_an_id_out_of_range(ids: list[list[int]], start: str) -> None:

@@ -26,7 +26,14 @@ def low(value: object) -> object:
 def test_tensors_inside_containers() -> None:
     x, ids = torch.ones(2), torch.arange(2)
     found = low([x, (ids, {"a": x}), Pair(x, ids), OrderedDict(b=x), Held(x, 3)])
-    assert found[0].dtype == found[1][1]["a"].dtype == found[2].first.dtype == found[3]["b"].dtype == found[4].table.dtype == torch.bfloat16
+    assert (
+        found[0].dtype
+        == found[1][1]["a"].dtype
+        == found[2].first.dtype
+        == found[3]["b"].dtype
+        == found[4].table.dtype
+        == torch.bfloat16
+    )
     assert found[1][0] is found[2].second is ids
     assert [type(each) for each in found[1:]] == [tuple, Pair, OrderedDict, Held]
     assert found[4].count == 3

@@ -51,7 +51,9 @@ NORM, STATISTICS = {"inner.norm.weight", "inner.norm.bias"}, {"inner.norm.runnin
 
 def test_a_models_lists_count_as_in_transformers() -> None:
     assert names(Around(), compute="bf16") == (NORM, {"inner.gate.score_bias", *STATISTICS})
-    assert names(Around(), compute="fp16")[0] == NORM | {"inner.wo.weight", "inner.wo.bias"}, "not the wo of the model around it"
+    assert names(Around(), compute="fp16")[0] == NORM | {"inner.wo.weight", "inner.wo.bias"}, (
+        "not the wo of the model around it"
+    )
     assert names(Around(), compute="fp32") == names(Around(), compute="bf16", keep_fp32=[]) == (set(), set())
     shape = shape_of(Around(), Sharding())
     planned = {each.name for each in shape.parameters if each.kept(Precision(compute="fp16"))}
@@ -80,10 +82,17 @@ def test_groups_of_an_optimizer_hold_one_dtype_and_the_16_bit_ones_come_first() 
     model = Listed()
     kept_fp32.mark(model, kept_fp32.find(model, Precision(compute="fp16")))
     parts = ([*model.norm.parameters()], [*model.wo.parameters(), *model.other.parameters()], [model.gate.weight])
-    optimizer = torch.optim.SGD([{"params": part, "lr": rate} for part, rate in zip(parts, (1.0, 2.0, 3.0), strict=True)])
+    optimizer = torch.optim.SGD(
+        [{"params": part, "lr": rate} for part, rate in zip(parts, (1.0, 2.0, 3.0), strict=True)]
+    )
     with pytest.raises(ConfigError, match="StepLR has a rate for each group"):
         separate(optimizer, StepLR(optimizer, 3))
     separate(optimizer, None)
     found = [([*map(id, group["params"])], group["lr"]) for group in optimizer.param_groups]
-    expected = [(model.other.parameters(), 2.0), ([model.gate.weight], 3.0), (model.norm.parameters(), 1.0), (model.wo.parameters(), 2.0)]
+    expected = [
+        (model.other.parameters(), 2.0),
+        ([model.gate.weight], 3.0),
+        (model.norm.parameters(), 1.0),
+        (model.wo.parameters(), 2.0),
+    ]
     assert found == [([*map(id, part)], rate) for part, rate in expected]

@@ -25,7 +25,10 @@ TOKEN = "right"
 
 @contextmanager
 def ranks(
-    size: int, connected: int | None = None, judge: Any = lambda statuses: Judgement(), unreachable: Any = lambda rank: False
+    size: int,
+    connected: int | None = None,
+    judge: Any = lambda statuses: Judgement(),
+    unreachable: Any = lambda rank: False,
 ) -> Iterator:
     """Lines of the first ranks to one hub."""
     hub = Hub(size, TOKEN, judge, unreachable or (lambda rank: False))
@@ -77,7 +80,10 @@ def test_a_rank_that_dies_is_known_at_once_and_no_longer_waited_for() -> None:
         for line in (lines[0], lines[2]):
             assert line.endings[1].how == DIED
             assert line.is_gone(1)
-            assert line.cause() == "rank 1 is gone: its process ended without an error (killed, for lack of memory, or in C++)"
+            assert (
+                line.cause()
+                == "rank 1 is gone: its process ended without an error (killed, for lack of memory, or in C++)"
+            )
 
 
 def test_what_explains_the_end_of_a_run_comes_before_what_follows_from_it() -> None:
@@ -129,7 +135,9 @@ def test_a_value_can_be_given_before_others_ask() -> None:
 
 def test_ranks_that_are_waited_for_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with ranks(4, connected=2) as (_, lines), caplog.at_level(logging.WARNING, "unishard"):
-        thread = threading.Thread(target=together, args=(lines, "key"), kwargs={"what": "to call prepare", "patience": 0.2}, daemon=True)
+        thread = threading.Thread(
+            target=together, args=(lines, "key"), kwargs={"what": "to call prepare", "patience": 0.2}, daemon=True
+        )
         thread.start()
         time.sleep(2.0)
         assert caplog.messages == ["rank 0 has waited 0 s for ranks 2, 3 to call prepare"]
@@ -177,7 +185,8 @@ def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None
         ends = [lines[1]._socket, hub._links[1].socket]
         for end in ends:
             idle, interval, count = (
-                end.getsockopt(socket.IPPROTO_TCP, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                end.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
             )
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert idle + interval * count <= 60
@@ -185,7 +194,9 @@ def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * (idle + interval * count)
 
 
-@pytest.mark.parametrize("sent", [b"[" * 4000 + b"\n", b"x" * 5000, b'{"token": 3, "rank": 1}\n', b'{"token": "right", "rank": -1}\n'])
+@pytest.mark.parametrize(
+    "sent", [b"[" * 4000 + b"\n", b"x" * 5000, b'{"token": 3, "rank": 1}\n', b'{"token": "right", "rank": -1}\n']
+)
 def test_what_a_stranger_sends_neither_ends_the_hub_nor_fills_its_memory(sent: bytes) -> None:
     with ranks(2, connected=1) as (hub, lines):
         with socket.create_connection(("localhost", hub.port)) as connection:
@@ -196,7 +207,10 @@ def test_what_a_stranger_sends_neither_ends_the_hub_nor_fills_its_memory(sent: b
 
 
 def test_a_hub_of_one_machine_listens_to_no_other() -> None:
-    assert Hub(2, TOKEN, lambda statuses: Judgement(), lambda rank: False, local=True)._listener.getsockname()[0] == "127.0.0.1"
+    assert (
+        Hub(2, TOKEN, lambda statuses: Judgement(), lambda rank: False, local=True)._listener.getsockname()[0]
+        == "127.0.0.1"
+    )
 
 
 HOSTS = {"localhost": True, "127.0.0.1": True, "::1": True, "10.0.0.1": False, "node1": False}
@@ -212,6 +226,8 @@ def test_a_store_of_one_machine_listens_to_no_other() -> None:
         port = taken.getsockname()[1]
     store = serving.serve("127.0.0.1", port, 1, timedelta(seconds=5))
     store.set("key", "value")
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
     assert f"0100007F:{port:04X}" in listening
     assert f"00000000:{port:04X}" not in listening

@@ -30,7 +30,15 @@ def ranks(world: int) -> Iterator[None]:
 @pytest.mark.parametrize("world", [2, 4096])
 def test_ranks_that_agree_send_64_bytes_in_one_collective(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, int]] = []
-    for name in ("all_reduce", "all_gather", "broadcast", "gather", "all_gather_object", "gather_object", "broadcast_object_list"):
+    for name in (
+        "all_reduce",
+        "all_gather",
+        "broadcast",
+        "gather",
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+    ):
         monkeypatch.setattr(dist, name, lambda tensor, *rest, name=name, **more: sent.append((name, tensor.nbytes)))
     with ranks(world):
         agreement.agree({"config": "x" * 50_000}, "configs")
@@ -50,7 +58,10 @@ def test_a_difference_names_the_ranks_that_differ_from_rank_0() -> None:
 
 
 def test_few_ranks_are_all_named() -> None:
-    assert agreement._described({"lr": "0.1"}, [{}, {"lr": "0.2"}, {}]) == "lr: rank 0 has 0.1, rank 1 has 0.2, rank 2 has 0.1"
+    assert (
+        agreement._described({"lr": "0.1"}, [{}, {"lr": "0.2"}, {}])
+        == "lr: rank 0 has 0.1, rank 1 has 0.2, rank 2 has 0.1"
+    )
 
 
 class Counting:

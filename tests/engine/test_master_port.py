@@ -20,7 +20,10 @@ def test_a_program_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         where = f"127.0.0.1:{port}"
-        said = f"what listens at {where} does not answer as rank 0: another program has that port, or the machine hangs; set MASTER_PORT"
+        said = (
+            f"what listens at {where} does not answer as rank 0: another program has that port, or the machine "
+            "hangs; set MASTER_PORT"
+        )
         with pytest.raises(RankMismatchError, match=re.escape(said)):
             master_port.connect(f"tcp://{where}", 1, 2, SOON, where)
 
@@ -28,7 +31,10 @@ def test_a_program_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
 def test_a_port_that_is_in_use_is_named_on_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use by another program"), master_port.serving(port):
+        with (
+            pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use by another program"),
+            master_port.serving(port),
+        ):
             dist.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=SOON, wait_for_workers=False)
 
 

@@ -27,9 +27,18 @@ def hooked_after_accumulation() -> nn.Module:
     [
         (nn.ReLU(), "ReLU has no parameters; there is nothing to train"),
         (nn.Linear(2, 2).requires_grad_(False), "all 2 parameters of Linear are frozen; unfreeze the ones to train"),
-        (nn.Linear(2, 2).double(), "must be fp32, bf16 or fp16, .* weight and 1 others of Linear are torch.float64; call model.float()"),
-        (nn.LazyLinear(2), "parameter weight of LazyLinear has no shape yet .lazy module.; run the model once on a batch"),
-        (nn.Embedding(3, 2, sparse=True), r"the model \(Embedding\) of Embedding has sparse=True, .*; build it with sparse=False"),
+        (
+            nn.Linear(2, 2).double(),
+            "must be fp32, bf16 or fp16, .* weight and 1 others of Linear are torch.float64; call model.float()",
+        ),
+        (
+            nn.LazyLinear(2),
+            "parameter weight of LazyLinear has no shape yet .lazy module.; run the model once on a batch",
+        ),
+        (
+            nn.Embedding(3, 2, sparse=True),
+            r"the model \(Embedding\) of Embedding has sparse=True, .*; build it with sparse=False",
+        ),
         (hooked(), "parameter weight of Linear has a gradient hook, which sharding would lose; remove it"),
         (hooked_after_accumulation(), "parameter bias of Linear has a gradient hook"),
         (

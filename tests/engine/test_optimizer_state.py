@@ -1,4 +1,5 @@
-"""Optimizer state made without an update: the same keys in the same form as the optimizer's own, so that it goes on from there."""
+"""Optimizer state made without an update: the same keys in the same form as the optimizer's own, so that it goes on
+from there."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ KEYS = {
 
 
 def parameters() -> list[nn.Parameter]:
-    """One of two dimensions, one of a single element, one of none: in that, shapes do not tell a step count from a moment."""
+    """One of two dimensions, one of a single element, one of none: in that, shapes do not tell a step count from a
+    moment."""
     generator = torch.Generator().manual_seed(5)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 4), (1,), ())]
 
@@ -99,7 +101,9 @@ def test_the_first_update_makes_the_keys_that_were_found(name: str) -> None:
     assert (set(keys.tensors), set(keys.numbers)) == KEYS[name]
     update(optimizer, on, seed=1)
     for parameter in on:
-        tensors, numbers = tensors_and_numbers(optimizer, optimizer.param_groups[0], parameter, optimizer.state[parameter])
+        tensors, numbers = tensors_and_numbers(
+            optimizer, optimizer.param_groups[0], parameter, optimizer.state[parameter]
+        )
         assert (set(tensors), set(numbers)) == KEYS[name]
         assert all(tensors[key] is optimizer.state[parameter][key] for key in tensors)
         assert {(number.dtype, number.shape) for number in numbers.values()} <= {(torch.float32, torch.Size())}
@@ -117,7 +121,9 @@ def test_state_that_was_made_anew_trains_on_bit_by_bit(name: str) -> None:
     for parameter, fresh in zip(on, again, strict=True):
         group = optimizer.param_groups[0]
         tensors, numbers = tensors_and_numbers(optimizer, group, parameter, optimizer.state.get(parameter, {}))
-        spec = StateSpec({key: value.dtype for key, value in tensors.items()}, {key: float(value) for key, value in numbers.items()})
+        spec = StateSpec(
+            {key: value.dtype for key, value in tensors.items()}, {key: float(value) for key, value in numbers.items()}
+        )
         state = fresh_state(resumed, resumed.param_groups[0], fresh, spec)
         for key, value in tensors.items():
             assert not state[key].any()
@@ -127,7 +133,10 @@ def test_state_that_was_made_anew_trains_on_bit_by_bit(name: str) -> None:
             if key != "decay":  # 0.729, which fp32 rounds
                 assert_same(state[key], value)
         for key in numbers:  # never shared between parameters
-            assert not isinstance(state[key], Tensor) or sum(state[key] is other.get(key) for other in resumed.state.values()) == 1
+            assert (
+                not isinstance(state[key], Tensor)
+                or sum(state[key] is other.get(key) for other in resumed.state.values()) == 1
+            )
 
     for seed in range(3, 6):
         update(optimizer, on, seed)
@@ -150,7 +159,11 @@ def test_the_optimizer_and_what_hangs_on_its_step_notice_nothing(name: str) -> N
     optimizer.step = lambda *args: calls.append("step") or original(*args)
     update(optimizer, on, seed=1)
     calls.clear()
-    before, values, epoch = copy.deepcopy(optimizer.state_dict()), [parameter.detach().clone() for parameter in on], scheduler.last_epoch
+    before, values, epoch = (
+        copy.deepcopy(optimizer.state_dict()),
+        [parameter.detach().clone() for parameter in on],
+        scheduler.last_epoch,
+    )
     seen = set(getattr(optimizer, "seen", ()))
 
     keys_of(optimizer, optimizer.param_groups[0])
@@ -194,7 +207,9 @@ class Noisy(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["updates" if self.counts else "noise"] = 1 if self.counts else torch.randn(parameter.shape)
+            self.state[parameter]["updates" if self.counts else "noise"] = (
+                1 if self.counts else torch.randn(parameter.shape)
+            )
 
 
 def test_optimizers_of_one_class_may_keep_different_keys_and_use_random_numbers() -> None:

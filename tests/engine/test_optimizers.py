@@ -37,15 +37,30 @@ def built(build: OptimizerBuilder, on: nn.Module) -> torch.optim.Optimizer:
         (
             {"name": "adam", "betas": [0.5, 0.6], "eps": 1e-3, "weight_decay": 0.2},
             torch.optim.Adam,
-            {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2, "amsgrad": False, "fused": True, "decoupled_weight_decay": False},
+            {
+                "betas": (0.5, 0.6),
+                "eps": 1e-3,
+                "weight_decay": 0.2,
+                "amsgrad": False,
+                "fused": True,
+                "decoupled_weight_decay": False,
+            },
         ),
         (
             {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.2},
             torch.optim.SGD,
             {"momentum": 0.9, "nesterov": True, "weight_decay": 0.2, "dampening": 0, "fused": False},
         ),
-        ({"name": "adagrad", "eps": 1e-3, "weight_decay": 0.2}, torch.optim.Adagrad, {"eps": 1e-3, "weight_decay": 0.2, "lr_decay": 0}),
-        ({"name": "lion", "betas": [0.5, 0.6], "weight_decay": 0.2}, lion_pytorch.Lion, {"betas": (0.5, 0.6), "weight_decay": 0.2}),
+        (
+            {"name": "adagrad", "eps": 1e-3, "weight_decay": 0.2},
+            torch.optim.Adagrad,
+            {"eps": 1e-3, "weight_decay": 0.2, "lr_decay": 0},
+        ),
+        (
+            {"name": "lion", "betas": [0.5, 0.6], "weight_decay": 0.2},
+            lion_pytorch.Lion,
+            {"betas": (0.5, 0.6), "weight_decay": 0.2},
+        ),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) and "name" in value else "",
 )
@@ -60,16 +75,23 @@ def test_the_config_s_own(fields: dict[str, Any], kind: type, options: dict[str,
 
 def test_groups_of_the_config() -> None:
     on = model()
-    cfg = Optimizer.model_validate({"lr": 0.1, "weight_decay": 0.2, "no_decay": ["bias"], "groups": [{"params": ["^1"], "lr": 0.3}]})
+    cfg = Optimizer.model_validate(
+        {"lr": 0.1, "weight_decay": 0.2, "no_decay": ["bias"], "groups": [{"params": ["^1"], "lr": 0.3}]}
+    )
     optimizer = built(factory(cfg, on), on)
     names = {id(parameter): name for name, parameter in on.named_parameters()}
-    found = [(group["lr"], group["weight_decay"], [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+    found = [
+        (group["lr"], group["weight_decay"], [names[id(p)] for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
     assert found == [(0.1, 0.2, ["0.weight"]), (0.1, 0.0, ["0.bias"]), (0.3, 0.2, ["1.weight"]), (0.3, 0.0, ["1.bias"])]
 
 
 def test_lion_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"optimizer\.name: lion needs a package that is not installed; pip install 'unishard\[opt"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.name: lion needs a package that is not installed; pip install 'unishard\[opt"
+    ):
         factory(Optimizer.model_validate({"name": "lion"}), model())
 
 
@@ -77,15 +99,27 @@ def test_lion_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     ("build", "message"),
     [
         (lambda params: None, "the function returned NoneType; it must return a torch.optim.Optimizer"),
-        (lambda params: torch.optim.SGD([params[0]], lr=1.0), r"the function omitted 3 of 4 trainable parameters; freeze those"),
+        (
+            lambda params: torch.optim.SGD([params[0]], lr=1.0),
+            r"the function omitted 3 of 4 trainable parameters; freeze those",
+        ),
         (
             lambda params: torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=1.0),
             "the function added 1 parameters that are not in its argument",
         ),
-        (lambda params: torch.optim.Adafactor(params), "Adafactor needs full tensors, but engines step shards; choose no_shard"),
+        (
+            lambda params: torch.optim.Adafactor(params),
+            "Adafactor needs full tensors, but engines step shards; choose no_shard",
+        ),
         (lambda params: torch.optim.LBFGS(params), "LBFGS recomputes the loss inside step"),
-        (lambda params: torch.optim.SGD(params, lr=1.0, differentiable=True), "SGD has differentiable=True, but there is no backward"),
-        (lambda params: torch.optim.Adam(params, lr=1.0, capturable=True), "Adam has capturable=True, but updates are not captured"),
+        (
+            lambda params: torch.optim.SGD(params, lr=1.0, differentiable=True),
+            "SGD has differentiable=True, but there is no backward",
+        ),
+        (
+            lambda params: torch.optim.Adam(params, lr=1.0, capturable=True),
+            "Adam has capturable=True, but updates are not captured",
+        ),
     ],
     ids=["nothing", "too few", "foreign", "factored", "line search", "differentiable", "capturable"],
 )
@@ -95,7 +129,9 @@ def test_refused(build: Callable[[Any], Any], message: str) -> None:
 
 
 def test_no_factory() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer: is a str; pass a new torch\.optim\.Optimizer of model\.parameters\(\), or"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer: is a str; pass a new torch\.optim\.Optimizer of model\.parameters\(\), or"
+    ):
         from_factory("adamw", sharded=False)  # type: ignore[arg-type]
 
 
@@ -133,17 +169,29 @@ def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
         (loaded, "AdamW already has state of 4 parameters"),
         (
             lambda on: torch.optim.SGD(model().parameters(), lr=0.1),
-            r"SGD has 4 parameters that are not in Sequential; create it from model.parameters\(\) after the last change",
+            r"SGD has 4 parameters that are not in Sequential; create it from model.parameters\(\) after the last "
+            r"change",
         ),
         (
             lambda on: torch.optim.SGD(on[0].parameters(), lr=0.1),
-            r"SGD lacks 2 trainable parameters \(1.weight, 1.bias\); add them to a group, or freeze them with requires_grad_\(False\)",
+            r"SGD lacks 2 trainable parameters \(1.weight, 1.bias\); add them to a group, or freeze them with "
+            r"requires_grad_\(False\)",
         ),
         (partly_frozen, "group 1 of SGD has only frozen parameters; remove it"),
         (lambda on: torch.optim.Adafactor(on.parameters()), "Adafactor needs full tensors, but engines step shards"),
         (lambda on: torch.optim.Adam(on.parameters(), capturable=True), "Adam has capturable=True"),
     ],
-    ids=["stepped", "momentum", "eager state", "loaded", "foreign", "left out", "frozen group", "whole tensors", "capturable"],
+    ids=[
+        "stepped",
+        "momentum",
+        "eager state",
+        "loaded",
+        "foreign",
+        "left out",
+        "frozen group",
+        "whole tensors",
+        "capturable",
+    ],
 )
 def test_an_object_that_cannot_be_moved(make: Callable[[nn.Module], torch.optim.Optimizer], message: str) -> None:
     on = model()
@@ -157,7 +205,11 @@ def test_an_object_keeps_its_groups_on_other_parameters() -> None:
     on[1].bias.requires_grad_(False)  # type: ignore[union-attr,operator]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [("1.bias", named["1.bias"]), ("1.weight", named["1.weight"])], "lr": torch.tensor(0.25), "weight_decay": 0.0},
+            {
+                "params": [("1.bias", named["1.bias"]), ("1.weight", named["1.weight"])],
+                "lr": torch.tensor(0.25),
+                "weight_decay": 0.0,
+            },
             {"params": [("0.weight", named["0.weight"]), ("0.bias", named["0.bias"])]},
         ],
         lr=0.5,
@@ -169,7 +221,10 @@ def test_an_object_keeps_its_groups_on_other_parameters() -> None:
     assert built(build, after) is optimizer
     assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
     moved = dict(after.named_parameters())
-    assert [[id(p) for p in group["params"]] for group in groups] == [[id(moved["1.weight"])], [id(moved["0.weight"]), id(moved["0.bias"])]]
+    assert [[id(p) for p in group["params"]] for group in groups] == [
+        [id(moved["1.weight"])],
+        [id(moved["0.weight"]), id(moved["0.bias"])],
+    ]
     assert [group["param_names"] for group in groups] == [["1.weight"], ["0.weight", "0.bias"]]
     assert [group["lr"] for group in groups] == [0.25, 0.5]
     assert [group["weight_decay"] for group in groups] == [0.0, 0.01]
@@ -202,5 +257,6 @@ def test_a_pattern_that_only_another_model_has_is_a_warning(caplog: pytest.LogCa
     optimizer = built(factory(cfg, on), on)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert caplog.messages == [
-        "optimizer.no_decay: 'norm' matches no parameter; write part of a name, such as 0.weight, 0.bias (the others are used)"
+        "optimizer.no_decay: 'norm' matches no parameter; write part of a name, such as 0.weight, 0.bias (the others "
+        "are used)"
     ]

@@ -10,7 +10,14 @@ from unishard.config import Optimizer
 from unishard.engine.optim.parameter_groups import NamedGroup, groups_of, without_match
 from unishard.errors import ConfigError
 
-NAMES = ("embed.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.0.norm.weight", "layers.10.up.weight", "head.weight")
+NAMES = (
+    "embed.weight",
+    "layers.0.up.weight",
+    "layers.0.up.bias",
+    "layers.0.norm.weight",
+    "layers.10.up.weight",
+    "head.weight",
+)
 
 
 def groups(**fields: Any) -> list[NamedGroup]:
@@ -44,7 +51,9 @@ def test_a_section_is_split_by_no_decay_unless_it_states_a_weight_decay() -> Non
         NamedGroup(("layers.0.up.bias", "layers.0.norm.weight"), 0.1, 0.0),
     ]
     stated = groups(no_decay=["bias", "norm"], groups=[{"params": [r"layers\.0"], "weight_decay": 0.1}])
-    assert {(name, group.weight_decay) for group in stated[1:] for name in group.names} == {(name, 0.1) for name in NAMES[1:4]}
+    assert {(name, group.weight_decay) for group in stated[1:] for name in group.names} == {
+        (name, 0.1) for name in NAMES[1:4]
+    }
 
 
 def test_everything_may_be_in_sections() -> None:
@@ -56,7 +65,8 @@ def test_everything_may_be_in_sections() -> None:
     [
         (
             {"no_decay": ["layernorm"]},
-            "optimizer.no_decay: 'layernorm' matches no parameter; write part of a name, such as embed.weight, layers.0.up.weight, "
+            "optimizer.no_decay: 'layernorm' matches no parameter; write part of a name, such as embed.weight, "
+            "layers.0.up.weight, "
             "layers.0.up.bias, layers.0.norm.weight, head.weight",
         ),
         (
@@ -65,7 +75,8 @@ def test_everything_may_be_in_sections() -> None:
         ),
         (
             {"no_decay": ["frozen"]},
-            "optimizer.no_decay: 'frozen' matches only frozen parameters; remove it, or call requires_grad_(True) on them",
+            "optimizer.no_decay: 'frozen' matches only frozen parameters; remove it, or call requires_grad_(True) on "
+            "them",
         ),
         (
             {"groups": [{"params": ["weight"], "lr": 0.1}, {"params": ["head"], "lr": 0.1}]},
@@ -89,4 +100,6 @@ def test_all_patterns_without_a_match_are_told_at_once() -> None:
 def test_a_pattern_of_no_decay_without_a_match_is_not_an_error_beside_others() -> None:
     cfg = Optimizer.model_validate({"lr": 1.0, "weight_decay": 0.5, "no_decay": ["bias", "layernorm"]})
     assert groups_of(cfg, NAMES)[1] == NamedGroup(("layers.0.up.bias",), 1.0, 0.0)
-    assert [problem.what.partition(";")[0] for problem in without_match(cfg, NAMES)] == ["'layernorm' matches no parameter"]
+    assert [problem.what.partition(";")[0] for problem in without_match(cfg, NAMES)] == [
+        "'layernorm' matches no parameter"
+    ]

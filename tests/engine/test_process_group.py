@@ -25,7 +25,9 @@ def torch_calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(("set_device", index)))
     monkeypatch.setattr(devices, "refuse_shared", lambda index: calls.append(("refuse_shared", index)))
-    monkeypatch.setattr(dist, "init_process_group", lambda *backend, **options: calls.append(("init", (*backend, options))))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *backend, **options: calls.append(("init", (*backend, options)))
+    )
     monkeypatch.setattr(lifetime.atexit, "register", lambda function: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -74,7 +76,9 @@ def test_ranks_share_devices_only_in_a_gloo_group_of_the_callers(torch_calls, ca
         lifetime.ensure(seventh)
 
 
-@pytest.mark.parametrize(("backends", "device"), [("cuda:nccl", "cuda:2"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")])
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cuda:nccl", "cuda:2"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
 def test_small_numbers_travel_where_the_group_carries_them(torch_calls, callers_group, backends, device):
     callers_group(backends)
     lifetime.ensure(RANK)
@@ -122,7 +126,9 @@ def test_so_it_is_after_an_error_outside_any_engine(ending, monkeypatch):
 def test_without_torchs_own_function_the_default_group_is_aborted(ending, monkeypatch):
     aborted = []
     monkeypatch.delattr(dist.distributed_c10d, "_abort_process_group")
-    monkeypatch.setattr(process_group.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: aborted.append(1))))
+    monkeypatch.setattr(
+        process_group.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: aborted.append(1)))
+    )
     lifetime.ended_by(ValueError())
     assert ending("cuda:nccl") == []
     assert aborted == [1]

@@ -16,7 +16,13 @@ CPU = torch.device("cpu")
 
 def draw() -> list[float]:
     """From every generator; the normal ones keep a spare number between two calls."""
-    return [*torch.rand(3).tolist(), torch.randn(()).item(), random.random(), random.gauss(0, 1), *numpy.random.randn(3).tolist()]
+    return [
+        *torch.rand(3).tolist(),
+        torch.randn(()).item(),
+        random.random(),
+        random.gauss(0, 1),
+        *numpy.random.randn(3).tolist(),
+    ]
 
 
 def test_every_generator_goes_on_where_it_was():

@@ -84,10 +84,16 @@ def test_equals_deepspeed(climb: str) -> None:
     warm = {"warmup_steps": 4, "warmup_type": climb, "warmup_start_ratio": 0.25, "delay_steps": 1}
     for section, theirs_, params in (
         ({"name": "constant"}, lr_schedules.WarmupLR, {}),
-        ({"name": "linear", "total_steps": 9, "min_lr_ratio": 0.25}, lr_schedules.WarmupDecayLR, {"total_num_steps": 9}),
+        (
+            {"name": "linear", "total_steps": 9, "min_lr_ratio": 0.25},
+            lr_schedules.WarmupDecayLR,
+            {"total_num_steps": 9},
+        ),
     ):
         mine = [row[0] for row in ours(section | warm, 13)]
         peak = optimizer().param_groups[0]["lr"]
         settings = {"warmup_min_lr": peak / 4, "warmup_max_lr": peak, "warmup_num_steps": 4, "warmup_type": climb}
-        other = theirs(lambda steps, make=theirs_, params=params, settings=settings: make(steps, **settings, **params), 13)
+        other = theirs(
+            lambda steps, make=theirs_, params=params, settings=settings: make(steps, **settings, **params), 13
+        )
         assert mine == pytest.approx([row[0] for row in other], rel=1e-12)

@@ -26,7 +26,10 @@ ONE = optimizer()
     ("scheduler", "message"),
     [
         (3, r"is a int; pass a torch\.optim\.lr_scheduler\.LRScheduler, or a function that builds one"),
-        (ReduceLROnPlateau(ONE), r"ReduceLROnPlateau needs a metric, which is not available in an update; build it on engine.optimizer"),
+        (
+            ReduceLROnPlateau(ONE),
+            r"ReduceLROnPlateau needs a metric, which is not available in an update; build it on engine.optimizer",
+        ),
         (
             StepLR(optimizer(), 1),
             "StepLR belongs to an optimizer that was not passed to prepare; pass that optimizer too, or",
@@ -44,7 +47,10 @@ def test_refused(scheduler: Any, message: str) -> None:
     [
         (lambda built: None, "function returned NoneType; it must return a torch"),
         (ReduceLROnPlateau, "ReduceLROnPlateau needs a metric"),
-        (lambda built: StepLR(optimizer(), 1), "function returned a StepLR of another optimizer; build it from the function's argument"),
+        (
+            lambda built: StepLR(optimizer(), 1),
+            "function returned a StepLR of another optimizer; build it from the function's argument",
+        ),
     ],
     ids=["nothing", "needs a metric", "another optimizer"],
 )
@@ -55,11 +61,15 @@ def test_a_function_that_returns_something_else(build: Any, message: str) -> Non
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
 def test_nothing_is_given_twice(section: str) -> None:
-    cfg = Config.model_validate({"sharding": "no_shard", section: {"name": "adamw" if section == "optimizer" else "constant"}})
+    cfg = Config.model_validate(
+        {"sharding": "no_shard", section: {"name": "adamw" if section == "optimizer" else "constant"}}
+    )
     model = torch.nn.Linear(1, 1)
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     given = {"optimizer": (own, None), "scheduler": (None, lambda built: StepLR(built, 1))}[section]
-    with pytest.raises(ConfigError, match=f"{section}: is in the config and was also passed to prepare; remove one of them"):
+    with pytest.raises(
+        ConfigError, match=f"{section}: is in the config and was also passed to prepare; remove one of them"
+    ):
         OptimizerSetup(cfg, model, *given)
 
 

@@ -1,4 +1,5 @@
-"""Two tensors over the same memory are found, whatever part they share, and slices that lie beside each other are not."""
+"""Two tensors over the same memory are found, whatever part they share, and slices that lie beside each other are
+not."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ TABLE = torch.randn(3, 4)
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: pair(TABLE, TABLE.t()), "parameters one and other of Module share memory .*; tie them by one object, other = one; for a"),
+        (
+            lambda: pair(TABLE, TABLE.t()),
+            "parameters one and other of Module share memory .*; tie them by one object, other = one; for a",
+        ),
         (lambda: pair(FLAT[:8], FLAT[7:]), "parameters one and other"),
         (lambda: pair(TABLE, TABLE.view(torch.int32)), "parameters one and other"),
         (lambda: pair(FLAT, FLAT.view(torch.bfloat16)), "parameters one and other"),

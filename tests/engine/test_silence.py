@@ -60,7 +60,9 @@ def test_a_rank_that_answers_nothing_is_named_while_somebody_waits_for_it(stoppe
         assert wait_for_news(line, 10.0)
         assert line.endings[stopped].how == SILENT
         assert (
-            line.cause() == f"rank {stopped} has not answered for 1 s: its process is stopped (SIGSTOP, a debugger), or its machine hangs"
+            line.cause()
+            == f"rank {stopped} has not answered for 1 s: its process is stopped (SIGSTOP, a debugger), or its machine "
+            "hangs"
         )
         assert line.wait(lambda: line.is_gone(stopped), 2.0), "nobody waits for what it writes"
 

@@ -110,7 +110,9 @@ def test_a_named_class_whose_weights_are_tied_outside_is_an_error() -> None:
 
 
 def test_a_list_of_modules_is_no_unit() -> None:
-    with pytest.raises(ModelError, match=r"model\.layers is a ModuleList, which has no forward; name the class of its elements"):
+    with pytest.raises(
+        ModelError, match=r"model\.layers is a ModuleList, which has no forward; name the class of its elements"
+    ):
         names(llama(), units=["ModuleList"])
 
 
@@ -119,7 +121,10 @@ def test_a_list_of_modules_is_no_unit() -> None:
     [
         (nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), ["0", "2"]),
         (nn.Linear(3, 5), []),
-        (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False), ["layers.0", "layers.1", "layers.2"]),
+        (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False),
+            ["layers.0", "layers.1", "layers.2"],
+        ),
         (ResNet(), ["layer1.0", "layer1.1", "layer2.0"]),
     ],
     ids=["mlp", "one layer", "transformer encoder", "resnet"],
@@ -133,10 +138,16 @@ def test_hugging_face_families() -> None:
     assert names(gpt2) == ["transformer.wpe", "transformer.h.0", "transformer.h.1"]  # wte is tied to lm_head
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2))
     assert names(t5) == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]  # shared is tied
-    vit = ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4))
+    vit = ViTModel(
+        ViTConfig(
+            hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+        )
+    )
     assert len(names(vit)) >= 2
     assert all(type(unit.module).__name__ in vit._no_split_modules for unit in find_units(vit, Sharding()))
-    bert = BertForMaskedLM(BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16))
+    bert = BertForMaskedLM(
+        BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    )
     assert "bert.encoder.layer.0" in names(bert)
     assert "bert.embeddings.word_embeddings" not in names(bert)  # tied to the prediction head
 
@@ -146,7 +157,11 @@ def test_units_never_overlap_and_never_share_a_parameter_with_the_outside() -> N
         units = find_units(model, Sharding())
         owned = [id(parameter) for unit in units for parameter in unit.module.parameters()]
         assert len(owned) == len(set(owned))
-        outside = [p for n, p in model.named_parameters(remove_duplicate=False) if not any(n.startswith(f"{u.name}.") for u in units)]
+        outside = [
+            p
+            for n, p in model.named_parameters(remove_duplicate=False)
+            if not any(n.startswith(f"{u.name}.") for u in units)
+        ]
         assert not set(owned) & {id(parameter) for parameter in outside}
 
 
@@ -156,12 +171,17 @@ def test_small_units_join_what_is_around_them() -> None:
 
 
 def test_a_size_that_leaves_no_unit_is_an_error_with_the_candidates() -> None:
-    with pytest.raises(ModelError, match=r"min_unit_params: 10,000,000 is larger than every unit; the candidates are model\.embed_tokens"):
+    with pytest.raises(
+        ModelError,
+        match=r"min_unit_params: 10,000,000 is larger than every unit; the candidates are model\.embed_tokens",
+    ):
         names(llama(), min_unit_params=10_000_000)
 
 
 def test_a_class_that_matches_nothing_is_an_error_with_the_candidates() -> None:
-    with pytest.raises(ModelError, match=r"no module of class LlamaDecoderLayr in LlamaForCausalLM; .*LlamaDecoderLayer \(x2") as error:
+    with pytest.raises(
+        ModelError, match=r"no module of class LlamaDecoderLayr in LlamaForCausalLM; .*LlamaDecoderLayer \(x2"
+    ) as error:
         names(llama(), units=["LlamaDecoderLayr"])
     assert "did you mean LlamaDecoderLayer?" in str(error.value)
 

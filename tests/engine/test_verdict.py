@@ -37,7 +37,10 @@ def test_ranks_in_different_calls_are_named_whatever_they_do() -> None:
 
 def test_a_difference_of_before_is_told_with_what_to_do() -> None:
     verdict = Judge()({0: status(BUSY, "a", SAVE, "b"), 1: status(BUSY, "a", FORWARD, "b")}).verdict
-    assert f"rank 0 {SAVE}; rank 1 {FORWARD}; they have trained on since, perhaps differently: go back to a checkpoint" in verdict
+    assert (
+        f"rank 0 {SAVE}; rank 1 {FORWARD}; they have trained on since, perhaps differently: go back to a checkpoint"
+        in verdict
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,9 @@ def test_a_difference_of_before_is_told_with_what_to_do() -> None:
 )
 def test_ranks_that_wait_for_each_other_in_vain(ranks: list[tuple[str, int, bool]], deadlock: bool) -> None:
     calls = ("a", "b", "c")
-    statuses = {rank: status(doing, *calls[:number], inside=inside) for rank, (doing, number, inside) in enumerate(ranks)}
+    statuses = {
+        rank: status(doing, *calls[:number], inside=inside) for rank, (doing, number, inside) in enumerate(ranks)
+    }
     assert bool(Judge()(statuses).verdict) is deadlock
     fresh = {rank: [*each[:4], 1.0, each[5]] for rank, each in statuses.items()}
     assert Judge()(fresh).verdict == "", "they have just come there"
@@ -71,7 +76,10 @@ def test_ranks_in_collectives_of_different_calls_are_waited_for_longer_than_one_
         statuses = {rank: status(WAITS, *calls[:number], seconds=61.0) for rank, number in enumerate((first, second))}
         return Judge()(statuses).verdict
 
-    assert verdict(3, 2) == f"ranks made different calls and would deadlock: rank 0 {SAVE}; rank 1 is in engine.backward (update 13)"
+    assert (
+        verdict(3, 2)
+        == f"ranks made different calls and would deadlock: rank 0 {SAVE}; rank 1 is in engine.backward (update 13)"
+    )
     assert verdict(2, 2) == "", "all may have joined it"
 
 
@@ -80,16 +88,24 @@ def test_parameters_that_differ_are_told_with_the_field_that_allows_it() -> None
         return different_calls({rank: Tail(0, 1, (call,)) for rank, call in enumerate((first, second))}, {})
 
     skipped = text(Call(FORWARD, skipped="left (Expert), tower.weight (Tower)"), Call(FORWARD))
-    assert f"rank 0 {FORWARD}, without gradients for left (Expert), tower.weight (Tower); rank 1 {FORWARD}; all ranks must" in skipped
+    assert (
+        f"rank 0 {FORWARD}, without gradients for left (Expert), tower.weight (Tower); rank 1 {FORWARD}; all ranks must"
+        in skipped
+    )
     assert "except those of the classes in sharding.conditional_modules: add Expert, Tower there" in skipped
-    assert "all ranks must run the same modules in the same order" in text(Call(FORWARD, order="1a"), Call(FORWARD, order="2b"))
+    assert "all ranks must run the same modules in the same order" in text(
+        Call(FORWARD, order="1a"), Call(FORWARD, order="2b")
+    )
 
 
 def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> None:
     judge = Judge()
     late = status(BUSY, "a", inside=False, place="is at train.py:33 in load, outside unishard")
     statuses = {0: late, 1: status(MEETS, "a", SAVE), 2: status(MEETS, "a", SAVE)}
-    said = f"has waited 12 s for other ranks: rank 0 is at train.py:33 in load, outside unishard; ranks 1, 2 {SAVE.replace('is', 'are', 1)}"
+    said = (
+        "has waited 12 s for other ranks: rank 0 is at train.py:33 in load, outside unishard; ranks 1, 2 "
+        f"{SAVE.replace('is', 'are', 1)}"
+    )
     assert judge(statuses) == Judgement(late={1: said})
     assert judge(statuses) == Judgement()
 
@@ -105,4 +121,6 @@ def test_a_rank_that_is_gone_is_told_with_its_error_or_with_its_last_call() -> N
     assert different_calls(tails, {1: ""}).endswith(
         f"rank 0 {FORWARD}; rank 1 is gone or gave no answer, last seen in engine.step (update 12)"
     )
-    assert different_calls(tails, {1: "raised ValueError: no"}).endswith(f"rank 0 {FORWARD}; rank 1 raised ValueError: no")
+    assert different_calls(tails, {1: "raised ValueError: no"}).endswith(
+        f"rank 0 {FORWARD}; rank 1 raised ValueError: no"
+    )

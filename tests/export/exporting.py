@@ -22,7 +22,11 @@ from unishard.distributed.shards import Shard
 def stretches_of(module: nn.Module) -> dict[str, LazyShard]:
     """As an engine that shards nothing holds them: each tensor once, under its first name."""
     first = {id(tensor): name for name, tensor in reversed(tensors_of(module).items())}
-    return {name: lazy_shard_of(Shard(tensor.shape, tensor)) for name, tensor in tensors_of(module).items() if first[id(tensor)] == name}
+    return {
+        name: lazy_shard_of(Shard(tensor.shape, tensor))
+        for name, tensor in tensors_of(module).items()
+        if first[id(tensor)] == name
+    }
 
 
 def cut(tensors: Mapping[str, LazyShard], rank: int, world: int, whole: tuple[str, ...] = ()) -> dict[str, LazyShard]:
@@ -32,7 +36,10 @@ def cut(tensors: Mapping[str, LazyShard], rank: int, world: int, whole: tuple[st
         if name in whole:
             out[name] = stretch
             continue
-        cuts = [min(stretch.end, stretch.end * at // world + (index % 3 if 0 < at < world else 0)) for at in range(world + 1)]
+        cuts = [
+            min(stretch.end, stretch.end * at // world + (index % 3 if 0 < at < world else 0))
+            for at in range(world + 1)
+        ]
         out[name] = stretch._replace(start=cuts[rank], end=cuts[rank + 1])
     return out
 
@@ -55,7 +62,9 @@ def checkpoint(folder: Path, module: nn.Module, assets: bool = True) -> Path:
         model=manifest.ModelRecord(class_name=type(module).__name__, fingerprint="", numel=1),
         files={name: manifest.FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in files.items()},
         tensors={
-            name: manifest.TensorFacts(shape=list(written.shapes[name]), dtype=written.dtypes[name], hash=hexadecimal(each))
+            name: manifest.TensorFacts(
+                shape=list(written.shapes[name]), dtype=written.dtypes[name], hash=hexadecimal(each)
+            )
             for name, each in written.hashes.items()
         },
     )
@@ -78,7 +87,13 @@ def tiny(kind: str, **changes: Any) -> Any:
     import transformers
 
     sizes: dict[str, dict[str, Any]] = {
-        "Llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+        "Llama": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
         "T5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
         "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
         "Bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -107,7 +122,12 @@ def tiny(kind: str, **changes: Any) -> Any:
 def adapted(base: Any, **changes: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    given = {"r": 3, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False} | changes
+    given = {
+        "r": 3,
+        "target_modules": ["q_proj", "v_proj"],
+        "modules_to_save": ["lm_head"],
+        "init_lora_weights": False,
+    } | changes
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         torch.manual_seed(1)

@@ -27,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_command_exports_the_latest_of_a_folder(folder: Path, tmp_path: Path) -> None:
     (folder.parent / "latest").write_text("step-00000007\n")
-    result = CliRunner().invoke(app, ["export", str(folder.parent), str(tmp_path / "out"), "--dtype", "bf16", "--max-shard-size", "4KB"])
+    result = CliRunner().invoke(
+        app, ["export", str(folder.parent), str(tmp_path / "out"), "--dtype", "bf16", "--max-shard-size", "4KB"]
+    )
     assert result.exit_code == 0, result.output
     count = len(list((tmp_path / "out").glob("*.safetensors")))
     assert count > 1
@@ -36,7 +38,9 @@ def test_the_command_exports_the_latest_of_a_folder(folder: Path, tmp_path: Path
     again = CliRunner().invoke(app, ["export", str(folder.parent), str(tmp_path / "out")])
     assert again.exit_code == 1
     assert "pass overwrite=True (`unishard export --overwrite`)" in again.stderr
-    again = CliRunner().invoke(app, ["export", str(folder.parent), str(tmp_path / "out"), "--overwrite", "--dtype", "fp32"])
+    again = CliRunner().invoke(
+        app, ["export", str(folder.parent), str(tmp_path / "out"), "--overwrite", "--dtype", "fp32"]
+    )
     assert again.exit_code == 0, again.output
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.float32}
@@ -68,7 +72,8 @@ def test_it_needs_neither_transformers_nor_an_engine(folder: Path, tmp_path: Pat
     code = (
         "import sys\nfrom unishard.cli import app\n"
         f"app(['export', {str(folder)!r}, {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
-        "print([name for name in ('transformers', 'peft', 'safetensors', 'deepspeed', 'unishard.engine.engine') if name in sys.modules])"
+        "print([name for name in ('transformers', 'peft', 'safetensors', 'deepspeed', 'unishard.engine.engine') if "
+        "name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
@@ -142,7 +147,10 @@ def test_unishard_loads_what_it_exported(tmp_path: Path) -> None:
     model = tiny("Llama", tie_word_embeddings=True)
     export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "out", "bf16", "2KB")
     loaded = unishard.from_pretrained(LlamaForCausalLM, tmp_path / "out", cfg)
-    read = {name: parameter._unishard_reader(0, parameter.numel()).view(parameter.shape) for name, parameter in loaded.named_parameters()}  # type: ignore[attr-defined]
+    read = {
+        name: parameter._unishard_reader(0, parameter.numel()).view(parameter.shape)
+        for name, parameter in loaded.named_parameters()
+    }  # type: ignore[attr-defined]
     assert read.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(read[name], parameter.bfloat16()) for name, parameter in model.named_parameters())
 
@@ -159,12 +167,15 @@ def test_a_tokenizer_may_be_given_as_an_object_or_a_folder(tmp_path: Path) -> No
         export(tmp_path / "none", model, stretches_of(model), tokenizer=3)
 
 
-# -- of a checkpoint that says nothing of its model -------------------------------------------------------------------------------
+# -- of a checkpoint that says nothing of its model
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["Llama", "T5", "Mixtral"])
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
-def test_a_described_model_is_exported_as_one_that_the_checkpoint_knows(kind: str, tie_word_embeddings: bool, tmp_path: Path) -> None:
+def test_a_described_model_is_exported_as_one_that_the_checkpoint_knows(
+    kind: str, tie_word_embeddings: bool, tmp_path: Path
+) -> None:
     model = tiny(kind, tie_word_embeddings=tie_word_embeddings)
     model.generation_config.max_new_tokens = 7
     export_checkpoint(checkpoint(tmp_path / "known", model), tmp_path / "wanted")
@@ -188,10 +199,15 @@ def test_a_described_model_is_exported_as_one_that_the_checkpoint_knows(kind: st
         ("{", "transformers cannot build a model from it"),
         ('{"model_type": "llama"}', "transformers cannot build a model from it"),
         ('{"model_type": "llama", "architectures": ["Missing"]}', "transformers cannot build a model from it"),
-        ('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1}', "cannot be exported: it is not among"),
+        (
+            '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1}',
+            "cannot be exported: it is not among",
+        ),
     ],
 )
-def test_a_description_of_another_model_is_refused_in_one_message(config: str | None, what: str, tmp_path: Path) -> None:
+def test_a_description_of_another_model_is_refused_in_one_message(
+    config: str | None, what: str, tmp_path: Path
+) -> None:
     bare = checkpoint(tmp_path / "bare", tiny("Llama"), assets=False)
     (tmp_path / "origin").mkdir()
     if config is not None:

@@ -38,9 +38,13 @@ def test_the_tensors_are_those_of_save_pretrained_and_transformers_loads_them(ki
     model.bfloat16().save_pretrained(tmp_path / "theirs")
     expected, found = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "out")
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in expected.items()
+    )
     for name in contents(tmp_path / "theirs").keys() - {"model.safetensors"}:
-        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((tmp_path / "theirs" / name).read_text()), name
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads(
+            (tmp_path / "theirs" / name).read_text()
+        ), name
     loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -58,10 +62,14 @@ def test_a_class_that_writes_more_itself_is_named_once(caplog: pytest.LogCapture
         assets_of(model, stretches_of(model))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("Chatty.save_pretrained replaces that of transformers, and an export does not call it")
+    assert record.getMessage().startswith(
+        "Chatty.save_pretrained replaces that of transformers, and an export does not call it"
+    )
 
 
-@pytest.mark.parametrize("changes", [{}, {"modules_to_save": None, "use_dora": True}, {"target_modules": ["embed_tokens", "lm_head"]}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"modules_to_save": None, "use_dora": True}, {"target_modules": ["embed_tokens", "lm_head"]}]
+)
 def test_adapters_are_those_of_peft(changes: dict[str, object], tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -135,7 +143,9 @@ def test_without_the_private_name_only_a_model_with_buffers_is_refused(monkeypat
     assert tensors_of(linear).keys() == {"weight", "bias"}
     assert persistent_buffers(linear) == {}
     for find in (tensors_of, persistent_buffers):
-        with pytest.raises(BackendError, match=r"^A checkpoint or an export of a model that has buffers, .*needs Module\._another_set "):
+        with pytest.raises(
+            BackendError, match=r"^A checkpoint or an export of a model that has buffers, .*needs Module\._another_set "
+        ):
             find(nn.Sequential(linear, Odd()))
 
 
@@ -166,7 +176,10 @@ def test_a_model_whose_files_hold_other_values_is_saved_but_not_exported(operati
     transpose = Transpose(0, 1 if operation == "transposed" else 7)
     model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[transpose])]
     folder = checkpoint(tmp_path / "here", model)
-    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM: transformers computes it when it saves.*; load the checkpoint's tensors"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"LlamaForCausalLM: transformers computes it when it saves.*; load the checkpoint's tensors",
+    ):
         export_checkpoint(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -187,7 +200,9 @@ def test_tensors_that_transformers_joins_when_it_saves_are_joined(tmp_path: Path
 
     model = tiny("Llama", num_key_value_heads=2)
     parts = ["q_proj", "k_proj", "v_proj"]
-    model._weight_conversions = [WeightConverter("attn.Wqkv", [f"self_attn.{part}" for part in parts], operations=[Chunk(dim=0)])]
+    model._weight_conversions = [
+        WeightConverter("attn.Wqkv", [f"self_attn.{part}" for part in parts], operations=[Chunk(dim=0)])
+    ]
     model.save_pretrained(tmp_path / "theirs")
     export(tmp_path / "out", model, stretches_of(model))
     export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "offline")
@@ -200,8 +215,12 @@ def test_columns_that_transformers_joins_are_refused(tmp_path: Path) -> None:
     from transformers.core_model_loading import Chunk, WeightConverter
 
     model = tiny("Llama")
-    model._weight_conversions = [WeightConverter("mlp.both", ["mlp.up_proj", "mlp.gate_proj"], operations=[Chunk(dim=1)])]
-    with pytest.raises(CheckpointError, match=r"mlp\.both\.weight of LlamaForCausalLM: transformers computes it when it saves"):
+    model._weight_conversions = [
+        WeightConverter("mlp.both", ["mlp.up_proj", "mlp.gate_proj"], operations=[Chunk(dim=1)])
+    ]
+    with pytest.raises(
+        CheckpointError, match=r"mlp\.both\.weight of LlamaForCausalLM: transformers computes it when it saves"
+    ):
         export(tmp_path / "out", model, stretches_of(model))
 
 
@@ -219,14 +238,18 @@ def test_a_conversion_that_changes_values_is_refused(tmp_path: Path) -> None:
 
     model = tiny("Llama")
     model._weight_conversions = [WeightConverter("up.weight", "up_proj.weight", operations=[Doubled()])]
-    with pytest.raises(CheckpointError, match=r"up\.weight of LlamaForCausalLM: transformers computes it when it saves"):
+    with pytest.raises(
+        CheckpointError, match=r"up\.weight of LlamaForCausalLM: transformers computes it when it saves"
+    ):
         export(tmp_path / "out", model, stretches_of(model))
 
 
 def test_a_tensor_that_the_caller_leaves_out_is_named(tmp_path: Path) -> None:
     for model, name in ((tiny("Llama"), "lm_head.weight"), (nn.Linear(2, 2), "bias")):
         held = {key: stretch for key, stretch in stretches_of(model).items() if key != name}
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be exported: it is not among the {len(held)} available tensors"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name} cannot be exported: it is not among the {len(held)} available tensors"
+        ):
             export(tmp_path / "out", model, held)
 
 
@@ -242,7 +265,9 @@ def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch
     own = importlib.import_module("own_llama")
     own.OwnConfig.register_for_auto_class()
     own.OwnLlama.register_for_auto_class("AutoModelForCausalLM")
-    model = own.OwnLlama(own.OwnConfig(vocab_size=37, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2))
+    model = own.OwnLlama(
+        own.OwnConfig(vocab_size=37, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
     export(tmp_path / "out", model, stretches_of(model))
     before = model.config.to_dict()
     model.save_pretrained(tmp_path / "theirs")
@@ -260,7 +285,9 @@ def test_prompts_that_peft_computes_are_refused_with_a_way_out(tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(tiny("Llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(CheckpointError, match=r"'default' .* is computed when it is saved.*; load the checkpoint into the model"):
+    with pytest.raises(
+        CheckpointError, match=r"'default' .* is computed when it is saved.*; load the checkpoint into the model"
+    ):
         export(tmp_path / "out", model, stretches_of(model))
 
 
@@ -284,9 +311,13 @@ def test_assets_do_not_write_outside_their_folder(files: dict[str, bytes]) -> No
         Assets.from_files(files)
 
 
-@pytest.mark.parametrize("text", [b"{", b'{"kind": "other", "names": {}}', b'{"kind": "plain", "names": {}, "more": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "text", [b"{", b'{"kind": "other", "names": {}}', b'{"kind": "plain", "names": {}, "more": 1}', b"\xff"]
+)
 def test_damaged_names_are_an_error(text: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"assets/export\.json: .*; the file is damaged, or was written by a later version"):
+    with pytest.raises(
+        CheckpointError, match=r"assets/export\.json: .*; the file is damaged, or was written by a later version"
+    ):
         Assets.from_files({"assets/export.json": text})
 
 
@@ -303,7 +334,8 @@ def test_adapters_that_transformers_has_put_in_are_those_it_saves(tmp_path: Path
     loaded = tiny("Llama")
     loaded.load_adapter(str(tmp_path / "out"))
     assert torch.equal(
-        loaded.model.layers[0].self_attn.v_proj.lora_B.default.weight, model.model.layers[0].self_attn.v_proj.lora_B.default.weight
+        loaded.model.layers[0].self_attn.v_proj.lora_B.default.weight,
+        model.model.layers[0].self_attn.v_proj.lora_B.default.weight,
     )
 
 
@@ -318,5 +350,8 @@ def test_an_adapter_on_a_model_of_the_hub_asks_nobody(tmp_path: Path, monkeypatc
     model = adapted(tiny("Llama"))
     model.peft_config["default"].base_model_name_or_path = "somebody/some-model"
     export(tmp_path / "out", model, stretches_of(model))
-    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "somebody/some-model"
+    assert (
+        json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "somebody/some-model"
+    )
     assert len(tensors_in(tmp_path / "out")) == 9

@@ -22,7 +22,10 @@ _DTYPES = (
 )
 _NAMES = st.text('abc.019-é"\\', min_size=1, max_size=8)
 ENTRIES = st.dictionaries(
-    _NAMES, st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(_DTYPES)), min_size=1, max_size=9
+    _NAMES,
+    st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(_DTYPES)),
+    min_size=1,
+    max_size=9,
 ).map(lambda found: [ExportedTensor(name, name, shape, dtype) for name, (shape, dtype) in found.items()])
 
 
@@ -31,7 +34,9 @@ def test_files_hold_every_tensor_once_aligned_and_in_any_order_of_the_entries_al
     entries: list[ExportedTensor], most: int, chance: random.Random
 ) -> None:
     files = plan(entries, "model", most)
-    assert sorted(place.entry for file in files for place in file.places) == sorted(entries, key=lambda entry: entry.name)
+    assert sorted(place.entry for file in files for place in file.places) == sorted(
+        entries, key=lambda entry: entry.name
+    )
     shuffled = entries.copy()
     chance.shuffle(shuffled)
     assert plan(shuffled, "model", most) == files
@@ -57,7 +62,10 @@ def test_a_file_has_the_bytes_that_safetensors_writes(entries: list[ExportedTens
 
 
 def test_layers_are_split_in_the_order_of_their_numbers_and_a_large_tensor_has_a_file_of_its_own() -> None:
-    entries = [ExportedTensor(f"layers.{number}.weight", "", (1000 if number == 2 else 10,), torch.float32) for number in (10, 1, 2, 9)]
+    entries = [
+        ExportedTensor(f"layers.{number}.weight", "", (1000 if number == 2 else 10,), torch.float32)
+        for number in (10, 1, 2, 9)
+    ]
     files = plan(entries, "model", 100)
     assert [[place.entry.name for place in file.places] for file in files] == [
         ["layers.1.weight"],
@@ -68,7 +76,9 @@ def test_layers_are_split_in_the_order_of_their_numbers_and_a_large_tensor_has_a
     assert [file.name for file in plan(entries, "model", 10_000)] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize(("size", "expected"), [("5GB", 5 * 10**9), (" 1.5 mb", 1_500_000), ("2TB", 2 * 10**12), (4096, 4096), ("70", 70)])
+@pytest.mark.parametrize(
+    ("size", "expected"), [("5GB", 5 * 10**9), (" 1.5 mb", 1_500_000), ("2TB", 2 * 10**12), (4096, 4096), ("70", 70)]
+)
 def test_sizes_are_those_of_transformers(size: int | str, expected: int) -> None:
     from huggingface_hub.serialization._base import parse_size_to_int
 
@@ -79,7 +89,9 @@ def test_sizes_are_those_of_transformers(size: int | str, expected: int) -> None
 
 @pytest.mark.parametrize("size", ["5GiB", "GB", "", "-1GB", 0, "many", "0.1", "nanGB", "infGB"])
 def test_other_sizes_are_refused(size: int | str) -> None:
-    with pytest.raises(CheckpointError, match=r"max_shard_size: invalid size .*; expected bytes, or a number with KB, MB, GB, TB"):
+    with pytest.raises(
+        CheckpointError, match=r"max_shard_size: invalid size .*; expected bytes, or a number with KB, MB, GB, TB"
+    ):
         bytes_of(size)
 
 

@@ -124,10 +124,15 @@ def full(*given: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoint(tmp_path / "here", tiny("Llama"))
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"/out/model\.safetensors: cannot be written \(No space left on device\); free disk space"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"/out/model\.safetensors: cannot be written \(No space left on device\); free disk space",
+    ):
         export_checkpoint(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -164,7 +169,9 @@ def test_what_stands_there_is_not_touched(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_an_earlier_export_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_export_is_replaced_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all its files, also through a link; what fails at any point leaves the earlier one."""
     out, old, new = tmp_path / "out", nn.Linear(2, 2), nn.Linear(3, 3)
     export(out, old, stretches_of(old), max_shard_size=20)
@@ -191,9 +198,12 @@ def test_an_earlier_export_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("notes", "no folder of an earlier export"), ("file", "is not a folder"), (".", "no folder of an")]
+    ("name", "what"),
+    [("notes", "no folder of an earlier export"), ("file", "is not a folder"), (".", "no folder of an")],
 )
-def test_what_is_no_export_is_never_replaced(name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_export_is_never_replaced(
+    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(2, 2)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
@@ -215,14 +225,22 @@ def test_elements_that_nobody_holds_are_refused(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("others", [{"dtype": "bf16"}, {"max_shard_size": 10}])
-def test_ranks_that_ask_for_different_exports_are_told(others: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_ask_for_different_exports_are_told(
+    others: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Linear(8, 8)
-    errors = together(monkeypatch, 2, lambda rank: export(tmp_path / "out", model, stretches_of(model), **(others if rank else {})))
-    assert all(isinstance(error, RankMismatchError) and "rank 1 plans other files" in str(error) for error in errors), errors
+    errors = together(
+        monkeypatch, 2, lambda rank: export(tmp_path / "out", model, stretches_of(model), **(others if rank else {}))
+    )
+    assert all(isinstance(error, RankMismatchError) and "rank 1 plans other files" in str(error) for error in errors), (
+        errors
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_is_that_of_a_few_blocks_and_each_element_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_a_few_blocks_and_each_element_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing, "BLOCK", 1 << 16)
     model = nn.Linear(1024, 1024, bias=False)
     given, read = stretches_of(model)["weight"], []
@@ -232,11 +250,18 @@ def test_memory_is_that_of_a_few_blocks_and_each_element_is_read_once(tmp_path: 
         return given.read(begin, end)
 
     tracemalloc.start()
-    export(tmp_path / "out", model, {"weight": LazyShard(given.shape, given.dtype, given.start, given.end, counted)}, dtype="bf16")
+    export(
+        tmp_path / "out",
+        model,
+        {"weight": LazyShard(given.shape, given.dtype, given.start, given.end, counted)},
+        dtype="bf16",
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert max(end - begin for begin, end in read) * 4 <= 1 << 16
-    assert [element for pair in read for element in pair][1:-1:2] == [element for pair in read for element in pair][2::2]
+    assert [element for pair in read for element in pair][1:-1:2] == [element for pair in read for element in pair][
+        2::2
+    ]
     assert (read[0][0], read[-1][1]) == (0, 1024 * 1024)
     assert peak < 1 << 20
 

@@ -1,4 +1,5 @@
-"""Whether every key of a document ends in exactly one line of the report. Used by the property tests and by the check of a corpus."""
+"""Whether every key of a document ends in exactly one line of the report. Used by the property tests and by the check
+of a corpus."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def faults_of(outcome: Outcome) -> list[str]:
     named = {entry.path for entry in written if entry.value != value_at(outcome.reading.source.data, entry.path)}
     leaves = list(leaves_of(outcome.reading.source.data))
     for leaf in leaves:
-        # A mapping whose key is a name, as in `optimizer: {adamw: {lr: 1}}`, has a line for the name beside those of what it holds.
+        # A mapping whose key is a name, as in `optimizer: {adamw: {lr: 1}}`, has a line for the name beside those of
+        # what it holds.
         covering = [path for path in said if path == leaf[: len(path)]]
         covering = [path for path in covering if path not in named or path == leaf or len(covering) == 1]
         below = [path for path in said if path[: len(leaf)] == leaf]

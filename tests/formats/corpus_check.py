@@ -1,8 +1,9 @@
 """Translates every config in a folder to every format and both engines: `python tests/formats/corpus_check.py DIR`.
 
-Each file is read or gets one `ConfigError`; nothing else may be raised, no key may be missing from the report, and what is refused must
-be refused for one of the causes below. Without the keys that are not supported, every file that can be read translates to every format, and
-the installed tools read in each translation what it says. Prints the refusals by cause, and the time.
+Each file is read or gets one `ConfigError`; nothing else may be raised, no key may be missing from the report, and what
+is refused must be refused for one of the causes below. Without the keys that are not supported, every file that can be
+read translates to every format, and the installed tools read in each translation what it says. Prints the refusals by
+cause, and the time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Cause(NamedTuple):
 CAUSES: Mapping[str, Cause] = {
     "the file's own tool refuses it too: a key that it does not know": Cause(
         r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0) does not know this key; (remove it$|did you mean '\S+'\?$)",
-        "DeepSpeed 0.19.8, runtime/config_utils.py (extra fields are forbidden); Accelerate 1.15.0, commands/config/config_args.py",
+        "DeepSpeed 0.19.8, runtime/config_utils.py (extra fields are forbidden); Accelerate 1.15.0, "
+        "commands/config/config_args.py",
     ),
     "the file's own tool refuses it too: keys that exclude each other or are missing": Cause(
         r"^(deepspeed_config\.\S+|mixed_precision): Accelerate 1\.15\.0 refuses this beside deepspeed_config_file"
@@ -69,11 +71,13 @@ CAUSES: Mapping[str, Cause] = {
         "You et al. 2019 (LAMB), section 3: a norm for each layer; FSDP2 and ZeRO update shards",
     ),
     "an optimizer of torch that the config has no name for": Cause(
-        r"optimizer\.type: must be Adam, .*, got '(RMSprop|Adadelta|Adamax|NAdam|RAdam|ASGD|Rprop|Adafactor|SparseAdam|LBFGS)';",
+        r"optimizer\.type: must be Adam, .*, got "
+        r"'(RMSprop|Adadelta|Adamax|NAdam|RAdam|ASGD|Rprop|Adafactor|SparseAdam|LBFGS)';",
         "torch 2.13, torch.optim; unishard.prepare(optimizer=...) takes any",
     ),
     "training in files (NVMe)": Cause(
-        r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 makes other updates with torch's optimizers in files)",
+        r"(device|nvme_path): (PyTorch has no offload to files|DeepSpeed 0\.19\.8 makes other updates with torch's "
+        r"optimizers in files)",
         "torch 2.13, distributed/fsdp: CPUOffloadPolicy is the only one; DeepSpeed 0.19.8, runtime/zero/stage3.py",
     ),
     "parameters on the host without the optimizer": Cause(
@@ -82,14 +86,16 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "an offloaded optimizer without fp32 master weights": Cause(
         r"^pure_bf16: needs DeepSpeedCPUAdam",
-        "DeepSpeed 0.19.8, runtime/engine.py: bf16_master_weights_and_grads with offload_optimizer needs DeepSpeedCPUAdam",
+        "DeepSpeed 0.19.8, runtime/engine.py: bf16_master_weights_and_grads with offload_optimizer needs "
+        "DeepSpeedCPUAdam",
     ),
     "gradients that add up in another format than the parameters'": Cause(
         r"grad_accum_dtype: FSDP2 keeps a gradient in the dtype of its parameter",
         "torch 2.13, distributed/fsdp/_fully_shard: a gradient has its parameter's dtype",
     ),
     "other parallelism than over data": Cause(
-        r"^\S+: (splits ranks in other ways than data parallelism|only data parallelism is supported, not \w+ parallelism)"
+        r"^\S+: (splits ranks in other ways than data parallelism|only data parallelism is supported, not \w+ "
+        r"parallelism)"
         r"|^distributed_type: Megatron-LM's tensor and pipeline parallelism"
         r"|^\S+: (\w+ )?parallelism( within a model)? is not supported",
         "sharding over data is the scope of both engines here (docs/sharding.md)",
@@ -99,9 +105,13 @@ CAUSES: Mapping[str, Cause] = {
     ),
     "ZenFlow": Cause(r"zero_optimization\.zenflow: ZenFlow delays", "DeepSpeed 0.19.8, runtime/zenflow"),
     "DeepSpeed's engine for generation": Cause(
-        r"^(\S+\.)?hybrid_engine: replaces the engine by one for generation", "DeepSpeed 0.19.8, runtime/hybrid_engine.py"
+        r"^(\S+\.)?hybrid_engine: replaces the engine by one for generation",
+        "DeepSpeed 0.19.8, runtime/hybrid_engine.py",
     ),
-    "fp8": Cause(r"^\S*fp8\S*: fp8 is not supported", "torch 2.13 and DeepSpeed 0.19.8 leave fp8 to Transformer Engine and torchao"),
+    "fp8": Cause(
+        r"^\S*fp8\S*: fp8 is not supported",
+        "torch 2.13 and DeepSpeed 0.19.8 leave fp8 to Transformer Engine and torchao",
+    ),
     "XLA": Cause(
         r"^\S+: (only PyTorch's own devices are supported, not XLA|training on TPUs is not supported)",
         "torch_xla, which neither engine runs on",
@@ -143,7 +153,9 @@ class Tally:
 
 def files_in(folder: Path) -> Iterator[Path]:
     """The configs of a folder, and of the folders in it."""
-    yield from sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".csv", ".md", ".txt"))
+    yield from sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".csv", ".md", ".txt")
+    )
 
 
 def check(folder: Path) -> Tally:
@@ -205,7 +217,9 @@ def _verify(outcome: Outcome, what: str, tally: Tally) -> None:
     if found.effective.refused and not found.clean:
         tally.unreported[f"{found.effective.consumer} refuses it: {found.effective.refused}"].append(what)
     for row in found.unreported:
-        tally.unreported[f"{row.field} is {row.source} in {outcome.reading.format} and {row.effective} in {outcome.to}"].append(what)
+        tally.unreported[
+            f"{row.field} is {row.source} in {outcome.reading.format} and {row.effective} in {outcome.to}"
+        ].append(what)
 
 
 def _refused(outcome: Outcome) -> list[Item]:
@@ -224,7 +238,8 @@ def _cause(key: str, note: str, what: str, tally: Tally, *, counted: bool) -> st
 def report(tally: Tally) -> str:
     """All of it in words."""
     lines = [
-        f"{tally.files} files, {sum(tally.formats.values())} read ({', '.join(f'{n} {name}' for name, n in tally.formats.most_common())})",
+        f"{tally.files} files, {sum(tally.formats.values())} read "
+        f"({', '.join(f'{n} {name}' for name, n in tally.formats.most_common())})",
         f"{len(tally.unreadable)} refused whole:",
         *(f"  {what[-220:]}" for what in tally.unreadable),
         f"{tally.translations} translations, {len(tally.tracebacks)} exceptions, {len(tally.faults)} faults of reports",
@@ -239,7 +254,8 @@ def report(tally: Tally) -> str:
         ),
         f"{len(tally.lost)} are refused without the keys that are not supported:",
         *(f"  {what}" for what in tally.lost[:40]),
-        f"Verified with their tools: {', '.join(f'{n} {name}' for name, n in tally.verified.most_common())}; differences unreported:",
+        f"Verified with their tools: {', '.join(f'{n} {name}' for name, n in tally.verified.most_common())}; "
+        "differences unreported:",
         *(f"  {len(where):5} {what[:300]}   e.g. {where[0]}" for what, where in tally.unreported.items()),
         f"{tally.share():.1%} of the {' and '.join(COUNTED)} files translate to both engines but for those causes",
         f"{tally.plain_seconds:.2f} s of CPU to translate each file once, {tally.all_seconds:.2f} s for everything, "

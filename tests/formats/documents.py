@@ -42,17 +42,30 @@ DEEPSPEED: list[Document] = [
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": "3e-5", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "3e-5", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 10, "total_num_steps": 100},
         },
-        "zero_optimization": {"stage": 2, "allgather_bucket_size": 5e8, "reduce_bucket_size": 500000000, "cpu_offload": True},
+        "zero_optimization": {
+            "stage": 2,
+            "allgather_bucket_size": 5e8,
+            "reduce_bucket_size": 500000000,
+            "cpu_offload": True,
+        },
         "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
         "activation_checkpointing": {"partition_activations": False},
         "tensorboard": {"enabled": False},
     },
-    {"train_micro_batch_size_per_gpu": 8, "zero_optimization": True, "bfloat16": {"enabled": True}, "flops_profiler": {}},
+    {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": True,
+        "bfloat16": {"enabled": True},
+        "flops_profiler": {},
+    },
 ]
 
 ACCELERATE: list[Document] = [
@@ -109,7 +122,13 @@ ACCELERATE: list[Document] = [
         "mixed_precision": "no",
         "num_processes": 4,
     },
-    {"distributed_type": "MULTI_GPU", "mixed_precision": "fp16", "num_processes": 2, "gpu_ids": "all", "rdzv_backend": "static"},
+    {
+        "distributed_type": "MULTI_GPU",
+        "mixed_precision": "fp16",
+        "num_processes": 2,
+        "gpu_ids": "all",
+        "rdzv_backend": "static",
+    },
 ]
 
 HF: list[Document] = [
@@ -127,10 +146,20 @@ HF: list[Document] = [
         "weight_decay": 0.01,
         "seed": 42,
         "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "activation_checkpointing": True, "version": 2},
+        "fsdp_config": {
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "activation_checkpointing": True,
+            "version": 2,
+        },
         "logging_steps": 10,
     },
-    {"output_dir": "out", "per_device_train_batch_size": 1, "num_train_epochs": 3, "deepspeed": DEEPSPEED[0], "fp16": True},
+    {
+        "output_dir": "out",
+        "per_device_train_batch_size": 1,
+        "num_train_epochs": 3,
+        "deepspeed": DEEPSPEED[0],
+        "fp16": True,
+    },
 ]
 
 LIGHTNING: list[Document] = [
@@ -171,7 +200,11 @@ AXOLOTL: list[Document] = [
         "warmup_ratio": 0.1,
         "weight_decay": 0.0,
         "fsdp_version": 2,
-        "fsdp_config": {"offload_params": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
+        "fsdp_config": {
+            "offload_params": False,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": True,
+        },
     },
     {"base_model": "x", "micro_batch_size": 1, "deepspeed": DEEPSPEED[1], "optimizer": "adamw_bnb_8bit", "fp16": True},
 ]
@@ -233,10 +266,20 @@ UNISHARD: list[Document] = [
         "scheduler": {"name": "cosine", "warmup_steps": 10, "total_steps": 100},
         "native": {"deepspeed": {"zero_optimization": {"sub_group_size": 1000000}}},
     },
-    {"backend": "fsdp", "sharding": "hybrid_shard", "training": {"micro_batch_size": "${training.micro_batch_size}"}, "compile": "none"},
+    {
+        "backend": "fsdp",
+        "sharding": "hybrid_shard",
+        "training": {"micro_batch_size": "${training.micro_batch_size}"},
+        "compile": "none",
+    },
 ]
 
-_SCRIPT: Document = {"per_device_train_batch_size": 1, "learning_rate": 1e-5, "num_train_epochs": 1, "output_dir": "out"}
+_SCRIPT: Document = {
+    "per_device_train_batch_size": 1,
+    "learning_rate": 1e-5,
+    "num_train_epochs": 1,
+    "output_dir": "out",
+}
 _FILLED: Document = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
 LLAMAFACTORY: list[Document] = [
     {
@@ -262,12 +305,33 @@ LLAMAFACTORY: list[Document] = [
     },
 ]
 SWIFT: list[Document] = [
-    {**_SCRIPT, "model": "m/m", "tuner_type": "full", "torch_dtype": "bfloat16", "split_dataset_ratio": 0.01, "deepspeed": "zero3"},
+    {
+        **_SCRIPT,
+        "model": "m/m",
+        "tuner_type": "full",
+        "torch_dtype": "bfloat16",
+        "split_dataset_ratio": 0.01,
+        "deepspeed": "zero3",
+    },
     {**_SCRIPT, "model": "m/m", "train_type": "lora", "fsdp": "fsdp2", "max_steps": 100, "nproc_per_node": 4},
 ]
 TRL: list[Document] = [
-    {**_SCRIPT, "model_name_or_path": "m/m", "dataset_name": "d/d", "packing_strategy": "bfd", "use_peft": True, "max_steps": 10},
-    {**_SCRIPT, "model_name_or_path": "m/m", "reward_funcs": ["f"], "num_generations": 8, "fsdp": True, "fsdp_config": {"version": 2}},
+    {
+        **_SCRIPT,
+        "model_name_or_path": "m/m",
+        "dataset_name": "d/d",
+        "packing_strategy": "bfd",
+        "use_peft": True,
+        "max_steps": 10,
+    },
+    {
+        **_SCRIPT,
+        "model_name_or_path": "m/m",
+        "reward_funcs": ["f"],
+        "num_generations": 8,
+        "fsdp": True,
+        "fsdp_config": {"version": 2},
+    },
 ]
 
 SEEDS: Mapping[str, list[Document]] = {
@@ -292,10 +356,27 @@ inf nan ${x} a.b BACKWARD_POST PURE DEFAULT selective full 500 -1 1_000 0x10 ../
 """.split()  # noqa: SIM905
 odd_values: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(_WORDS),
-    st.sampled_from([None, True, False, 0, 1, 2, 3, -1, 4, 8, 100, 500000000, 2**63, 10**30, 0.0, 0.1, 1.0, 1e-5, -0.5, 5e8, 1e300]),
+    st.sampled_from(
+        [None, True, False, 0, 1, 2, 3, -1, 4, 8, 100, 500000000, 2**63, 10**30, 0.0, 0.1, 1.0, 1e-5, -0.5, 5e8, 1e300]
+    ),
     st.sampled_from([float("inf"), float("-inf"), float("nan"), "", " ", "ä", "\n", "x" * 300]),
     st.sampled_from(
-        [[], {}, [1], [0.9, 0.999], ["A"], ["A", 1], [[]], [{}], {"enabled": True}, {"x": 1}, {"a.b": 2}, {"stage": 3}, "a,b", [None]]
+        [
+            [],
+            {},
+            [1],
+            [0.9, 0.999],
+            ["A"],
+            ["A", 1],
+            [[]],
+            [{}],
+            {"enabled": True},
+            {"x": 1},
+            {"a.b": 2},
+            {"stage": 3},
+            "a,b",
+            [None],
+        ]
     ),
     st.integers(),
     st.floats(),
@@ -355,7 +436,10 @@ def documents(draw: st.DrawFn, name: str) -> Document:
             case "unknown":
                 put(
                     data,
-                    (*path[:-1], draw(st.sampled_from(("stagee", "zero", "a.b", "optimizer.type", "", "1", "ä", "type")))),
+                    (
+                        *path[:-1],
+                        draw(st.sampled_from(("stagee", "zero", "a.b", "optimizer.type", "", "1", "ä", "type"))),
+                    ),
                     copy.deepcopy(draw(odd_values)),
                 )
             case "rename" if path in paths:

@@ -52,7 +52,9 @@ def config(document, **options):
         (False, "fsdp", "no_shard"),
     ],
 )
-def test_distributed_type_selects_the_engine_and_where_the_file_is_silent_the_launcher_the_strategy(kind, backend, strategy):
+def test_distributed_type_selects_the_engine_and_where_the_file_is_silent_the_launcher_the_strategy(
+    kind, backend, strategy
+):
     found = config({"distributed_type": kind})
     assert (found.backend, found.sharding.strategy) == (backend, strategy)
 
@@ -135,9 +137,13 @@ def test_an_unknown_key_at_the_top_is_refused_as_accelerate_does():
     assert "accelerate-kt" in items({**FSDP, "kt_config": {"enabled": True}})["kt_config"].note
 
 
-@pytest.mark.parametrize("key", [name for name in NAMES if name not in ("fsdp_ignored_modules", "fsdp_transformer_layer_cls_to_wrap")])
+@pytest.mark.parametrize(
+    "key", [name for name in NAMES if name not in ("fsdp_ignored_modules", "fsdp_transformer_layer_cls_to_wrap")]
+)
 def test_a_value_that_a_key_cannot_have_is_refused_and_the_rest_stands(key):
-    document = block(FSDP, **{"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", key: "quite so"})
+    document = block(
+        FSDP, **{"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", key: "quite so"}
+    )
     found = items({**document, "mixed_precision": "bf16"})
     assert found[f"fsdp_config.{key}"].fit is Fit.UNSUPPORTED
     assert "must be" in found[f"fsdp_config.{key}"].note
@@ -145,13 +151,17 @@ def test_a_value_that_a_key_cannot_have_is_refused_and_the_rest_stands(key):
 
 
 def test_null_is_what_accelerate_takes_for_nothing_where_it_does():
-    found = items(block(FSDP, fsdp_transformer_layer_cls_to_wrap=None, fsdp_backward_prefetch=None, fsdp_offload_params=None))
+    found = items(
+        block(FSDP, fsdp_transformer_layer_cls_to_wrap=None, fsdp_backward_prefetch=None, fsdp_offload_params=None)
+    )
     assert found["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].fit is Fit.IGNORED
     assert found["fsdp_config.fsdp_offload_params"].fit is not Fit.EXACT
 
 
 def test_a_list_of_classes_is_read_as_it_is_meant_and_the_defect_named():
-    document = block(FSDP2, fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_transformer_layer_cls_to_wrap=["A", "B"])
+    document = block(
+        FSDP2, fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_transformer_layer_cls_to_wrap=["A", "B"]
+    )
     assert config(document).sharding.units == ["A", "B"]
     assert "takes no list" in items(document)["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].note
 
@@ -165,7 +175,8 @@ def test_fsdp_computes_and_reduces_in_the_format_and_keeps_fp32_masters(version,
 
 
 @pytest.mark.parametrize(
-    ("document", "word"), [(FSDP2, "no"), (DEEPSPEED, "no"), (FSDP2, False), (FSDP2, None), ({"distributed_type": "NO"}, "NO")]
+    ("document", "word"),
+    [(FSDP2, "no"), (DEEPSPEED, "no"), (FSDP2, False), (FSDP2, None), ({"distributed_type": "NO"}, "NO")],
 )
 def test_no_mixed_precision_is_fp32(document, word):
     assert items({**document, "mixed_precision": word})["mixed_precision"].fit is Fit.EXACT
@@ -182,7 +193,13 @@ def test_autocast_of_replicas_is_approximate():
 
 @pytest.mark.parametrize("document", [FSDP2, DEEPSPEED, {"distributed_type": "MULTI_GPU", "num_processes": 8}])
 def test_fp8_becomes_bf16_and_says_so(document):
-    found = items({**document, "mixed_precision": "fp8", "fp8_config": {"backend": "TE", "amax_history_length": 16, "fp8_margin": 0}})
+    found = items(
+        {
+            **document,
+            "mixed_precision": "fp8",
+            "fp8_config": {"backend": "TE", "amax_history_length": 16, "fp8_margin": 0},
+        }
+    )
     assert found["mixed_precision"].fit is Fit.APPROXIMATE
     assert "instead of fp8" in found["mixed_precision"].note or "run in bf16" in found["mixed_precision"].note
     assert "reads amax_history_len instead" in found["fp8_config.amax_history_length"].note
@@ -210,14 +227,19 @@ def test_the_old_name_of_mixed_precision():
 
 @pytest.mark.parametrize("key", ["dynamo_backend", "dynamo_config"])
 def test_compilation_by_the_new_and_the_old_key(key):
-    document = {**FSDP2, key: "INDUCTOR" if key == "dynamo_backend" else {"dynamo_backend": "INDUCTOR", "use_dynamic": True}}
+    document = {
+        **FSDP2,
+        key: "INDUCTOR" if key == "dynamo_backend" else {"dynamo_backend": "INDUCTOR", "use_dynamic": True},
+    }
     assert (config(document).compile.mode, config(document).compile.backend) == ("full", "inductor")
 
 
 def test_regional_compilation_is_per_block_and_no_backend_is_none():
     settings = {"backend": "EAGER", "dynamo_use_regional_compilation": "true"}
     assert config({**FSDP2, "dynamo_config": settings}).compile.mode == "per_block"
-    assert config({**FSDP2, "dynamo_config": {"backend": "NO", "use_regional_compilation": True}}).compile.mode == "none"
+    assert (
+        config({**FSDP2, "dynamo_config": {"backend": "NO", "use_regional_compilation": True}}).compile.mode == "none"
+    )
     assert items({**FSDP2, "dynamo_backend": "TURBO"})["dynamo_backend"].fit is Fit.UNSUPPORTED
 
 
@@ -249,13 +271,22 @@ def test_a_compiler_that_deepspeeds_launcher_never_hears_of_is_not_judged():
 
 
 def test_keys_of_older_versions_that_concern_nothing_here():
-    older = {"ipex_config": {"ipex": False, "use_xpu": False}, "tpu_cluster": False, "num_machines": None, "tp_config": {"tp_size": 1}}
+    older = {
+        "ipex_config": {"ipex": False, "use_xpu": False},
+        "tpu_cluster": False,
+        "num_machines": None,
+        "tp_config": {"tp_size": 1},
+    }
     found = items({**FSDP2, **older})
-    assert {found[key].fit for key in ("ipex_config", "tpu_cluster", "num_machines", "tp_config.tp_size")} == {Fit.IGNORED}
+    assert {found[key].fit for key in ("ipex_config", "tpu_cluster", "num_machines", "tp_config.tp_size")} == {
+        Fit.IGNORED
+    }
     assert items({**FSDP2, "tp_config": {"tp_size": 2}})["tp_config.tp_size"].fit is Fit.UNSUPPORTED
 
 
-@pytest.mark.parametrize(("policy", "fit"), [("SIZE_BASED_WRAP", Fit.IGNORED), ("TRANSFORMER_BASED_WRAP", Fit.UNSUPPORTED)])
+@pytest.mark.parametrize(
+    ("policy", "fit"), [("SIZE_BASED_WRAP", Fit.IGNORED), ("TRANSFORMER_BASED_WRAP", Fit.UNSUPPORTED)]
+)
 def test_a_class_without_a_name_matters_where_classes_are_looked_for(policy, fit):
     document = block(FSDP2, fsdp_auto_wrap_policy=policy, fsdp_transformer_layer_cls_to_wrap="")
     assert items(document)["fsdp_config.fsdp_transformer_layer_cls_to_wrap"].fit is fit
@@ -271,7 +302,10 @@ def test_replicas_of_shards_are_hybrid_and_both_sizes_say_it():
     found = config(groups(2, 4))
     assert (found.sharding.strategy, found.sharding.group_size) == ("hybrid_shard", 4)
     for name in ("replicate", "shard"):
-        assert "sharding.group_size" in items(groups(2, 4))[f"parallelism_config.parallelism_config_dp_{name}_size"].becomes
+        assert (
+            "sharding.group_size"
+            in items(groups(2, 4))[f"parallelism_config.parallelism_config_dp_{name}_size"].becomes
+        )
     assert config(groups(1, 8)).sharding.strategy == "full_shard"
 
 
@@ -320,12 +354,18 @@ def test_accumulation_that_the_script_decides_stays_with_it():
     item = items(document)["deepspeed_config.gradient_accumulation_steps"]
     assert item.fit is Fit.NEEDS_INPUT
     assert "gradient_accumulation_steps of the Accelerator" in item.note
-    assert config(document, overrides=["training.gradient_accumulation_steps=4"]).training.gradient_accumulation_steps == 4
-    assert formats.translate(document, "accelerate").document["deepspeed_config"]["gradient_accumulation_steps"] == "auto"
+    assert (
+        config(document, overrides=["training.gradient_accumulation_steps=4"]).training.gradient_accumulation_steps == 4
+    )
+    assert (
+        formats.translate(document, "accelerate").document["deepspeed_config"]["gradient_accumulation_steps"] == "auto"
+    )
 
 
 def test_offload_and_the_path_that_accelerate_never_passes_on():
-    document = block(DEEPSPEED, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/local", offload_param_device="CPU")
+    document = block(
+        DEEPSPEED, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/local", offload_param_device="CPU"
+    )
     found = config(document).offload
     assert (found.optimizer, found.params, found.nvme_path) == ("nvme", "cpu", "/local")
     assert "DeepSpeedCPUAdam" in items(document)["deepspeed_config.offload_optimizer_device"].note
@@ -357,13 +397,22 @@ def test_a_block_of_another_engine_is_not_looked_at():
     assert (wrong.fit, "deepspeed_config_file" in wrong.note) == (Fit.UNSUPPORTED, True)
 
 
-JSON = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 2}
+JSON = {
+    "zero_optimization": {"stage": 3},
+    "bf16": {"enabled": True},
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": 2,
+}
 
 
 def with_file(folder, name="ds.json", content=JSON, **keys):
     """A document beside DeepSpeed's own file."""
     (folder / "ds.json").write_text(json.dumps(content))
-    document = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": {"deepspeed_config_file": name, **keys}}
+    document = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 4,
+        "deepspeed_config": {"deepspeed_config_file": name, **keys},
+    }
     path = folder / "accelerate.yaml"
     with path.open("w") as file:
         YAML().dump(document, file)
@@ -373,7 +422,11 @@ def with_file(folder, name="ds.json", content=JSON, **keys):
 def test_deepspeeds_own_file_is_read_beside_the_document(tmp_path):
     path = with_file(tmp_path, zero3_init_flag=True)
     found = config(path)
-    assert (found.sharding.strategy, found.precision.compute, found.training.micro_batch_size) == ("full_shard", "bf16", 2)
+    assert (found.sharding.strategy, found.precision.compute, found.training.micro_batch_size) == (
+        "full_shard",
+        "bf16",
+        2,
+    )
     assert found.training.gradient_clipping == 1.0
     clipping = items(path)["deepspeed_config.deepspeed_config_file.gradient_clipping"]
     assert (clipping.value, clipping.fit) == ("auto", Fit.EXACT)
@@ -482,12 +535,19 @@ def test_words_that_yaml_1_1_takes_for_booleans_are_quoted():
 
 def test_ranks_that_nobody_has_said_are_left_to_the_command_line():
     assert "num_processes" not in formats.translate({"backend": "fsdp"}, "accelerate", from_="unishard").document
-    assert formats.translate({"backend": "fsdp"}, "accelerate", from_="unishard", topology=SIXTEEN).document["num_processes"] == 16
+    assert (
+        formats.translate({"backend": "fsdp"}, "accelerate", from_="unishard", topology=SIXTEEN).document[
+            "num_processes"
+        ]
+        == 16
+    )
 
 
 def test_groups_need_the_number_of_ranks():
     document = {"sharding": "hybrid_shard"}
-    refused = {item.key: item for item in formats.translate(document, "accelerate", from_="unishard").items}["sharding.strategy"]
+    refused = {item.key: item for item in formats.translate(document, "accelerate", from_="unishard").items}[
+        "sharding.strategy"
+    ]
     assert refused.fit is Fit.UNSUPPORTED
     assert "--world-size" in refused.note
     written = formats.translate(document, "accelerate", from_="unishard", topology=SIXTEEN)
@@ -526,18 +586,27 @@ values = st.recursive(
 TOP = tuple(catalog.get("accelerate").keys)
 BLOCKS = {
     "fsdp_config": st.sampled_from(tuple(NAMES)) | words,
-    "deepspeed_config": st.sampled_from(("zero_stage", "gradient_clipping", "offload_param_device", "deepspeed_config_file")) | words,
-    "dynamo_config": st.sampled_from(("backend", "dynamo_backend", "use_dynamic", "dynamo_use_regional_compilation")) | words,
+    "deepspeed_config": st.sampled_from(
+        ("zero_stage", "gradient_clipping", "offload_param_device", "deepspeed_config_file")
+    )
+    | words,
+    "dynamo_config": st.sampled_from(("backend", "dynamo_backend", "use_dynamic", "dynamo_use_regional_compilation"))
+    | words,
     "fp8_config": st.sampled_from(("margin", "fp8_margin", "fp8_format", "format")) | words,
-    "parallelism_config": st.sampled_from(("parallelism_config_dp_shard_size", "parallelism_config_dp_replicate_size")) | words,
+    "parallelism_config": st.sampled_from(("parallelism_config_dp_shard_size", "parallelism_config_dp_replicate_size"))
+    | words,
 }
 
 
 @st.composite
 def documents(draw):
     """Whatever somebody could write into such a file."""
-    document = draw(st.dictionaries(st.sampled_from([key for key in TOP if "." not in key]) | words, values, max_size=4))
-    document |= draw(st.fixed_dictionaries({}, optional={"distributed_type": st.sampled_from(("FSDP", "DEEPSPEED", "MULTI_GPU"))}))
+    document = draw(
+        st.dictionaries(st.sampled_from([key for key in TOP if "." not in key]) | words, values, max_size=4)
+    )
+    document |= draw(
+        st.fixed_dictionaries({}, optional={"distributed_type": st.sampled_from(("FSDP", "DEEPSPEED", "MULTI_GPU"))})
+    )
     for name, keys in BLOCKS.items():
         document |= draw(st.fixed_dictionaries({}, optional={name: st.dictionaries(keys, values, max_size=4)}))
     return document
@@ -566,13 +635,22 @@ def expressible(draw):
     backend = draw(st.sampled_from(("fsdp", "deepspeed")))
     compute = draw(st.sampled_from(("fp32", "bf16", "fp16")))
     fsdp = backend == "fsdp"
-    strategies = ("full_shard", "hybrid_shard") if fsdp else ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+    strategies = (
+        ("full_shard", "hybrid_shard") if fsdp else ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+    )
     strategy = draw(st.sampled_from(strategies))
-    document = {"backend": backend, "sharding": {"strategy": strategy}, "precision": {"compute": compute, "reduce": compute}}
+    document = {
+        "backend": backend,
+        "sharding": {"strategy": strategy},
+        "precision": {"compute": compute, "reduce": compute},
+    }
     if fsdp:
         document["sharding"] |= draw(
             st.fixed_dictionaries(
-                {"units": st.just("auto") | st.lists(st.sampled_from(("Block", "T5Block")), min_size=1, max_size=2, unique=True)},
+                {
+                    "units": st.just("auto")
+                    | st.lists(st.sampled_from(("Block", "T5Block")), min_size=1, max_size=2, unique=True)
+                },
                 optional={"reshard_after_forward": st.booleans()},
             )
         )
@@ -581,9 +659,15 @@ def expressible(draw):
         document["activation_checkpointing"] = draw(st.sampled_from(("none", "full")))
         document["compile"] = draw(st.sampled_from(("none", "full", "per_block")))
         return document
-    document["precision"] |= {"accumulate": compute, **({"loss_scale_growth_interval": 1000} if compute == "fp16" else {})}
+    document["precision"] |= {
+        "accumulate": compute,
+        **({"loss_scale_growth_interval": 1000} if compute == "fp16" else {}),
+    }
     window = st.integers(1, 64)
-    document["training"] = {"gradient_accumulation_steps": draw(window), "gradient_clipping": draw(st.none() | st.floats(0.1, 100))}
+    document["training"] = {
+        "gradient_accumulation_steps": draw(window),
+        "gradient_clipping": draw(st.none() | st.floats(0.1, 100)),
+    }
     document["offload"] = {
         "optimizer": draw(st.sampled_from(("none", "cpu"))) if strategy != "no_shard" else "none",
         "params": draw(st.sampled_from(("none", "cpu"))) if strategy == "full_shard" else "none",
@@ -602,7 +686,9 @@ def test_there_and_back_is_what_it_was(document):
     assert {"sharding.strategy", "precision.compute", "backend"} <= decided
     assert (back.config.launch.nodes, back.config.launch.processes_per_node) == (2, 8)  # the ranks that were asked for
     decided -= {"launch.nodes", "launch.processes_per_node"}
-    decided -= {"precision.accumulate"}  # the one default of DeepSpeed that is not taken over, since FSDP2 adds up in fp32 alone
+    decided -= {
+        "precision.accumulate"
+    }  # the one default of DeepSpeed that is not taken over, since FSDP2 adds up in fp32 alone
     assert {path: value_at(back.config, path) for path in decided} == {path: value_at(before, path) for path in decided}
     again = formats.translate(there.document, "accelerate", from_="accelerate")
     assert again.document == there.document
@@ -610,5 +696,7 @@ def test_there_and_back_is_what_it_was(document):
 
 def test_a_file_with_the_usual_keys_is_recognised(tmp_path):
     path = tmp_path / "default_config.yaml"
-    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n")
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n"
+    )
     assert catalog.recognise(open_source(path)).name == "accelerate"

@@ -1,4 +1,5 @@
-"""Accelerate takes what we write: its own loader, its launcher's environment, and the plugins that it builds in the processes.
+"""Accelerate takes what we write: its own loader, its launcher's environment, and the plugins that it builds in the
+processes.
 
 And its defects that the notes name are there, so that a note goes when its defect does.
 """
@@ -112,12 +113,20 @@ def test_replicas_start_without_a_plugin(folder):
         assert found["ACCELERATE_MIXED_PRECISION"] == "fp16"
 
 
-@pytest.mark.parametrize(("strategy", "stage"), [("no_shard", 0), ("shard_optimizer", 1), ("shard_grad_op", 2), ("full_shard", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "stage"), [("no_shard", 0), ("shard_optimizer", 1), ("shard_grad_op", 2), ("full_shard", 3)]
+)
 @pytest.mark.parametrize("clipping", [0.5, None])
 def test_the_plugin_of_deepspeed_holds_what_was_meant(folder, strategy, stage, clipping):
     training = {"gradient_accumulation_steps": 4, "gradient_clipping": clipping}
     place = "none" if strategy == "no_shard" else "cpu"
-    document = {"backend": "deepspeed", "sharding": strategy, "training": training, "precision": "bf16", "offload": {"optimizer": place}}
+    document = {
+        "backend": "deepspeed",
+        "sharding": strategy,
+        "training": training,
+        "precision": "bf16",
+        "offload": {"optimizer": place},
+    }
     with launched(folder, written(document).text) as found:
         plugin = DeepSpeedPlugin()
         plugin.set_mixed_precision(found["ACCELERATE_MIXED_PRECISION"])
@@ -156,7 +165,10 @@ def test_deepspeed_takes_what_accelerate_makes_of_it(folder, deepspeed_config, p
 
 
 def test_layers_with_experts_reach_deepspeed(folder):
-    document = {"backend": "deepspeed", "sharding": {"strategy": "full_shard", "conditional_modules": ["Moe", "Experts"]}}
+    document = {
+        "backend": "deepspeed",
+        "sharding": {"strategy": "full_shard", "conditional_modules": ["Moe", "Experts"]},
+    }
     with launched(folder, written(document, SIXTEEN).text) as found:
         assert found["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] == "Moe,Experts"
 
@@ -165,7 +177,13 @@ def test_layers_with_experts_reach_deepspeed(folder):
 def configs(draw):
     """unishard files of every kind that Accelerate's file does not refuse."""
     backend = draw(st.sampled_from(("fsdp", "deepspeed")))
-    strategies = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", *(("hybrid_shard",) if backend == "fsdp" else ()))
+    strategies = (
+        "no_shard",
+        "shard_optimizer",
+        "shard_grad_op",
+        "full_shard",
+        *(("hybrid_shard",) if backend == "fsdp" else ()),
+    )
     return {
         "backend": backend,
         "sharding": draw(st.sampled_from(strategies)),
@@ -178,7 +196,10 @@ def configs(draw):
                     "compile": st.sampled_from(("none", "full", "per_block")),
                     "training": st.fixed_dictionaries(
                         {},
-                        optional={"gradient_clipping": st.none() | st.floats(1e-6, 1e6), "gradient_accumulation_steps": st.integers(1, 99)},
+                        optional={
+                            "gradient_clipping": st.none() | st.floats(1e-6, 1e6),
+                            "gradient_accumulation_steps": st.integers(1, 99),
+                        },
                     ),
                 },
             )
@@ -205,7 +226,10 @@ def test_accelerate_loads_and_starts_whatever_we_write(folder, document):
 
 
 FSDP2 = st.fixed_dictionaries(
-    {"fsdp_version": st.just(2), "fsdp_auto_wrap_policy": st.sampled_from(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"))},
+    {
+        "fsdp_version": st.just(2),
+        "fsdp_auto_wrap_policy": st.sampled_from(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")),
+    },
     optional={
         "fsdp_reshard_after_forward": st.sampled_from((True, False, "true", "False")),
         "fsdp_offload_params": st.booleans(),
@@ -251,7 +275,11 @@ def test_a_file_that_was_translated_there_and_back_builds_the_same_plugin(folder
 
 def test_what_a_file_of_version_1_means_is_what_its_plugin_holds(folder):
     for number, strategy in enumerate(ShardingStrategy, 1):
-        block = {"fsdp_sharding_strategy": number, "fsdp_sync_module_states": False, "fsdp_cpu_ram_efficient_loading": False}
+        block = {
+            "fsdp_sharding_strategy": number,
+            "fsdp_sync_module_states": False,
+            "fsdp_cpu_ram_efficient_loading": False,
+        }
         document = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": block}
         with launched(folder, file(document)):
             assert FullyShardedDataParallelPlugin().sharding_strategy is strategy
@@ -262,14 +290,22 @@ def test_what_a_file_of_version_1_means_is_what_its_plugin_holds(folder):
 
 
 def test_defect_reshard_after_forward_of_version_1_is_ignored(folder):
-    block = {"fsdp_reshard_after_forward": "SHARD_GRAD_OP", "fsdp_sync_module_states": False, "fsdp_cpu_ram_efficient_loading": False}
+    block = {
+        "fsdp_reshard_after_forward": "SHARD_GRAD_OP",
+        "fsdp_sync_module_states": False,
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
     document = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": block}
     with launched(folder, file(document)):
         assert FullyShardedDataParallelPlugin().sharding_strategy is ShardingStrategy.FULL_SHARD
 
 
 def test_defect_a_list_of_classes_becomes_text(folder):
-    block = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": ["A", "B"]}
+    block = {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": ["A", "B"],
+    }
     with launched(folder, file({"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": block})):
         assert FullyShardedDataParallelPlugin().transformer_cls_names_to_wrap == ["['A'", " 'B']"]
 
@@ -304,9 +340,15 @@ def test_defect_deepspeeds_launcher_passes_no_compilation_on(folder):
 
 def test_what_we_refuse_beside_deepspeeds_own_file_is_refused_by_accelerate(folder):
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
-    for extra, precision, status in (({"zero_stage": 2}, {}, 1), ({}, {"mixed_precision": "fp16"}, 1), ({}, {"mixed_precision": "no"}, 0)):
+    for extra, precision, status in (
+        ({"zero_stage": 2}, {}, 1),
+        ({}, {"mixed_precision": "fp16"}, 1),
+        ({}, {"mixed_precision": "no"}, 0),
+    ):
         document = {**deepspeed(deepspeed_config_file=str(folder / "ds.json"), **extra), **precision}
-        assert formats.translate(document, "unishard").status(strict=False) == status  # "no" adds nothing to what the file says
+        assert (
+            formats.translate(document, "unishard").status(strict=False) == status
+        )  # "no" adds nothing to what the file says
         with launched(folder, file(document)), pytest.raises(ValueError, match="will be ignored"):
             DeepSpeedPlugin()
 

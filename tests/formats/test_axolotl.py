@@ -48,7 +48,10 @@ def item(outcome: Outcome, key: str) -> Any:
         ({"tf32": "auto"}, {"precision.matmul": "tf32"}),
         ({"tf32": None, "torch_compile": True}, {"precision.matmul": None}),
         ({"max_grad_norm": 0.3}, {"training.gradient_clipping": 0.3}),
-        ({"lr_scheduler": "constant_with_warmup", "warmup_steps": 5}, {"scheduler.name": "constant", "scheduler.warmup_steps": 5}),
+        (
+            {"lr_scheduler": "constant_with_warmup", "warmup_steps": 5},
+            {"scheduler.name": "constant", "scheduler.warmup_steps": 5},
+        ),
         ({"max_steps": 50, "cosine_min_lr_ratio": 0.1}, {"scheduler.name": "cosine", "scheduler.min_lr_ratio": 0.1}),
         ({"max_steps": 1000}, {"scheduler.total_steps": 1000, "scheduler.warmup_steps": 30}),
         ({"max_steps": 50000}, {"scheduler.warmup_steps": 100}),
@@ -61,17 +64,29 @@ def item(outcome: Outcome, key: str) -> Any:
         ({"gradient_checkpointing": "offload"}, {"activation_checkpointing": "full"}),
         ({"fsdp": ["full_shard", "auto_wrap"]}, {"backend": "fsdp", "sharding.strategy": "full_shard"}),
         ({"fsdp_version": 2, "fsdp": ["shard_grad_op"]}, {"sharding.reshard_after_forward": False}),
-        ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}}, {"offload.params": "cpu", "offload.optimizer": "cpu"}),
+        (
+            {"fsdp_version": 2, "fsdp_config": {"offload_params": True}},
+            {"offload.params": "cpu", "offload.optimizer": "cpu"},
+        ),
         ({"fsdp_config": {"fsdp_offload_params": True, "fsdp_version": 2}}, {"offload.params": "cpu"}),
         ({"fsdp_version": 2, "fsdp_config": {"transformer_layer_cls_to_wrap": "A,B"}}, {"sharding.units": ["A", "B"]}),
         (
             {"fsdp_version": 2, "fsdp_config": {"offload_params": True, "cpu_offload_pin_memory": False}},
             {"offload.pin_memory": False},
         ),
-        ({"fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": False}, {"activation_checkpointing": "full"}),
-        ({**FSDP, "dp_replicate_size": 2, "dp_shard_size": 4}, {"sharding.strategy": "hybrid_shard", "sharding.group_size": 4}),
+        (
+            {"fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": False},
+            {"activation_checkpointing": "full"},
+        ),
+        (
+            {**FSDP, "dp_replicate_size": 2, "dp_shard_size": 4},
+            {"sharding.strategy": "hybrid_shard", "sharding.group_size": 4},
+        ),
         ({**FSDP, "dp_shard_size": 4}, {"sharding.strategy": "full_shard"}),
-        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {"backend": "deepspeed", "sharding.strategy": "full_shard"}),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3}}},
+            {"backend": "deepspeed", "sharding.strategy": "full_shard"},
+        ),
         ({}, {"backend": "fsdp", "sharding.strategy": "no_shard", "training.micro_batch_size": 1, "training.seed": 42}),
     ],
 )
@@ -85,7 +100,11 @@ def test_a_key_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
     [
         ({"optimizer": "muon"}, "optimizer", "in the training script"),
         ({"lr_scheduler": "one_cycle"}, "lr_scheduler", "schedule one_cycle is not supported"),
-        ({"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.5}, "cosine_constant_lr_ratio", "stops falling before the end"),
+        (
+            {"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.5},
+            "cosine_constant_lr_ratio",
+            "stops falling before the end",
+        ),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size", "parallelism within a model is not supported"),
         ({"context_parallel_size": 4}, "context_parallel_size", "parallelism within a model is not supported"),
         ({"lr_groups": [{"name": "a"}]}, "lr_groups", "parameter groups"),
@@ -131,9 +150,13 @@ def test_a_deepspeed_file_is_filled_in_from_axolotls_keys(tmp_path: Path) -> Non
     (tmp_path / "zero.json").write_text(
         '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}'
     )
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump({**BASE, "micro_batch_size": 3, "max_grad_norm": 0.7, "deepspeed": "zero.json"}))
+    (tmp_path / "a.yaml").write_text(
+        yaml.safe_dump({**BASE, "micro_batch_size": 3, "max_grad_norm": 0.7, "deepspeed": "zero.json"})
+    )
     outcome = translate(tmp_path / "a.yaml", "unishard")
-    assert outcome.document["training"] | {"micro_batch_size": 3, "gradient_clipping": 0.7} == outcome.document["training"]
+    assert (
+        outcome.document["training"] | {"micro_batch_size": 3, "gradient_clipping": 0.7} == outcome.document["training"]
+    )
     assert item(outcome, "deepspeed.train_micro_batch_size_per_gpu").fit is Fit.EXACT
 
 
@@ -146,7 +169,10 @@ def test_a_template_leaves_its_variables_open() -> None:
 def test_keys_about_the_model_are_kept_in_axolotls_own_format() -> None:
     document = {**BASE, "lora_r": 8, "bf16": True, **FSDP, "micro_batch_size": 2}
     outcome = translate(document, "axolotl")
-    assert outcome.document.items() >= {**BASE, "lora_r": 8, "micro_batch_size": 2, "bf16": True, "fsdp_version": 2}.items()
+    assert (
+        outcome.document.items()
+        >= {**BASE, "lora_r": 8, "micro_batch_size": 2, "bf16": True, "fsdp_version": 2}.items()
+    )
     assert translate(outcome.document, "axolotl").document == outcome.document
 
 
@@ -205,7 +231,10 @@ def test_what_only_the_dataset_knows_goes_from_file_to_file() -> None:
     own = translate(document, "axolotl").document
     assert (own["num_epochs"], own["warmup_ratio"]) == (2, 0.1)
     silent = translate(BASE, "hf").document
-    assert (silent["num_train_epochs"], silent["warmup_steps"]) == (1.0, 0.03)  # what axolotl assumes, not what transformers does
+    assert (silent["num_train_epochs"], silent["warmup_steps"]) == (
+        1.0,
+        0.03,
+    )  # what axolotl assumes, not what transformers does
 
 
 def test_fp32_is_written_since_axolotl_would_choose_bf16() -> None:
@@ -228,7 +257,9 @@ def test_deepspeed_is_written_in_place() -> None:
 
 @pytest.mark.parametrize("version", ["none", "", 0, None, {}])
 def test_an_empty_version_is_none(version: Any) -> None:
-    found = translate(BASE | {"fsdp_version": version, "fsdp_config": {"reshard_after_forward": "FULL_SHARD"}}, "unishard")
+    found = translate(
+        BASE | {"fsdp_version": version, "fsdp_config": {"reshard_after_forward": "FULL_SHARD"}}, "unishard"
+    )
     assert item(found, "fsdp_version").fit is Fit.IGNORED
 
 

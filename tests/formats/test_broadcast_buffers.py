@@ -1,4 +1,5 @@
-"""`training.buffers` and DistributedDataParallel's `broadcast_buffers`: what tools say of one comes back from the other."""
+"""`training.buffers` and DistributedDataParallel's `broadcast_buffers`: what tools say of one comes back from the
+other."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_what_the_script_must_do_is_said(to, buffers, strategy, expected):
 
 @pytest.mark.parametrize("engine", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
 def test_with_an_engine_the_argument_is_not_used(engine):
-    outcome = translate({"per_device_train_batch_size": 1, "ddp_broadcast_buffers": True, **engine}, "unishard", from_="hf")
+    outcome = translate(
+        {"per_device_train_batch_size": 1, "ddp_broadcast_buffers": True, **engine}, "unishard", from_="hf"
+    )
     assert outcome.reading.config.training.buffers == "sync"
     (found,) = [item for item in outcome.items if item.key == "ddp_broadcast_buffers"]
     assert found.fit is Fit.IGNORED

@@ -49,7 +49,12 @@ def test_a_whole_training_is_understood():
     cfg = config(TRAINING)
     assert cfg.backend == "fsdp"
     assert (cfg.sharding.strategy, cfg.sharding.reshard_after_forward) == ("full_shard", True)
-    assert (cfg.precision.compute, cfg.precision.reduce, cfg.precision.buffers, cfg.precision.master) == ("bf16", "bf16", "bf16", "fp32")
+    assert (cfg.precision.compute, cfg.precision.reduce, cfg.precision.buffers, cfg.precision.master) == (
+        "bf16",
+        "bf16",
+        "bf16",
+        "fp32",
+    )
     assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (4, 2)
     assert (cfg.training.gradient_clipping, cfg.training.seed, cfg.activation_checkpointing) == (0.5, 17, "full")
     assert (cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.betas) == ("adamw", 1e-3, (0.9, 0.95))
@@ -95,7 +100,11 @@ def test_a_run_file_is_unwrapped_and_keeps_its_shape():
     assert outcome.document["command"] == "composer train.py"
     assert outcome.document["parameters"]["model"] == TRAINING["model"]
     assert outcome.document["parameters"]["fsdp_config"]["sharding_strategy"] == "FULL_SHARD"
-    assert {item.key for item in outcome.items} >= {"compute", "parameters.seed", "parameters.fsdp_config.sharding_strategy"}
+    assert {item.key for item in outcome.items} >= {
+        "compute",
+        "parameters.seed",
+        "parameters.fsdp_config.sharding_strategy",
+    }
 
 
 def test_interpolations_are_followed_within_the_file():
@@ -144,7 +153,9 @@ def test_groups_of_parameters():
     norm, embed = cfg.optimizer.groups
     assert (norm.params, norm.lr, norm.weight_decay) == (["norm"], None, 0.0)
     assert (embed.params, embed.lr, embed.weight_decay) == (["embed"], 0.125, 2.0)
-    written = translate({"optimizer": {"lr": 0.5, "weight_decay": 0.5, "no_decay": ["bias"]}}, "composer", from_="unishard").document
+    written = translate(
+        {"optimizer": {"lr": 0.5, "weight_decay": 0.5, "no_decay": ["bias"]}}, "composer", from_="unishard"
+    ).document
     assert written["optimizer"]["param_groups"] == [{"param_str_match": "bias", "weight_decay": 0.0}]
     assert written["optimizer"]["weight_decay"] == 0.25
     refused = items(changed(optimizer={**optimizer, "param_groups": [{"param_str_match": "norm", "betas": [0, 0]}]}))
@@ -152,7 +163,13 @@ def test_groups_of_parameters():
 
 
 def test_a_group_keeps_its_rate_and_decay_on_the_way_back():
-    own = {"optimizer": {"lr": 0.5, "weight_decay": 0.5, "groups": [{"params": ["embed"], "lr": 0.25, "weight_decay": 0.125}]}}
+    own = {
+        "optimizer": {
+            "lr": 0.5,
+            "weight_decay": 0.5,
+            "groups": [{"params": ["embed"], "lr": 0.25, "weight_decay": 0.125}],
+        }
+    }
     document = translate(own, "composer", from_="unishard", topology=EIGHT).document
     (group,) = config(document).optimizer.groups
     assert (group.params, group.lr, group.weight_decay) == (["embed"], 0.25, 0.125)
@@ -204,11 +221,19 @@ def test_newer_shape_of_the_parallelism():
 
 
 def test_hybrid_groups():
-    sharded = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}
+    sharded = {
+        "sharding_strategy": "HYBRID_SHARD",
+        "data_parallel_shard_degree": 4,
+        "data_parallel_replicate_degree": 2,
+    }
     assert config(changed(fsdp_config=sharded)).sharding.group_size == 4
     replicas = {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "data_parallel_replicate_degree": 4}
     cfg = config(changed(fsdp_config=replicas))
-    assert (cfg.sharding.strategy, cfg.sharding.group_size, cfg.sharding.reshard_after_forward) == ("hybrid_shard", 2, False)
+    assert (cfg.sharding.strategy, cfg.sharding.group_size, cfg.sharding.reshard_after_forward) == (
+        "hybrid_shard",
+        2,
+        False,
+    )
     assert config(changed(fsdp_config={"device_mesh": [8]})).sharding.strategy == "full_shard"
 
 
@@ -216,7 +241,10 @@ def test_hybrid_groups():
     ("key", "settings"),
     [
         ("algorithms.alibi", {"algorithms": {"alibi": {"max_sequence_length": 8}}}),
-        ("algorithms.gradient_clipping.clipping_type", {"algorithms": {"gradient_clipping": {"clipping_type": "adaptive"}}}),
+        (
+            "algorithms.gradient_clipping.clipping_type",
+            {"algorithms": {"gradient_clipping": {"clipping_type": "adaptive"}}},
+        ),
         ("optimizer.name", {"optimizer": {"name": "no_op"}}),
         ("scheduler.name", {"scheduler": {"name": "inv_sqrt_with_warmup"}}),
         ("scheduler.t_warmup", {"scheduler": {"name": "cosine_with_warmup", "t_warmup": "soon"}}),
@@ -239,7 +267,11 @@ def test_what_cannot_be_had_is_refused(key, settings):
 ODD = [
     {"parameters": {}, "name": "x"},
     changed(fsdp_config="text", schedulers=[{"constant": {}}]),
-    *(changed(**{key: value}) for key in ("fsdp_config", "optimizer", "scheduler", "algorithms") for value in (None, {}, [], 3)),
+    *(
+        changed(**{key: value})
+        for key in ("fsdp_config", "optimizer", "scheduler", "algorithms")
+        for value in (None, {}, [], 3)
+    ),
 ]
 
 
@@ -252,7 +284,25 @@ def test_every_key_is_accounted_for_once(document):
 
 
 JUNK = st.sampled_from(
-    [None, True, False, 0, -1, 2.5, 10**30, "", "auto", "${x.y}", "1ep", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, [[]]]
+    [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2.5,
+        10**30,
+        "",
+        "auto",
+        "${x.y}",
+        "1ep",
+        "text",
+        [],
+        [1, "a", {}],
+        {},
+        {"a": {"b": 1}},
+        [[]],
+    ]
 )
 PLACES = [tuple(key.split(".")) for key, _ in flat(TRAINING)] + [(key,) for key in TRAINING]
 
@@ -285,7 +335,9 @@ def test_it_is_recognised():
 
 
 def test_only_what_the_source_decides_is_written():
-    outcome = translate({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "composer", overrides=["backend=fsdp"])
+    outcome = translate(
+        {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "composer", overrides=["backend=fsdp"]
+    )
     assert "optimizer" not in outcome.document
     assert outcome.document["fsdp_config"]["sharding_strategy"] == "FULL_SHARD"
 
@@ -307,7 +359,9 @@ def test_the_whole_batch_needs_the_number_of_ranks():
     assert translate(own, "composer", from_="unishard", topology=EIGHT).document["global_train_batch_size"] == 64
     unknown = translate(own, "composer", from_="unishard")
     assert "global_train_batch_size" not in unknown.document
-    assert "--world-size" in next(item.note for item in unknown.items if item.key == "training.gradient_accumulation_steps")
+    assert "--world-size" in next(
+        item.note for item in unknown.items if item.key == "training.gradient_accumulation_steps"
+    )
 
 
 def test_writing_twice_changes_nothing():

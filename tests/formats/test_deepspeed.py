@@ -38,7 +38,8 @@ def item(document, key, to="unishard"):
     return next(item for item in outcome(document, to).items if item.key == key)
 
 
-# -- what DeepSpeed assumes -----------------------------------------------------------------------------------------------------------
+# -- what DeepSpeed assumes
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_absent_clip_is_deepspeeds_own():
@@ -52,8 +53,16 @@ def test_absent_zero_is_no_sharding():
 
 def test_sums_over_ranks_travel_in_the_format_of_compute():
     precision = config({"bf16": {"enabled": "true"}}).precision
-    assert (precision.compute, precision.reduce, precision.accumulate, precision.master) == ("bf16", "bf16", "fp32", "fp32")
-    assert item({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "data_types.grad_accum_dtype").fit is Fit.EQUIVALENT
+    assert (precision.compute, precision.reduce, precision.accumulate, precision.master) == (
+        "bf16",
+        "bf16",
+        "fp32",
+        "fp32",
+    )
+    assert (
+        item({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}, "data_types.grad_accum_dtype").fit
+        is Fit.EQUIVALENT
+    )
 
 
 def test_names_of_buffers_in_fp32_are_patterns():
@@ -63,7 +72,9 @@ def test_names_of_buffers_in_fp32_are_patterns():
     assert config({"bf16": {"enabled": True}}).precision.keep_fp32 == config(kept("auto")).precision.keep_fp32 == "auto"
     assert config(kept([])).precision.keep_fp32 == []
     assert config(kept(["gate.*bias", "norm"])).precision.keep_fp32 == ["gate..*bias", "norm"]
-    assert item(kept(["norm"]), "data_types.keep_in_fp32_modules").fit is Fit.APPROXIMATE, "DeepSpeed keeps no parameters"
+    assert item(kept(["norm"]), "data_types.keep_in_fp32_modules").fit is Fit.APPROXIMATE, (
+        "DeepSpeed keeps no parameters"
+    )
     own = {"precision": {"compute": "bf16", "keep_fp32": ["gate..*bias"]}, "backend": "deepspeed"}
     written = translate(own, "deepspeed", from_="unishard")
     assert written.document["data_types"]["keep_in_fp32_modules"] == ["gate.*bias"]
@@ -76,7 +87,7 @@ def test_adam_is_adamw_unless_it_says_otherwise():
     assert config({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}).optimizer.weight_decay == 0.01
 
 
-# -- batches ---------------------------------------------------------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -86,7 +97,10 @@ def test_adam_is_adamw_unless_it_says_otherwise():
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "2"}, (2, 4, 64)),
         ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, (2, 4, 64)),
         ({"train_micro_batch_size_per_gpu": 2}, (2, 1, None)),
-        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (2, 3, None)),
+        (
+            {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+            (2, 3, None),
+        ),
     ],
 )
 def test_sizes_that_follow_from_the_others(sizes, expected):
@@ -121,7 +135,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
 )
 def test_a_size_that_the_file_leaves_out_does_not_become_auto(document):
     written = dict(flat(outcome(document, "deepspeed").document))
-    assert {key for key, value in written.items() if value == "auto"} == {key for key, value in document.items() if value == "auto"}
+    assert {key for key, value in written.items() if value == "auto"} == {
+        key for key, value in document.items() if value == "auto"
+    }
 
 
 def test_auto_is_written_for_a_tool_that_fills_it_in():
@@ -131,12 +147,18 @@ def test_auto_is_written_for_a_tool_that_fills_it_in():
     assert "train_micro_batch_size_per_gpu" not in translate(lightning, "deepspeed", from_="lightning").document
 
 
-# -- ZeRO ------------------------------------------------------------------------------------------------------------------------------
+# -- ZeRO --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("zero", "strategy"),
-    [(True, "shard_optimizer"), (False, "no_shard"), (2, "shard_grad_op"), ({"stage": "3"}, "full_shard"), ({}, "no_shard")],
+    [
+        (True, "shard_optimizer"),
+        (False, "no_shard"),
+        (2, "shard_grad_op"),
+        ({"stage": "3"}, "full_shard"),
+        ({}, "no_shard"),
+    ],
 )
 def test_stages_in_all_their_spellings(zero, strategy):
     assert config({"zero_optimization": zero}).sharding.strategy == strategy
@@ -150,7 +172,9 @@ def test_names_without_their_prefix_mean_the_same():
 
 
 def test_stage_3_settings_below_it_are_dropped():
-    found = outcome({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5, "offload_param": {"device": "cpu"}}})
+    found = outcome(
+        {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5, "offload_param": {"device": "cpu"}}}
+    )
     assert not found.of(Fit.UNSUPPORTED)
     assert found.reading.config.offload.params == "none"
 
@@ -159,7 +183,10 @@ def test_stage_3_settings_below_it_are_dropped():
     ("zero", "places"),
     [
         ({"stage": 2, "cpu_offload": True}, ("none", "cpu")),
-        ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": False}, ("cpu", "cpu")),
+        (
+            {"stage": 3, "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": False},
+            ("cpu", "cpu"),
+        ),
         ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}, ("nvme", "none")),
         ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, ("none", "none")),
     ],
@@ -206,7 +233,11 @@ def test_amps_level_says_nothing_in_another_section(section):
 
 
 def test_two_pins_that_differ_are_no_contradiction():
-    zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
     assert config({"zero_optimization": zero}).offload.pin_memory
 
 
@@ -217,18 +248,24 @@ def test_mics_is_hybrid_sharding():
 
 def test_a_setting_of_deepspeed_alone_is_kept_for_it():
     found = outcome({"zero_optimization": {"stage": 3, "sub_group_size": "1e8", "zero_quantized_weights": True}})
-    assert found.reading.config.native == {"deepspeed": {"zero_optimization": {"sub_group_size": 10**8, "zero_quantized_weights": True}}}
+    assert found.reading.config.native == {
+        "deepspeed": {"zero_optimization": {"sub_group_size": 10**8, "zero_quantized_weights": True}}
+    }
     elsewhere = {i.key: i.fit for i in outcome(found.reading.source.data, "unishard", "backend=fsdp").items}
     assert elsewhere["zero_optimization.sub_group_size"] is Fit.IGNORED
     assert elsewhere["zero_optimization.zero_quantized_weights"] is Fit.APPROXIMATE
 
 
-# -- precision -------------------------------------------------------------------------------------------------------------------------
+# -- precision ---------------------------------------------------------------------------------------------------------
 
 
 def test_fp16_scales_as_deepspeed_does():
     precision = config({"fp16": {"enabled": True, "initial_scale_power": 12}}).precision
-    assert (precision.loss_scale, precision.initial_loss_scale, precision.loss_scale_growth_interval) == ("dynamic", 4096.0, 1000)
+    assert (precision.loss_scale, precision.initial_loss_scale, precision.loss_scale_growth_interval) == (
+        "dynamic",
+        4096.0,
+        1000,
+    )
     assert config({"fp16": {"enabled": True, "loss_scale": 128}}).precision.loss_scale == 128.0
     assert item(FP16, "fp16.hysteresis").fit is Fit.EQUIVALENT
     assert item({"fp16": {"enabled": True, "hysteresis": 8}}, "fp16.hysteresis").fit is Fit.APPROXIMATE
@@ -258,7 +295,10 @@ def test_a_scale_is_kept_until_it_is_decided_whether_there_is_one():
     found = outcome(AUTO)
     assert found.document["precision"]["initial_loss_scale"] == 4096.0
     again = translate(yaml.safe_load(found.text), "deepspeed", from_="unishard")
-    assert again.document["fp16"].items() >= {"enabled": "auto", "initial_scale_power": 12, "loss_scale_window": 500}.items()
+    assert (
+        again.document["fp16"].items()
+        >= {"enabled": "auto", "initial_scale_power": 12, "loss_scale_window": 500}.items()
+    )
     assert outcome(AUTO, "hf").document["deepspeed"]["fp16"]["initial_scale_power"] == 12
 
 
@@ -266,7 +306,11 @@ def test_a_scale_is_kept_until_it_is_decided_whether_there_is_one():
 def test_the_file_s_own_scale_counts_once_fp16_is_chosen(compute, scale, interval):
     found = outcome(AUTO, "unishard", f"precision.compute={compute}")
     precision = found.reading.config.precision
-    assert (precision.initial_loss_scale, precision.loss_scale_growth_interval, precision.reduce) == (scale, interval, compute)
+    assert (precision.initial_loss_scale, precision.loss_scale_growth_interval, precision.reduce) == (
+        scale,
+        interval,
+        compute,
+    )
     assert not found.of(Fit.UNSUPPORTED)
     assert not found.of(Fit.NEEDS_INPUT)
 
@@ -280,11 +324,19 @@ def test_a_reduction_in_bf16_needs_bf16():
     document = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "communication_data_type": "bf16"}
     assert not outcome(document).of(Fit.UNSUPPORTED)
     assert config(document, "precision.compute=bf16").precision.reduce == "bf16"
-    assert item({**AUTO, **document, "fp16": AUTO["fp16"]}, "communication_data_type").fit in (Fit.EXACT, Fit.NEEDS_INPUT)
+    assert item({**AUTO, **document, "fp16": AUTO["fp16"]}, "communication_data_type").fit in (
+        Fit.EXACT,
+        Fit.NEEDS_INPUT,
+    )
 
 
 def test_what_depends_on_a_stage_or_a_place_that_is_undecided_is_kept():
-    zero = {"stage": "auto", "stage3_prefetch_bucket_size": 7, "stage3_max_reuse_distance": 10**15, "overlap_comm": "auto"}
+    zero = {
+        "stage": "auto",
+        "stage3_prefetch_bucket_size": 7,
+        "stage3_max_reuse_distance": 10**15,
+        "overlap_comm": "auto",
+    }
     found = config({"zero_optimization": zero}, "sharding.strategy=full_shard")
     assert (found.communication.prefetch_bucket_size, found.sharding.reshard_after_forward) == (7, False)
     assert config({"zero_optimization": zero}, "sharding.strategy=shard_grad_op").sharding.reshard_after_forward
@@ -294,7 +346,10 @@ def test_what_depends_on_a_stage_or_a_place_that_is_undecided_is_kept():
 
 
 def test_a_switch_that_is_set_otherwise_takes_what_depends_on_it_along():
-    document = {"fp16": {"enabled": True, "initial_scale_power": 12}, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 7}}
+    document = {
+        "fp16": {"enabled": True, "initial_scale_power": 12},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 7},
+    }
     found = config(document, "precision.compute=bf16", "precision.reduce=fp32", "sharding.strategy=shard_grad_op")
     assert (found.precision.compute, found.sharding.strategy) == ("bf16", "shard_grad_op")
     notes = {item.key: item.note for item in outcome(document, "unishard", "precision.compute=bf16").of(Fit.IGNORED)}
@@ -313,7 +368,7 @@ def test_pure_bf16():
     assert config({"bf16": block, "zero_optimization": {"stage": 2}}).precision.pure
 
 
-# -- schedules -------------------------------------------------------------------------------------------------------------------------
+# -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 def scheduled(type_, **params):
@@ -337,13 +392,21 @@ def test_the_shortest_warm_up_lasts_two_updates(steps):
 
 def test_what_transformers_fills_in():
     auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
-    document = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": {"type": "WarmupDecayLR", "params": auto}}
-    assert set(outcome(document).reading.undecided) == {"optimizer.lr", "scheduler.warmup_steps", "scheduler.total_steps"}
+    document = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": auto},
+    }
+    assert set(outcome(document).reading.undecided) == {
+        "optimizer.lr",
+        "scheduler.warmup_steps",
+        "scheduler.total_steps",
+    }
     written = outcome(document, "deepspeed").document
     assert written == document
 
 
-# -- what cannot be had ----------------------------------------------------------------------------------------------------------------
+# -- what cannot be had
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -354,14 +417,22 @@ def test_what_transformers_fills_in():
         ({"optimizer": {"type": "RMSprop"}}, "optimizer.type", "in the training script"),
         (scheduled("WarmupCosineLR"), "scheduler.type", "total_num_steps"),
         (scheduled("LinearLR"), "scheduler.params.start_factor", "must be 1"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "zero_optimization.offload_param.device", "nvme_path"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "zero_optimization.offload_param.device",
+            "nvme_path",
+        ),
         (scheduled("warmuplr"), "scheduler.type", "did you mean 'WarmupLR'"),
         ({"elasticity": {"enabled": True}}, "elasticity", "training.micro_batch_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel", "remove it"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "remove it"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "write mean"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", "from 0 to 3"),
-        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com", "did you mean 'overlap_comm'?"),
+        (
+            {"zero_optimization": {"stage": 2, "overlap_com": True}},
+            "zero_optimization.overlap_com",
+            "did you mean 'overlap_comm'?",
+        ),
         ({"bf16": True}, "bf16", "must be a mapping of keys"),
         ({"gradient_clipping": [1]}, "gradient_clipping", "must be a number"),
     ],
@@ -402,12 +473,19 @@ def test_what_concerns_deepspeed_alone_is_repeated_in_its_own_format():
 
 def test_an_optimizer_that_only_the_script_has_stays_with_it():
     assert "optimizer" not in outcome({"train_batch_size": 8}, "deepspeed").document
-    assert "optimizer" not in outcome({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}}}, "deepspeed").document
+    assert (
+        "optimizer"
+        not in outcome({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4}}}, "deepspeed").document
+    )
 
 
 def test_every_key_that_native_settings_know_has_a_row():
     rows = registry.get("deepspeed").keys
-    assert [key for key in ROWS if key not in rows and key.rpartition(".")[0] not in rows and key != "timers.throughput.enabled"] == []
+    assert [
+        key
+        for key in ROWS
+        if key not in rows and key.rpartition(".")[0] not in rows and key != "timers.throughput.enabled"
+    ] == []
 
 
 def test_a_warm_up_longer_than_its_schedule():
@@ -416,7 +494,7 @@ def test_a_warm_up_longer_than_its_schedule():
     assert "must be smaller than total_steps (10)" in refused["scheduler.params.warmup_num_steps"]
 
 
-# -- laws ------------------------------------------------------------------------------------------------------------------------------
+# -- laws --------------------------------------------------------------------------------------------------------------
 
 ratio = st.floats(0, 1)
 rates = st.floats(1e-8, 1e2)
@@ -431,7 +509,11 @@ def expressible(draw):
     low = st.sampled_from(("fp32", compute))
     precision = {"compute": compute, "reduce": draw(low), "accumulate": draw(low)}
     if compute == "fp16":
-        scales = {"loss_scale": "dynamic", "initial_loss_scale": 2.0 ** draw(st.integers(0, 30)), "loss_scale_growth_interval": 50}
+        scales = {
+            "loss_scale": "dynamic",
+            "initial_loss_scale": 2.0 ** draw(st.integers(0, 30)),
+            "loss_scale_growth_interval": 50,
+        }
         precision |= draw(st.sampled_from((scales, {"loss_scale": 1024.0})))
     optimizer = {"name": name, "lr": draw(rates), "weight_decay": draw(ratio)}
     if name in ("adamw", "adam", "lion"):
@@ -453,7 +535,10 @@ def expressible(draw):
         document["offload"] = {"optimizer": draw(st.sampled_from(("none", "cpu")))}
     if strategy == "full_shard":
         document["offload"]["params"] = draw(st.sampled_from(("none", "cpu")))
-        document["sharding"] |= {"reshard_after_forward": draw(st.booleans()), "units": draw(st.sampled_from(("auto", ["Block"])))}
+        document["sharding"] |= {
+            "reshard_after_forward": draw(st.booleans()),
+            "units": draw(st.sampled_from(("auto", ["Block"]))),
+        }
         document["communication"]["prefetch_bucket_size"] = draw(st.integers(0, 10**9))
     return document
 
@@ -492,7 +577,9 @@ def test_translating_twice_changes_nothing(document):
     assert {key: near(value) for key, value in flat(once)} == dict(flat(twice))
 
 
-words = st.sampled_from(("auto", "cpu", "true", "1e9", "", None, -1, 0, 1, 3, 2.5, True, [], {}, {"stage": 3}, ["auto"], {"a": {"b": 1}}))
+words = st.sampled_from(
+    ("auto", "cpu", "true", "1e9", "", None, -1, 0, 1, 3, 2.5, True, [], {}, {"stage": 3}, ["auto"], {"a": {"b": 1}})
+)
 KEYS = sorted(registry.get("deepspeed").keys)
 
 

@@ -21,7 +21,10 @@ with quiet(), warnings.catch_warnings():
     from deepspeed.runtime.config import DeepSpeedConfig
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
-BASE = {"backend": "deepspeed", "training": {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}}
+BASE = {
+    "backend": "deepspeed",
+    "training": {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5},
+}
 
 
 def understood(document):
@@ -35,14 +38,20 @@ def written(**sections):
     return understood(translate(config, "deepspeed", from_="unishard").document)
 
 
-@pytest.mark.parametrize(("strategy", "stage"), [("no_shard", 0), ("shard_optimizer", 1), ("shard_grad_op", 2), ("full_shard", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "stage"), [("no_shard", 0), ("shard_optimizer", 1), ("shard_grad_op", 2), ("full_shard", 3)]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_strategies_and_formats(strategy, stage, precision):
     found = written(sharding=strategy, precision=precision)
     assert found.zero_config.stage == stage
     assert (found.bfloat16_config.enabled, found.float16_config.enabled) == (precision == "bf16", precision == "fp16")
     assert str(found.communication_data_type) == "torch.float32"
-    assert (found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps, found.train_batch_size) == (2, 3, 6)
+    assert (found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps, found.train_batch_size) == (
+        2,
+        3,
+        6,
+    )
     assert found.gradient_clipping == 0.5
 
 
@@ -50,7 +59,14 @@ def test_strategies_and_formats(strategy, stage, precision):
     "sections",
     [
         {"sharding": "hybrid_shard"},
-        {"sharding": {"strategy": "full_shard", "units": ["Block"], "conditional_modules": ["Expert"], "reshard_after_forward": False}},
+        {
+            "sharding": {
+                "strategy": "full_shard",
+                "units": ["Block"],
+                "conditional_modules": ["Expert"],
+                "reshard_after_forward": False,
+            }
+        },
         {"offload": "cpu"},
         {"offload": {"params": "nvme", "optimizer": "cpu", "nvme_path": "/local", "pin_memory": False}},
         {"precision": {"compute": "fp16", "loss_scale": 512.0}},
@@ -74,14 +90,25 @@ def test_every_section_is_taken(sections):
 
 
 DOCUMENTS = (
-    {"train_batch_size": 6, "zero_optimization": {"stage": 3, "cpu_offload": True, "max_live_parameters": 0}, "fp16": {"enabled": True}},
+    {
+        "train_batch_size": 6,
+        "zero_optimization": {"stage": 3, "cpu_offload": True, "max_live_parameters": 0},
+        "fp16": {"enabled": True},
+    },
     {"train_batch_size": 6, "zero_optimization": True, "allgather_size": 1000, "gradient_clipping": 0},
-    {"train_batch_size": 6, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e6, "overlap_comm": True}, "bf16": {"enabled": True}},
+    {
+        "train_batch_size": 6,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e6, "overlap_comm": True},
+        "bf16": {"enabled": True},
+    },
     {
         "train_micro_batch_size_per_gpu": 6,
         "steps_per_print": 3,
         "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.9]}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 3, "total_num_steps": 30}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 3, "total_num_steps": 30},
+        },
     },
 )
 
@@ -97,7 +124,10 @@ def test_a_config_keeps_its_meaning_for_deepspeed(document, through):
     assert after.zero_config.reduce_bucket_size in (before.zero_config.reduce_bucket_size, 25_000_000)
     for name in ("gradient_clipping", "train_batch_size", "gradient_accumulation_steps", "gradient_allreduce_op"):
         assert getattr(after, name) == getattr(before, name), name
-    assert (after.bfloat16_config.enabled, after.float16_config.enabled) == (before.bfloat16_config.enabled, before.float16_config.enabled)
+    assert (after.bfloat16_config.enabled, after.float16_config.enabled) == (
+        before.bfloat16_config.enabled,
+        before.float16_config.enabled,
+    )
     assert (after.float16_config.loss_scale_window, after.float16_config.initial_scale_power) == (1000, 16)
     if before.optimizer_params:
         assert after.optimizer_name in (before.optimizer_name, "adamw")
@@ -114,7 +144,10 @@ def test_every_key_of_deepspeed_has_a_row():
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
         from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
-        from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+        from deepspeed.runtime.zero.offload_config import (
+            DeepSpeedZeroOffloadOptimizerConfig,
+            DeepSpeedZeroOffloadParamConfig,
+        )
 
     blocks = {
         "zero_optimization": DeepSpeedZeroConfig,
@@ -131,12 +164,37 @@ def test_every_key_of_deepspeed_has_a_row():
         for name in (field, info.alias or field)
     }
     keys |= {f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS} | {*_REMOVED_TOP_LEVEL_CONFIG_KEYS}
-    top = ("TRAIN_BATCH_SIZE", "GRADIENT_CLIPPING", "COMMUNICATION_DATA_TYPE", "PRESCALE_GRADIENTS", "DATALOADER_DROP_LAST", "DUMP_STATE")
+    top = (
+        "TRAIN_BATCH_SIZE",
+        "GRADIENT_CLIPPING",
+        "COMMUNICATION_DATA_TYPE",
+        "PRESCALE_GRADIENTS",
+        "DATALOADER_DROP_LAST",
+        "DUMP_STATE",
+    )
     keys |= {getattr(constants, name) for name in top}
     assert not keys - registry.get("deepspeed").keys.keys()
 
 
-ODD = (None, True, -1, 2, 1e9, "1e-5", "5", "no", "x", [], {}, ["a"], [1], {"enabled": 3}, {"job_name": None}, {"x": 1}, "fp16")
+ODD = (
+    None,
+    True,
+    -1,
+    2,
+    1e9,
+    "1e-5",
+    "5",
+    "no",
+    "x",
+    [],
+    {},
+    ["a"],
+    [1],
+    {"enabled": 3},
+    {"job_name": None},
+    {"x": 1},
+    "fp16",
+)
 NEEDS_ANOTHER = ("zero_optimization.compute_grad_norm", "bf16.bf16_optimizer_states", "bfloat16.bf16_optimizer_states")
 """Keys that DeepSpeed takes beside another alone, which their own rows look at."""
 

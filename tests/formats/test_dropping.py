@@ -45,9 +45,13 @@ def test_a_block_that_is_emptied_goes_too():
 
 
 def test_keys_of_a_file_that_the_document_names(tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "data_efficiency": {"enabled": True}}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "data_efficiency": {"enabled": True}})
+    )
     path = tmp_path / "a.yaml"
-    path.write_text("distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
+    path.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    )
     key = "deepspeed_config.deepspeed_config_file.data_efficiency"
     assert refused(translate(path, "unishard")) == [key]
     outcome = translate(path, "unishard", drop=[key])
@@ -85,7 +89,9 @@ def test_an_override_lifts_the_refusal_of_the_key_that_decides_the_field(to):
 
 
 def test_the_arguments_of_a_class_that_is_replaced_go_with_it():
-    outcome = translate(ONE_BIT, "deepspeed", from_="deepspeed", overrides=["optimizer.name=adamw"], drop=["*.stage3_*"])
+    outcome = translate(
+        ONE_BIT, "deepspeed", from_="deepspeed", overrides=["optimizer.name=adamw"], drop=["*.stage3_*"]
+    )
     assert outcome.document["optimizer"]["type"] == "AdamW"
     assert not {"freeze_step", "cuda_aware"} & outcome.document["optimizer"]["params"].keys()
     assert outcome.document["optimizer"]["params"]["lr"] == 1e-3
@@ -94,39 +100,67 @@ def test_the_arguments_of_a_class_that_is_replaced_go_with_it():
 def test_an_override_settles_a_contradiction():
     document = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "fp16": {"enabled": True}}
     assert refused(translate(document, "unishard", from_="deepspeed"))
-    settled = translate(document, "unishard", from_="deepspeed", overrides=["precision.compute=bf16", "precision.reduce=bf16"])
+    settled = translate(
+        document, "unishard", from_="deepspeed", overrides=["precision.compute=bf16", "precision.reduce=bf16"]
+    )
     assert (refused(settled), settled.reading.config.precision.compute) == ([], "bf16")
 
 
 def test_an_override_of_another_section_lifts_nothing():
     document = {"distributed_type": "MEGATRON_LM", "num_processes": 2, "mixed_precision": "no"}
-    assert refused(translate(document, "unishard", from_="accelerate", overrides=["backend=fsdp"])) == ["distributed_type"]
+    assert refused(translate(document, "unishard", from_="accelerate", overrides=["backend=fsdp"])) == [
+        "distributed_type"
+    ]
     both = ["backend=fsdp", "sharding.strategy=full_shard"]
     assert refused(translate(document, "unishard", from_="accelerate", overrides=both)) == []
 
 
 def test_an_override_that_the_target_cannot_do_is_refused_where_no_key_says_it():
-    document = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no", "fsdp_config": {"fsdp_version": 2}}
-    outcome = translate(document, "accelerate", from_="accelerate", overrides=["offload.params=nvme", "offload.nvme_path=/disk"])
+    document = {
+        "distributed_type": "FSDP",
+        "num_processes": 2,
+        "mixed_precision": "no",
+        "fsdp_config": {"fsdp_version": 2},
+    }
+    outcome = translate(
+        document, "accelerate", from_="accelerate", overrides=["offload.params=nvme", "offload.nvme_path=/disk"]
+    )
     assert any("offload" in key for key in refused(outcome))
     assert outcome.status(strict=False) == 1
 
 
 CASES = {
     "an optimizer that was removed": ("deepspeed", ONE_BIT),
-    "an optimizer that needs whole tensors": ("deepspeed", {"optimizer": {"type": "Lamb", "params": {"lr": 1}}, "fp16": {"enabled": True}}),
-    "a feature of neither engine": ("deepspeed", {"zero_optimization": {"stage": 1}, "data_efficiency": {"enabled": True, "seed": 1}}),
+    "an optimizer that needs whole tensors": (
+        "deepspeed",
+        {"optimizer": {"type": "Lamb", "params": {"lr": 1}}, "fp16": {"enabled": True}},
+    ),
+    "a feature of neither engine": (
+        "deepspeed",
+        {"zero_optimization": {"stage": 1}, "data_efficiency": {"enabled": True, "seed": 1}},
+    ),
     "parallelism": ("deepspeed", {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}),
     "files": (
         "deepspeed",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}},
     ),
-    "a type that is missing": ("accelerate", {"num_processes": 2, "fsdp_config": {"fsdp_version": 2}, "mixed_precision": "bf16"}),
+    "a type that is missing": (
+        "accelerate",
+        {"num_processes": 2, "fsdp_config": {"fsdp_version": 2}, "mixed_precision": "bf16"},
+    ),
     "another launcher": (
         "accelerate",
-        {"compute_environment": "SLURM", "distributed_type": "MEGATRON_LM", "megatron_lm_tp_size": 2, "num_processes": 2},
+        {
+            "compute_environment": "SLURM",
+            "distributed_type": "MEGATRON_LM",
+            "megatron_lm_tp_size": 2,
+            "num_processes": 2,
+        },
     ),
-    "a block that is text": ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config": "ds.json", "num_processes": 2}),
+    "a block that is text": (
+        "accelerate",
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": "ds.json", "num_processes": 2},
+    ),
 }
 
 
@@ -134,7 +168,12 @@ CASES = {
 @pytest.mark.parametrize("only_drop", [False, True])
 def test_what_is_proposed_works(tool, document, only_drop):
     broken = 0
-    for to, overrides in (("unishard", ["backend=fsdp"]), ("unishard", ["backend=deepspeed"]), ("accelerate", []), ("lightning", [])):
+    for to, overrides in (
+        ("unishard", ["backend=fsdp"]),
+        ("unishard", ["backend=deepspeed"]),
+        ("accelerate", []),
+        ("lightning", []),
+    ):
         source = open_source(document)
         if translate(source, to, from_=tool, overrides=overrides).status(strict=False) != 1:
             continue
@@ -148,13 +187,22 @@ def test_what_is_proposed_works(tool, document, only_drop):
 
 
 def test_the_engine_of_the_target_is_proposed_before_keys_are_dropped():
-    document = {"deepspeed": '{"zero_optimization": {"stage": 3}}', "output_dir": "out", "per_device_train_batch_size": 2}
+    document = {
+        "deepspeed": '{"zero_optimization": {"stage": 3}}',
+        "output_dir": "out",
+        "per_device_train_batch_size": 2,
+    }
     found = remedy(open_source(document), "torchtitan", from_="hf")
     assert found is not None
     assert (found.overrides, found.drop) == (("backend=fsdp",), ())
 
 
 def test_nothing_is_proposed_where_an_override_is_refused():
-    document = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no", "fsdp_config": {"fsdp_version": 2}}
+    document = {
+        "distributed_type": "FSDP",
+        "num_processes": 2,
+        "mixed_precision": "no",
+        "fsdp_config": {"fsdp_version": 2},
+    }
     overrides = ["offload.params=nvme", "offload.nvme_path=/disk"]
     assert remedy(open_source(document), "accelerate", from_="accelerate", overrides=overrides) is None

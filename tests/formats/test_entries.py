@@ -15,7 +15,11 @@ WHO = "per_device_train_batch_size of the TrainingArguments"
 
 
 def depends(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"training.seed": given.get("seed.base") + value}) if "seed.base" in given else Meaning(Fit.IGNORED, "no base")
+    return (
+        Meaning(fields={"training.seed": given.get("seed.base") + value})
+        if "seed.base" in given
+        else Meaning(Fit.IGNORED, "no base")
+    )
 
 
 KEYS = {
@@ -110,22 +114,36 @@ def test_an_entry_that_is_refused_decides_nothing_any_more() -> None:
 
 
 RULES = {
-    "training.seed": Rule(Fit.NEEDS_INPUT, "your training script", "write torch.manual_seed", lambda cfg, topology: {"seed": 1}),
+    "training.seed": Rule(
+        Fit.NEEDS_INPUT, "your training script", "write torch.manual_seed", lambda cfg, topology: {"seed": 1}
+    ),
     "training.micro_batch_size": Rule(
-        Fit.EXACT, "batch.size", to=lambda cfg, topology: nested({"batch.size": cfg.training.micro_batch_size}), auto=True
+        Fit.EXACT,
+        "batch.size",
+        to=lambda cfg, topology: nested({"batch.size": cfg.training.micro_batch_size}),
+        auto=True,
     ),
     "training.gradient_clipping": Rule(
         Fit.EXACT,
         "clip",
         to=lambda cfg, topology: {"clip": cfg.training.gradient_clipping},
-        when=(When("none", lambda cfg: cfg.training.gradient_clipping is None, Fit.UNSUPPORTED, "always clips; write a number"),),
+        when=(
+            When(
+                "none",
+                lambda cfg: cfg.training.gradient_clipping is None,
+                Fit.UNSUPPORTED,
+                "always clips; write a number",
+            ),
+        ),
     ),
     "optimizer.lr": Rule(Fit.EXACT, "lr", to=lambda cfg, topology: {"lr": cfg.optimizer.lr}),
 }
 
 
 def test_fields_become_fragments_of_one_document() -> None:
-    cfg = Config.model_validate({"training": {"micro_batch_size": 3, "gradient_clipping": 0.5}, "optimizer": {"lr": 0.1}})
+    cfg = Config.model_validate(
+        {"training": {"micro_batch_size": 3, "gradient_clipping": 0.5}, "optimizer": {"lr": 0.1}}
+    )
     document, words = express(RULES, cfg, Topology())
     assert document == {"batch": {"size": 3}, "clip": 0.5, "lr": 0.1}
     assert words["training.seed"].fit is Fit.NEEDS_INPUT

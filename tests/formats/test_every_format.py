@@ -1,4 +1,5 @@
-"""What holds for every document in every format: each key ends in one line of the report, and nothing but a `ConfigError` is raised."""
+"""What holds for every document in every format: each key ends in one line of the report, and nothing but a
+`ConfigError` is raised."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def check(name: str, data: dict[str, Any], to: str, overrides: tuple[str, ...]) 
     assert faults_of(outcome) == []
     again = outcome_of(reordered(data), to, name, overrides)
     assert isinstance(again, Outcome)
-    if not outcome.of(Fit.UNSUPPORTED) and not again.of(Fit.UNSUPPORTED):  # of two that contradict each other, the first counts
+    if not outcome.of(Fit.UNSUPPORTED) and not again.of(
+        Fit.UNSUPPORTED
+    ):  # of two that contradict each other, the first counts
         assert lines(again) == lines(outcome)
         assert again.document == outcome.document
 
@@ -90,7 +93,9 @@ def test_broken_documents(name: str, examples: int) -> None:
 
 def test_documents_of_chance_in_any_format(examples: int) -> None:
     @settings(max_examples=max(examples // 10, 1), derandomize=examples < 1000)
-    @given(st.dictionaries(st.text(max_size=4), odd_values, max_size=4), st.sampled_from(FORMATS), st.sampled_from(FORMATS))
+    @given(
+        st.dictionaries(st.text(max_size=4), odd_values, max_size=4), st.sampled_from(FORMATS), st.sampled_from(FORMATS)
+    )
     def holds(data: dict[str, Any], name: str, to: str) -> None:
         check(name, data, to, ())
 
@@ -103,7 +108,10 @@ def test_broken_files(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "config.json"
 
     @settings(max_examples=max(examples // 4, 1), derandomize=examples < 1000)
-    @given(st.sampled_from(texts), st.lists(st.tuples(st.integers(0, 2000), st.text(max_size=3), st.integers(0, 3)), max_size=4))
+    @given(
+        st.sampled_from(texts),
+        st.lists(st.tuples(st.integers(0, 2000), st.text(max_size=3), st.integers(0, 3)), max_size=4),
+    )
     def holds(text: str, edits: list[tuple[int, str, int]]) -> None:
         for at, inserted, removed in edits:
             at %= len(text) + 1
@@ -152,8 +160,24 @@ TOKENS += (
     b"[[a]]",
     b"9" * 5000,
 )
-TOKENS += (b"|", b"9" * 5000, b"[" * 3000, b'{"a":' * 500, b"- " * 500, b"!!python/object:os.system ", b"2001-01-01", b"12:30:45", b"NaN")
-COMMANDS = ("translate {0} --to deepspeed", "diff {0} {0}", "set {0} training.seed=7", "init --yes --from {0} -o {1}", "migrate {2}")
+TOKENS += (
+    b"|",
+    b"9" * 5000,
+    b"[" * 3000,
+    b'{"a":' * 500,
+    b"- " * 500,
+    b"!!python/object:os.system ",
+    b"2001-01-01",
+    b"12:30:45",
+    b"NaN",
+)
+COMMANDS = (
+    "translate {0} --to deepspeed",
+    "diff {0} {0}",
+    "set {0} training.seed=7",
+    "init --yes --from {0} -o {1}",
+    "migrate {2}",
+)
 
 
 @st.composite

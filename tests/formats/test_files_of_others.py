@@ -36,7 +36,13 @@ def item(document: dict[str, Any], name: str, key: str) -> Any:
 
 OF_2024 = {
     "model": {"name": "llama3", "flavor": "8B"},
-    "training": {"batch_size": 2, "warmup_steps": 0, "steps": 50, "data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2},
+    "training": {
+        "batch_size": 2,
+        "warmup_steps": 0,
+        "steps": 50,
+        "data_parallel_shard_degree": 4,
+        "data_parallel_replicate_degree": 2,
+    },
     "experimental": {"pipeline_parallel_degree": 1, "enable_async_tensor_parallel": False},
     "float8": {"enable_float8_linear": False},
 }
@@ -55,7 +61,9 @@ OF_2024 = {
         ("training", "fp8_linear", "", False),
     ],
 )
-def test_what_torchtitan_of_2024_had_elsewhere_is_no_less_refused(table: str, key: str, value: Any, refused: bool) -> None:
+def test_what_torchtitan_of_2024_had_elsewhere_is_no_less_refused(
+    table: str, key: str, value: Any, refused: bool
+) -> None:
     document = {**OF_2024, table: {**OF_2024[table], key: value}}
     assert (item(document, "torchtitan", f"{table}.{key}").fit is Fit.UNSUPPORTED) == refused
 
@@ -93,7 +101,9 @@ def test_a_models_own_table_is_its_own_and_a_misspelt_one_is_not() -> None:
 
 @pytest.mark.parametrize("place", ["accelerator", "distributed_backend"])
 def test_lightning_1_named_the_strategy_elsewhere(place: str) -> None:
-    document = {"trainer": {place: "ddp", "gpus": 4, "max_epochs": 3, "resume_from_checkpoint": None, "terminate_on_nan": True}}
+    document = {
+        "trainer": {place: "ddp", "gpus": 4, "max_epochs": 3, "resume_from_checkpoint": None, "terminate_on_nan": True}
+    }
     assert not translated(document, "lightning").of(Fit.UNSUPPORTED)
     reading = read(document, "lightning")
     assert (reading.config.sharding.strategy, reading.config.training.nonfinite) == ("no_shard", "raise")
@@ -109,7 +119,11 @@ def test_what_lightning_1_knew_and_no_engine_has() -> None:
 @pytest.mark.parametrize(
     "document",
     [
-        {"trainer": {"devices": 2, "accelerator": "gpu", "strategy": "ddp"}, "hydra": {"run": {"dir": "."}}, "model": {"optim": {}}},
+        {
+            "trainer": {"devices": 2, "accelerator": "gpu", "strategy": "ddp"},
+            "hydra": {"run": {"dir": "."}},
+            "model": {"optim": {}},
+        },
         {"trainer": {"devices": 2, "accelerator": "gpu"}, "defaults": ["_self_", {"override hydra/launcher": "x"}]},
         {"_target_": "lightning.pytorch.trainer.Trainer", "devices": 2, "strategy": "ddp"},
         {"model": {"base_learning_rate": 1e-4}, "lightning": {"trainer": {"accumulate_grad_batches": 2}}},
@@ -126,7 +140,13 @@ def test_a_trainer_of_lightning_that_hydra_makes_is_read(document: dict[str, Any
     ("document", "strategy"),
     [
         ({"defaults": ["default"], "strategy": "ddp", "accelerator": "gpu", "devices": 4, "num_nodes": 1}, "no_shard"),
-        ({"defaults": [{"override /trainer": "ddp"}], "trainer": {"devices": 2, "accelerator": "gpu", "strategy": "fsdp"}}, "full_shard"),
+        (
+            {
+                "defaults": [{"override /trainer": "ddp"}],
+                "trainer": {"devices": 2, "accelerator": "gpu", "strategy": "fsdp"},
+            },
+            "full_shard",
+        ),
     ],
 )
 def test_a_part_that_hydra_adds_to_is_read_and_says_what_is_not(document: dict[str, Any], strategy: str) -> None:
@@ -141,7 +161,10 @@ def test_a_part_that_hydra_adds_to_is_read_and_says_what_is_not(document: dict[s
     [
         ({"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 2}, "shard_grad_op"),
         ({"lightning": {"trainer": {"devices": 2, "strategy": "STRATEGY"}}}, "shard_grad_op"),
-        ({"lightning": {"trainer": {"devices": 2, "accumulate_grad_batches": 2}, "strategy": "STRATEGY"}}, "shard_grad_op"),
+        (
+            {"lightning": {"trainer": {"devices": 2, "accumulate_grad_batches": 2}, "strategy": "STRATEGY"}},
+            "shard_grad_op",
+        ),
     ],
 )
 def test_a_strategy_as_hydra_and_latent_diffusion_write_it(document: dict[str, Any], strategy: str) -> None:
@@ -183,7 +206,9 @@ def test_arguments_of_the_other_dataclasses_are_the_scripts(others: dict[str, An
     assert not translated({**ARGUMENTS, **others}, "hf").of(Fit.UNSUPPORTED)
 
 
-@pytest.mark.parametrize("wrong", ["learning_rates", "per_device_batch_size", "gradient_acumulation_steps", "lr_schedule_type"])
+@pytest.mark.parametrize(
+    "wrong", ["learning_rates", "per_device_batch_size", "gradient_acumulation_steps", "lr_schedule_type"]
+)
 def test_a_misspelt_argument_among_them_is_refused(wrong: str) -> None:
     found = item({**ARGUMENTS, "dataset_name": "d", "beta": 0.1, wrong: 1}, "hf", wrong)
     assert found.fit is Fit.UNSUPPORTED
@@ -241,12 +266,19 @@ TRAINING = {
 
 
 def test_keys_of_another_script_of_composers_are_the_scripts() -> None:
-    document = {**TRAINING, "is_train": True, "eval_dataset": {"path": "x"}, "tasks": {"mnli": {"max_duration": "2ba"}}, "use_ema": False}
+    document = {
+        **TRAINING,
+        "is_train": True,
+        "eval_dataset": {"path": "x"},
+        "tasks": {"mnli": {"max_duration": "2ba"}},
+        "use_ema": False,
+    }
     assert not translated(document, "composer").of(Fit.UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("recipe_name", "hot"), ("use_recipe", True), ("lr_scheduler", {"gamma": 0.1}), ("max_durations", "1ep")]
+    ("key", "value"),
+    [("recipe_name", "hot"), ("use_recipe", True), ("lr_scheduler", {"gamma": 0.1}), ("max_durations", "1ep")],
 )
 def test_keys_that_change_the_training_are_refused(key: str, value: Any) -> None:
     refused = translated({**TRAINING, key: value}, "composer").of(Fit.UNSUPPORTED)
@@ -275,14 +307,20 @@ def test_a_warm_up_as_long_as_the_training_never_falls() -> None:
 # axolotl
 
 
-@pytest.mark.parametrize("key", ["weight_decay", "micro_batch_size", "seed", "adam_beta2", "max_steps", "learning_rate"])
+@pytest.mark.parametrize(
+    "key", ["weight_decay", "micro_batch_size", "seed", "adam_beta2", "max_steps", "learning_rate"]
+)
 def test_null_in_axolotl_is_not_set(key: str) -> None:
     document = {"base_model": "m", "datasets": [{"path": "d"}], "sequence_len": 8, "learning_rate": 1e-4, key: None}
     assert not translated(document, "axolotl").of(Fit.UNSUPPORTED)
 
 
 def test_arguments_in_a_section_of_a_scripts_own_file() -> None:
-    document = {"model": {"name": "m"}, "training": {**ARGUMENTS, "bf16": True, "early_stopping": 3}, "data": {"path": "d"}}
+    document = {
+        "model": {"name": "m"},
+        "training": {**ARGUMENTS, "bf16": True, "early_stopping": 3},
+        "data": {"path": "d"},
+    }
     assert recognise(open_source(document)).name == "hf"
     assert not translated(document, "hf").of(Fit.UNSUPPORTED)
     cfg = read(document, "hf").config

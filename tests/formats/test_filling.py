@@ -1,4 +1,5 @@
-"""`--with`: what a launch script or TrainingArguments say fills what a config leaves open, and never changes what it decides."""
+"""`--with`: what a launch script or TrainingArguments say fills what a config leaves open, and never changes what it
+decides."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ AUTO: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
     },
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
     "gradient_accumulation_steps": "auto",
@@ -47,7 +53,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def with_script(script: Path, document: Any, to: str = "unishard", *, change: tuple[str, str] = ("", ""), **more: Any) -> Outcome:
+def with_script(
+    script: Path, document: Any, to: str = "unishard", *, change: tuple[str, str] = ("", ""), **more: Any
+) -> Outcome:
     script.write_text(SCRIPT.replace(*change))
     return translate(document, to, with_=script, **more)
 
@@ -130,8 +138,12 @@ def test_a_deepspeed_file_becomes_the_one_that_transformers_makes_of_it(script: 
     )
     filled = built.hf_deepspeed_config.config
     assert filled["optimizer"] == expected["optimizer"]
-    assert {key: filled[key] for key in ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")} == {
-        key: expected[key] for key in ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")
+    assert {
+        key: filled[key]
+        for key in ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")
+    } == {
+        key: expected[key]
+        for key in ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")
     }
 
 
@@ -146,10 +158,17 @@ def test_without_the_ranks_the_product_is_left_out(script: Path) -> None:
     [
         ("train_micro_batch_size_per_gpu", 4, ("", ""), "per_device_train_batch_size is 2 ({0}:4)"),
         ("gradient_clipping", 0.5, ("", ""), "max_grad_norm is 1.0 (default of TrainingArguments (transformers 5.23))"),
-        ("bf16", {"enabled": True}, ("--bf16", ""), "bf16 or bf16_full_eval is false (default of TrainingArguments (transformers 5.23))"),
+        (
+            "bf16",
+            {"enabled": True},
+            ("--bf16", ""),
+            "bf16 or bf16_full_eval is false (default of TrainingArguments (transformers 5.23))",
+        ),
     ],
 )
-def test_what_transformers_refuses_as_a_mismatch_is_refused(script: Path, key: str, value: Any, change: tuple[str, str], both: str) -> None:
+def test_what_transformers_refuses_as_a_mismatch_is_refused(
+    script: Path, key: str, value: Any, change: tuple[str, str], both: str
+) -> None:
     outcome = with_script(script, {**AUTO, key: value}, change=change)
     (item,) = outcome.of(Fit.UNSUPPORTED)
     assert item.key.startswith(key)
@@ -165,7 +184,9 @@ def test_set_settles_a_mismatch(script: Path) -> None:
 def test_accelerates_file_is_filled(script: Path, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     path = tmp_path / "acc.yaml"
-    path.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
+    path.write_text(
+        json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}})
+    )
     outcome = with_script(script, path)
     assert fields(outcome).items() >= EXPECTED.items()
     assert not outcome.reading.undecided
@@ -175,7 +196,10 @@ def test_accelerates_file_is_filled(script: Path, tmp_path: Path) -> None:
         "deepspeed_config": {"zero_stage": 2, "gradient_clipping": "auto"},
     }
     outcome = with_script(script, inline, change=("--bf16", "--bf16 --max_grad_norm 0.5"))
-    assert fields(outcome).items() >= {**EXPECTED, "training.gradient_clipping": 0.5, "sharding.strategy": "shard_grad_op"}.items()
+    assert (
+        fields(outcome).items()
+        >= {**EXPECTED, "training.gradient_clipping": 0.5, "sharding.strategy": "shard_grad_op"}.items()
+    )
     assert not outcome.status(strict=False)
 
 
@@ -184,7 +208,11 @@ def test_a_launcher_for_another_engine_decides_no_engine(script: Path, tmp_path:
     path.write_text(json.dumps({**FSDP, "mixed_precision": "bf16", "num_processes": 2}))
     outcome = translate(AUTO, "unishard", with_=path)
     found = fields(outcome)
-    assert (found["backend"], found["precision.compute"], outcome.reading.topology) == ("deepspeed", "bf16", Topology(2, 2))
+    assert (found["backend"], found["precision.compute"], outcome.reading.topology) == (
+        "deepspeed",
+        "bf16",
+        Topology(2, 2),
+    )
     assert not outcome.of(Fit.UNSUPPORTED)
 
 
@@ -205,7 +233,11 @@ def test_trainingarguments_in_two_places_are_read_as_one(script: Path) -> None:
     found = fields(with_script(script, document))
     assert found.items() >= {**EXPECTED, "scheduler.name": "cosine"}.items()
     (item,) = with_script(script, {**document, "learning_rate": 2e-4}).of(Fit.UNSUPPORTED)
-    assert (item.key, item.value, item.note) == ("learning_rate", 1e-4, "is 0.0002 in the config; make them equal, or leave one out")
+    assert (item.key, item.value, item.note) == (
+        "learning_rate",
+        1e-4,
+        "is 0.0002 in the config; make them equal, or leave one out",
+    )
 
 
 def test_a_yaml_of_arguments_fills_as_a_script_does(tmp_path: Path) -> None:
@@ -220,11 +252,19 @@ def test_a_yaml_of_arguments_fills_as_a_script_does(tmp_path: Path) -> None:
 
 
 def test_arguments_of_an_unknown_script_have_no_defaults() -> None:
-    outcome = translate(AUTO, "unishard", with_=["--learning_rate", "1e-4", "--weight_decay", "0.1", "--train_batch_size", "3", "--bf16"])
+    outcome = translate(
+        AUTO,
+        "unishard",
+        with_=["--learning_rate", "1e-4", "--weight_decay", "0.1", "--train_batch_size", "3", "--bf16"],
+    )
     found = fields(outcome)
     assert (found["optimizer.lr"], found["optimizer.weight_decay"], found["precision.reduce"]) == (1e-4, 0.1, "bf16")
     assert "optimizer.no_decay" not in found
-    assert {"training.gradient_clipping", "optimizer.betas", "scheduler.total_steps"} <= outcome.reading.undecided.keys()
+    assert {
+        "training.gradient_clipping",
+        "optimizer.betas",
+        "scheduler.total_steps",
+    } <= outcome.reading.undecided.keys()
     assert outcome.filling
     assert (outcome.filling.whose, outcome.filling.unknown) == ("", ("train_batch_size",))
 
@@ -239,7 +279,10 @@ def test_a_script_with_a_loop_of_its_own_is_not_taken_for_the_trainer(script: Pa
 
 def test_a_tool_around_the_trainer_has_its_own_defaults(tmp_path: Path) -> None:
     path = tmp_path / "sft.sh"
-    path.write_text("NPROC_PER_NODE=2 swift sft --model x --tuner_type lora --dataset y --torch_dtype bfloat16 --learning_rate 1e-4\n")
+    path.write_text(
+        "NPROC_PER_NODE=2 swift sft --model x --tuner_type lora --dataset y --torch_dtype bfloat16 --learning_rate "
+        "1e-4\n"
+    )
     outcome = translate(AUTO, "unishard", with_=path)
     assert fields(outcome).items() >= {"optimizer.weight_decay": 0.1, "optimizer.betas": (0.9, 0.95)}.items()
     assert outcome.filling
@@ -304,7 +347,12 @@ def test_a_loss_scale_that_is_not_used_stays_in_its_own_format() -> None:
 
 
 def test_a_warmup_ratio_counts_for_deepspeeds_schedule() -> None:
-    document = {"per_device_train_batch_size": 1, "warmup_ratio": 0.1, "max_steps": 100, "deepspeed": {**AUTO, "train_batch_size": 1}}
+    document = {
+        "per_device_train_batch_size": 1,
+        "warmup_ratio": 0.1,
+        "max_steps": 100,
+        "deepspeed": {**AUTO, "train_batch_size": 1},
+    }
     assert fields(translate(document, "unishard", from_="hf"))["scheduler.warmup_steps"] == 10
 
 
@@ -319,7 +367,9 @@ def test_a_warmup_ratio_counts_for_deepspeeds_schedule() -> None:
         ("", "unless the script passes its own", "unless the script passes its own"),
     ],
 )
-def test_what_deepspeeds_own_scheduler_and_optimizer_decide_is_said(script: Path, save: str, scheduler: str, optimizer: str) -> None:
+def test_what_deepspeeds_own_scheduler_and_optimizer_decide_is_said(
+    script: Path, save: str, scheduler: str, optimizer: str
+) -> None:
     script.write_text(f"deepspeed run.py --lr_scheduler_type cosine --optim sgd {save}\n")
     outcome = translate(AUTO, "unishard", with_=script)
     ignored = {item.key: item.note for item in outcome.of(Fit.IGNORED) if item.beside}

@@ -1,4 +1,5 @@
-"""A launch script's `--config_file` is followed: the config of Accelerate decides the strategy of a recipe that names no engine."""
+"""A launch script's `--config_file` is followed: the config of Accelerate decides the strategy of a recipe that names
+no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
 from unishard.formats.surveying import FoundConfig, survey
 
-RECIPE = "per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nmax_steps: 100\nwarmup_steps: 10\nbf16: true\noutput_dir: out\n"
+RECIPE = (
+    "per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nmax_steps: 100\nwarmup_steps: 10\nbf16: "
+    "true\noutput_dir: out\n"
+)
 ZERO = """distributed_type: DEEPSPEED
 mixed_precision: bf16
 num_processes: 8
@@ -44,7 +48,9 @@ def launched(project: Path, options: str, script: str = "scripts/run.sh", to: st
 
 @pytest.mark.parametrize("script", ["run.sh", "scripts/run.sh", "scripts/deep/run.sh"])
 @pytest.mark.parametrize(("name", "backend", "ranks"), [("zero3", "deepspeed", 8), ("fsdp", "fsdp", 2)])
-def test_the_launchers_file_decides_the_strategy(project: Path, script: str, name: str, backend: str, ranks: int) -> None:
+def test_the_launchers_file_decides_the_strategy(
+    project: Path, script: str, name: str, backend: str, ranks: int
+) -> None:
     outcome = launched(project, f"--config_file recipes/launch/{name}.yaml", script)
     config = outcome.reading.config
     assert (config.backend, config.sharding.strategy, config.training.micro_batch_size) == (backend, "full_shard", 2)
@@ -109,7 +115,9 @@ def test_options_of_the_launcher_decide_the_engine(project: Path, options: str, 
 
 def test_options_of_the_launcher_that_contradict_its_translated_file_are_refused(project: Path) -> None:
     launched(project, "--config_file recipes/launch/zero3.yaml --use_deepspeed --zero_stage 2")
-    (item,) = translate(project / "recipes/launch/zero3.yaml", "unishard", with_=project / "scripts/run.sh").of(Fit.UNSUPPORTED)
+    (item,) = translate(project / "recipes/launch/zero3.yaml", "unishard", with_=project / "scripts/run.sh").of(
+        Fit.UNSUPPORTED
+    )
     assert (item.key, item.value) == ("accelerate --zero-stage", 2)
     assert "deepspeed_config.zero_stage is 3" in item.note
 
@@ -132,13 +140,17 @@ def test_the_command_line_counts_more_than_the_recipe_that_it_names(project: Pat
     assert same.document["learning_rate"] == 1e-4
 
 
-@pytest.mark.parametrize("named", ["recipes/sft/config.yaml", "--config recipes/sft/config.yaml", "--config=recipes/sft/config.yaml"])
+@pytest.mark.parametrize(
+    "named", ["recipes/sft/config.yaml", "--config recipes/sft/config.yaml", "--config=recipes/sft/config.yaml"]
+)
 def test_the_recipe_fills_the_engines_config(project: Path, named: str) -> None:
     (project / "ds.json").write_text(
         '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}'
     )
     (project / "scripts/run.sh").parent.mkdir()
-    (project / "scripts/run.sh").write_text(f"deepspeed --num_gpus 2 run.py {named} --deepspeed ds.json --learning_rate 3e-4\n")
+    (project / "scripts/run.sh").write_text(
+        f"deepspeed --num_gpus 2 run.py {named} --deepspeed ds.json --learning_rate 3e-4\n"
+    )
     outcome = translate(project / "ds.json", "unishard", with_=project / "scripts/run.sh")
     config = outcome.reading.config
     assert (config.training.micro_batch_size, config.precision.compute, config.optimizer.lr) == (2, "bf16", 3e-4)
@@ -159,7 +171,9 @@ def test_the_engines_file_is_found_from_the_script_and_from_the_recipe(project: 
 
 
 def test_keys_of_the_launchers_file_can_be_dropped(project: Path) -> None:
-    (project / "recipes/launch/zero3.yaml").write_text(ZERO + "  offload_param_device: nvme\n  offload_param_nvme_path: files\n")
+    (project / "recipes/launch/zero3.yaml").write_text(
+        ZERO + "  offload_param_device: nvme\n  offload_param_nvme_path: files\n"
+    )
     launched(project, "--config_file recipes/launch/zero3.yaml")
     recipe, script = project / "recipes/sft/config.yaml", project / "scripts/run.sh"
     outcome = translate(recipe, "unishard", with_=script, drop=["deepspeed_config.offload_param_*"])
@@ -194,7 +208,10 @@ def test_migrate_takes_the_strategy_from_the_line_of_a_page(project: Path) -> No
     found = {Path(one.path).name: one for one in survey(project, "unishard") if isinstance(one, FoundConfig)}
     recipe = found["config.yaml"]
     assert (recipe.backend, recipe.strategy, recipe.script) == ("deepspeed", "full_shard", str(project / "README.md"))
-    assert (found["recipe.yaml"].backend, found["recipe.yaml"].strategy) == ("needs input", "needs input")  # two launchers' files, no line
+    assert (found["recipe.yaml"].backend, found["recipe.yaml"].strategy) == (
+        "needs input",
+        "needs input",
+    )  # two launchers' files, no line
     (project / "recipes/launch/fsdp.yaml").unlink()
     found = {Path(one.path).name: one for one in survey(project, "unishard") if isinstance(one, FoundConfig)}
     assert found["recipe.yaml"].script == str(project / "recipes/launch/zero3.yaml")

@@ -83,7 +83,9 @@ def test_the_strategy_of_version_1_counts_more_than_reshard_after_forward():
     assert read(native)["reshard_after_forward"].meaning.fit is Fit.IGNORED
 
 
-@pytest.mark.parametrize("native", [{"version": 1, "sharding_strategy": None}, {"version": 1, "reshard_after_forward": None}])
+@pytest.mark.parametrize(
+    "native", [{"version": 1, "sharding_strategy": None}, {"version": 1, "reshard_after_forward": None}]
+)
 def test_null_is_the_default(native):
     assert fields(native)["sharding.strategy"] == "full_shard"
 
@@ -153,7 +155,9 @@ def test_another_format_of_the_output_belongs_to_one_engine():
     entries = read({"mixed_precision": formats})
     assert entries["mixed_precision.output_dtype"].meaning.native == {"fsdp.mp_policy.output_dtype": "float32"}
     assert entries["mixed_precision.cast_forward_inputs"].meaning.fields == {"precision.cast_inputs": False}
-    same = read({"mixed_precision": {"param_dtype": "bf16", "output_dtype": "bfloat16"}})["mixed_precision.output_dtype"]
+    same = read({"mixed_precision": {"param_dtype": "bf16", "output_dtype": "bfloat16"}})[
+        "mixed_precision.output_dtype"
+    ]
     assert same.meaning.fit is Fit.IGNORED
 
 
@@ -227,7 +231,11 @@ def test_files_are_refused_and_nothing_of_a_default_is():
         "offload.nvme_path",
     }
     defaults = FSDP.arguments(Config(), EIGHT)
-    assert defaults.document == {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    assert defaults.document == {
+        "version": 2,
+        "reshard_after_forward": True,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    }
     assert all(word.fit is not Fit.UNSUPPORTED for word in defaults.fields.values())
 
 
@@ -249,7 +257,9 @@ def test_a_native_policy_comes_along():
     assert FSDP.arguments(other, EIGHT).fields["native"].fit is Fit.NEEDS_INPUT
 
 
-JUNK = st.sampled_from([None, True, False, 0, -1, 2.5, 10**30, "", "auto", "bf16", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, [[]]])
+JUNK = st.sampled_from(
+    [None, True, False, 0, -1, 2.5, 10**30, "", "auto", "bf16", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, [[]]]
+)
 
 
 @settings(deadline=None)

@@ -34,7 +34,9 @@ def test_torchs_strategies_have_these_names_and_numbers(strategy):
     assert meaning("sharding_strategy", str(strategy)).fields == by_name.fields
 
 
-@pytest.mark.parametrize(("key", "words"), [("backward_prefetch", BackwardPrefetch), ("state_dict_type", StateDictType)])
+@pytest.mark.parametrize(
+    ("key", "words"), [("backward_prefetch", BackwardPrefetch), ("state_dict_type", StateDictType)]
+)
 def test_torchs_other_words_are_known(key, words):
     for word in words:
         assert meaning(key, word.name).fit is Fit.IGNORED
@@ -49,7 +51,14 @@ def test_the_formats_are_torchs():
 
 def test_the_arguments_are_torchs():
     constructor = inspect.signature(FullyShardedDataParallel).parameters
-    for key in ("sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch", "forward_prefetch", "limit_all_gathers"):
+    for key in (
+        "sharding_strategy",
+        "cpu_offload",
+        "auto_wrap_policy",
+        "backward_prefetch",
+        "forward_prefetch",
+        "limit_all_gathers",
+    ):
         assert key in constructor
         assert key in FSDP.keys
     for key in ("reshard_after_forward", "mesh"):

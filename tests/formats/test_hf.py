@@ -44,21 +44,37 @@ def of(document: dict[str, Any], key: str, to: str = "unishard") -> Any:
         ({"max_grad_norm": 0.5}, {"training.gradient_clipping": 0.5}),
         ({"learning_rate": "1e-5"}, {"optimizer.lr": 1e-5}),
         ({"adam_beta1": 0.8, "adam_beta2": 0.9}, {"optimizer.betas": (0.8, 0.9)}),
-        ({"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"}, {"optimizer.momentum": 0.9, "optimizer.nesterov": True}),
+        (
+            {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"},
+            {"optimizer.momentum": 0.9, "optimizer.nesterov": True},
+        ),
         ({"optim": "adagrad", "optim_args": "eps=1e-6"}, {"optimizer.name": "adagrad", "optimizer.eps": 1e-6}),
         ({"optim": "paged_adamw_32bit"}, {"optimizer.name": "adamw"}),
         ({"optim": "lion_32bit"}, {"optimizer.name": "lion", "optimizer.betas": (0.9, 0.999)}),
         ({"weight_decay": 0.1}, {"optimizer.weight_decay": 0.1, "optimizer.no_decay": [NO_DECAY]}),
-        ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"scheduler.name": "constant", "scheduler.warmup_steps": 0}),
+        (
+            {"lr_scheduler_type": "constant", "warmup_steps": 10},
+            {"scheduler.name": "constant", "scheduler.warmup_steps": 0},
+        ),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10}, {"scheduler.warmup_steps": 10}),
         ({"max_steps": 200, "warmup_steps": 0.03}, {"scheduler.total_steps": 200, "scheduler.warmup_steps": 6}),
         ({"max_steps": 200, "warmup_ratio": 0.1}, {"scheduler.warmup_steps": 20}),
         (
-            {"max_steps": 9, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}, "learning_rate": 1e-4},
+            {
+                "max_steps": 9,
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 1e-5},
+                "learning_rate": 1e-4,
+            },
             {"scheduler.name": "cosine", "scheduler.min_lr_ratio": 0.1},
         ),
         (
-            {"max_steps": 9, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2e-5}, "learning_rate": 1e-4},
+            {
+                "max_steps": 9,
+                "lr_scheduler_type": "polynomial",
+                "lr_scheduler_kwargs": {"lr_end": 2e-5},
+                "learning_rate": 1e-4,
+            },
             {"scheduler.name": "linear", "scheduler.min_lr_ratio": 0.2},
         ),
         ({"bf16": True}, {"precision.compute": "bf16", "sharding.strategy": "no_shard"}),
@@ -79,10 +95,16 @@ def of(document: dict[str, Any], key: str, to: str = "unishard") -> Any:
         ({"fsdp": "hybrid_shard", "fsdp_config": {"version": 1}}, {"sharding.strategy": "hybrid_shard"}),
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, {"sharding.reshard_after_forward": False}),
         ({"fsdp": True, "fsdp_config": {"fsdp_cpu_offload": "true"}}, {"offload.params": "cpu"}),
-        ({"fsdp": True, "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "T5Block"}}, {"sharding.units": ["T5Block"]}),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "T5Block"}},
+            {"sharding.units": ["T5Block"]},
+        ),
         ({"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "T5Block"}, {"sharding.units": ["T5Block"]}),
         ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, {"activation_checkpointing": "full"}),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"backend": "deepspeed", "sharding.strategy": "shard_grad_op"}),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2}}},
+            {"backend": "deepspeed", "sharding.strategy": "shard_grad_op"},
+        ),
     ],
 )
 def test_an_argument_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -133,7 +155,11 @@ def test_only_the_dataset_knows_how_many_updates_there_are() -> None:
         ),
         ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs", "takes no power"),
         ({"per_device_train_batch_size": "many"}, "per_device_train_batch_size", "must be a whole number"),
-        ({"per_device_train_batchsize": 4}, "per_device_train_batchsize", "did you mean 'per_device_train_batch_size'?"),
+        (
+            {"per_device_train_batchsize": 4},
+            "per_device_train_batchsize",
+            "did you mean 'per_device_train_batch_size'?",
+        ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", "the training script"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size", "write per_device_train_batch_size"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config", "divide per_device_train_batch_size"),
@@ -185,7 +211,9 @@ def test_such_a_file_can_be_read_alone(tmp_path: Path) -> None:
     outcome = translate(path, "unishard")
     assert outcome.reading.format == "hf"
     assert outcome.document == {"sharding": {"strategy": "full_shard", "units": ["T5Block"]}} | outcome.document
-    assert "training" not in outcome.document  # the file says nothing of it, and Trainer's defaults are not known to hold
+    assert (
+        "training" not in outcome.document
+    )  # the file says nothing of it, and Trainer's defaults are not known to hold
 
 
 AUTO = {
@@ -211,7 +239,12 @@ def test_auto_is_filled_in_from_the_arguments() -> None:
 
 def test_auto_in_a_scheduler_is_filled_in_where_max_steps_says_it() -> None:
     params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
-    document = {**BASE, "max_steps": 50, "warmup_steps": 5, "deepspeed": {**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}}}
+    document = {
+        **BASE,
+        "max_steps": 50,
+        "warmup_steps": 5,
+        "deepspeed": {**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}},
+    }
     reading = read(document, "hf")
     assert (reading.config.scheduler.total_steps, reading.config.scheduler.warmup_steps) == (50, 5)
     assert not reading.undecided
@@ -231,7 +264,13 @@ def test_max_grad_norm_is_idle_where_the_json_has_no_gradient_clipping() -> None
 
 def test_the_optimizer_of_the_json_counts() -> None:
     adam = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    document = {**BASE, "optim": "sgd", "weight_decay": 0.1, "learning_rate": 0.01, "deepspeed": {**AUTO, "optimizer": adam}}
+    document = {
+        **BASE,
+        "optim": "sgd",
+        "weight_decay": 0.1,
+        "learning_rate": 0.01,
+        "deepspeed": {**AUTO, "optimizer": adam},
+    }
     found = fields(document)
     assert (found["optimizer.name"], found["optimizer.lr"], found["optimizer.weight_decay"]) == ("adamw", 0.01, 0.1)
     assert not found.get("optimizer.no_decay")  # DeepSpeed gets one group of parameters
@@ -239,7 +278,9 @@ def test_the_optimizer_of_the_json_counts() -> None:
 
 
 def test_a_json_that_is_not_there_is_one_decision(tmp_path: Path) -> None:
-    (tmp_path / "args.yaml").write_text(yaml.safe_dump({**BASE, "bf16": True, "deepspeed": "examples/ds_z2_config.json"}))
+    (tmp_path / "args.yaml").write_text(
+        yaml.safe_dump({**BASE, "bf16": True, "deepspeed": "examples/ds_z2_config.json"})
+    )
     outcome = translate(tmp_path / "args.yaml", "unishard")
     found = item(outcome, "deepspeed")
     assert found.fit is Fit.NEEDS_INPUT
@@ -300,7 +341,11 @@ def test_ms_swift_trains_in_the_format_in_which_it_loads() -> None:
 
 
 def test_keys_about_nothing_but_the_tool_are_kept_in_its_own_format() -> None:
-    outcome = translate({**BASE, "logging_steps": 5, "fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, "hf", from_="hf")
+    outcome = translate(
+        {**BASE, "logging_steps": 5, "fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
+        "hf",
+        from_="hf",
+    )
     assert outcome.document["logging_steps"] == 5
     assert outcome.document["fsdp_config"]["state_dict_type"] == "FULL_STATE_DICT"
     assert "logging_steps" not in translate({**BASE, "logging_steps": 5}, "unishard", from_="hf").text
@@ -384,12 +429,16 @@ def test_a_third_engine_is_refused() -> None:
 
 
 def test_what_the_source_leaves_to_its_script_is_left_to_it() -> None:
-    document = translate({"zero_optimization": {"stage": 2}}, "hf", from_="deepspeed", overrides=["backend=fsdp"]).document
+    document = translate(
+        {"zero_optimization": {"stage": 2}}, "hf", from_="deepspeed", overrides=["backend=fsdp"]
+    ).document
     assert document["fsdp_config"]["reshard_after_forward"] is False
     assert not {"learning_rate", "optim", "lr_scheduler_type", "seed"} & set(document)
 
 
-@pytest.mark.parametrize("sign", [{"hydra": {}}, {"defaults": ["actor", "_self_"]}, {"actor_rollout_ref": {}}, {"data_stages": []}])
+@pytest.mark.parametrize(
+    "sign", [{"hydra": {}}, {"defaults": ["actor", "_self_"]}, {"actor_rollout_ref": {}}, {"data_stages": []}]
+)
 def test_configs_of_other_tools_are_one_clear_error(sign: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="which unishard does not read"):
         read({**sign, "trainer": {"n_gpus": 8}, "model": {}, "optim": {}})

@@ -66,7 +66,9 @@ def test_units_and_offload_reach_the_plugin(arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("strategy", "stage"), [("no_shard", 0), ("shard_optimizer", 1), ("shard_grad_op", 2), ("full_shard", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "stage"), [("no_shard", 0), ("shard_optimizer", 1), ("shard_grad_op", 2), ("full_shard", 3)]
+)
 def test_deepspeed_is_what_was_meant(strategy: str, stage: int, compute: str, arguments: Any) -> None:
     training = {"micro_batch_size": 3, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
     config = {"backend": "deepspeed", "sharding": strategy, "precision": compute, "training": training}
@@ -83,7 +85,10 @@ def test_deepspeed_is_what_was_meant(strategy: str, stage: int, compute: str, ar
     ("optimizer", "expected"),
     [
         ({"name": "adamw", "betas": [0.9, 0.95]}, {"optim": "adamw_torch", "adam_beta2": 0.95}),
-        ({"name": "sgd", "momentum": 0.9, "nesterov": True}, {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}),
+        (
+            {"name": "sgd", "momentum": 0.9, "nesterov": True},
+            {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"},
+        ),
         ({"name": "adagrad", "eps": 1e-6}, {"optim": "adagrad", "optim_args": "eps=1e-06"}),
         ({"name": "lion"}, {"optim": "lion_32bit", "adam_beta2": 0.99}),
     ],
@@ -102,15 +107,26 @@ def test_schedules_are_the_same_curve(arguments: Any) -> None:
     from unishard.config import Scheduler
     from unishard.engine.optim.schedule import factor
 
-    for name, end in [("constant", 0.0), ("linear", 0.0), ("linear", 0.2), ("cosine", 0.0), ("cosine", 0.1), ("inverse_sqrt", 0.0)]:
+    for name, end in [
+        ("constant", 0.0),
+        ("linear", 0.0),
+        ("linear", 0.2),
+        ("cosine", 0.0),
+        ("cosine", 0.1),
+        ("inverse_sqrt", 0.0),
+    ]:
         shape = {"total_steps": 20, "min_lr_ratio": end} if name in ("linear", "cosine") else {}
         section = {"name": name, "warmup_steps": 4, **shape}
         built = arguments(translate({"optimizer": {"lr": 0.5}, "scheduler": section}, "hf", from_="unishard").text)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
         kwargs = dict(built.lr_scheduler_kwargs or {})
-        scheduler = get_scheduler(built.lr_scheduler_type, optimizer, built.get_warmup_steps(20), 20, scheduler_specific_kwargs=kwargs)
+        scheduler = get_scheduler(
+            built.lr_scheduler_type, optimizer, built.get_warmup_steps(20), 20, scheduler_specific_kwargs=kwargs
+        )
         for update in range(20):
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * factor(Scheduler.model_validate(section), update), abs=1e-12)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(
+                0.5 * factor(Scheduler.model_validate(section), update), abs=1e-12
+            )
             optimizer.step()
             scheduler.step()
 
@@ -120,9 +136,25 @@ NUMBERS = """
     warmup_steps max_steps lr_scheduler_type bf16 fp16 seed
 """
 DOCUMENTS: list[dict[str, Any]] = [
-    {"per_device_train_batch_size": 4, "bf16": True, "fsdp": "shard_grad_op auto_wrap offload", "fsdp_config": {"fsdp_min_num_params": 0}},
-    {"max_grad_norm": 0.0, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "Block", "activation_checkpointing": "true"}},
-    {"learning_rate": 1e-4, "max_steps": 30, "warmup_steps": 0.1, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "seed": 3},
+    {
+        "per_device_train_batch_size": 4,
+        "bf16": True,
+        "fsdp": "shard_grad_op auto_wrap offload",
+        "fsdp_config": {"fsdp_min_num_params": 0},
+    },
+    {
+        "max_grad_norm": 0.0,
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": "Block", "activation_checkpointing": "true"},
+    },
+    {
+        "learning_rate": 1e-4,
+        "max_steps": 30,
+        "warmup_steps": 0.1,
+        "lr_scheduler_type": "cosine",
+        "weight_decay": 0.1,
+        "seed": 3,
+    },
     {
         "per_device_train_batch_size": 2,
         "bf16": True,
@@ -140,9 +172,15 @@ DOCUMENTS: list[dict[str, Any]] = [
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_there_and_back_means_the_same_to_transformers(document: dict[str, Any], arguments: Any, tmp_path: Path) -> None:
-    middle = translate(document, "unishard", from_="hf", overrides=["scheduler.total_steps=30"] if "max_steps" not in document else [])
-    before = arguments(yaml.safe_dump({**document, "max_steps": 30, "warmup_steps": 3 if "warmup_steps" in document else 0}))
+def test_there_and_back_means_the_same_to_transformers(
+    document: dict[str, Any], arguments: Any, tmp_path: Path
+) -> None:
+    middle = translate(
+        document, "unishard", from_="hf", overrides=["scheduler.total_steps=30"] if "max_steps" not in document else []
+    )
+    before = arguments(
+        yaml.safe_dump({**document, "max_steps": 30, "warmup_steps": 3 if "warmup_steps" in document else 0})
+    )
     seen = _meaning(before)
     (tmp_path / "middle.yaml").write_text(middle.text)
     assert _meaning(arguments(translate(tmp_path / "middle.yaml", "hf").text)) == seen
@@ -165,4 +203,8 @@ def test_mismatches_are_those_that_transformers_finds(arguments: Any) -> None:
     told = arguments(yaml.safe_dump(document)).hf_deepspeed_config.mismatches
     stopped = [entry for entry in read(document, "hf").entries if "transformers refuses this" in entry.meaning.note]
     refused = {entry.key.removeprefix("deepspeed.") for entry in stopped}
-    assert refused == {line.split()[2].split("=")[0] for line in told} == {"train_micro_batch_size_per_gpu", "gradient_clipping"}
+    assert (
+        refused
+        == {line.split()[2].split("=")[0] for line in told}
+        == {"train_micro_batch_size_per_gpu", "gradient_clipping"}
+    )

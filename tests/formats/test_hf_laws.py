@@ -1,4 +1,5 @@
-"""Laws of the formats that hold TrainingArguments: what they say exactly comes back, and what they wrote once they write again."""
+"""Laws of the formats that hold TrainingArguments: what they say exactly comes back, and what they wrote once they
+write again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ MANY = 60
 RANKS = Topology(world_size=8, local_world_size=4)
 
 # Fields that a file of another tool has no place for, and that its tool has in one way only.
-ELSEWHERE = ("strict", "native", "training.global_batch_size", "training.nonfinite", "training.last_window", "communication.desync")
+ELSEWHERE = (
+    "strict",
+    "native",
+    "training.global_batch_size",
+    "training.nonfinite",
+    "training.last_window",
+    "communication.desync",
+)
 
 RATES = st.sampled_from([1e-5, 3e-4, 0.002, 5e-05, 1.0])
 
@@ -44,7 +52,9 @@ def configs(draw: Any) -> dict[str, Any]:
     if strategy != "no_shard":
         config["sharding"] |= _some(draw, {"units": st.sampled_from([["LlamaDecoderLayer"], ["A", "B"], "auto"])})
         config["offload"] = _some(draw, {"optimizer": st.just("cpu")})
-    config["precision"] = _some(draw, {"compute": st.sampled_from(["bf16", "fp16", "fp32"]), "reduce": st.sampled_from(["bf16", "fp32"])})
+    config["precision"] = _some(
+        draw, {"compute": st.sampled_from(["bf16", "fp16", "fp32"]), "reduce": st.sampled_from(["bf16", "fp32"])}
+    )
     config["activation_checkpointing"] = draw(st.sampled_from(["none", "full", "selective"]))
     config["training"] = _some(
         draw,
@@ -83,7 +93,10 @@ def _scheduler(draw: Any) -> dict[str, Any]:
     name = draw(st.sampled_from(["constant", "linear", "cosine", "inverse_sqrt"]))
     scheduler: dict[str, Any] = {"name": name, "warmup_steps": draw(st.sampled_from([0, 1, 10]))}
     if name in ("linear", "cosine"):
-        scheduler |= {"total_steps": draw(st.integers(11, 5000)), "min_lr_ratio": draw(st.sampled_from([0.0, 0.1, 0.25]))}
+        scheduler |= {
+            "total_steps": draw(st.integers(11, 5000)),
+            "min_lr_ratio": draw(st.sampled_from([0.0, 0.1, 0.25])),
+        }
     return scheduler
 
 
@@ -106,7 +119,9 @@ def test_what_is_said_exactly_comes_back(name: str, data: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", ["hf", "axolotl"])
-@settings(max_examples=MANY // 2, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(
+    max_examples=MANY // 2, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 @given(data=configs())
 def test_translating_twice_changes_nothing(name: str, data: dict[str, Any]) -> None:
     try:
@@ -130,10 +145,20 @@ INNER = ["fsdp_version", "offload_params", "zero_optimization", "optimizer"]
 @settings(max_examples=MANY // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_is_written_gets_one_place_for_each_key(name: str, data: st.DataObject) -> None:
-    engines = ["fsdp", "fsdp_config", "deepspeed", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "fsdp_version", "dp_shard_size"]
+    engines = [
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+        "lr_scheduler_kwargs",
+        "gradient_checkpointing_kwargs",
+        "fsdp_version",
+        "dp_shard_size",
+    ]
     keys = st.sampled_from([*engines, *catalog.get(name).keys, "unheard_of"])
     inner = st.dictionaries(
-        st.sampled_from([*BOTH, *FIRST, "fsdp_version", "offload_params", "zero_optimization", "optimizer"]), ODD, max_size=4
+        st.sampled_from([*BOTH, *FIRST, "fsdp_version", "offload_params", "zero_optimization", "optimizer"]),
+        ODD,
+        max_size=4,
     )
     document = data.draw(st.dictionaries(keys, ODD | inner, min_size=1, max_size=7))
     outcome = translate(document, "unishard", from_=name)

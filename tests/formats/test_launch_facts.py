@@ -15,7 +15,12 @@ from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
 
-FILE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+FILE = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": "bf16",
+    "fsdp_config": {"fsdp_version": 2},
+}
 UNPLACED = "torchrun --nnodes 2 --nproc-per-node 8 --node-rank RANK --master-addr HOST train.py"
 TWO = {"num_processes": 16, "num_machines": 2}
 
@@ -36,7 +41,8 @@ TWO = {"num_processes": 16, "num_machines": 2}
         ),
         (
             {**TWO, "rdzv_backend": "c10d", "main_process_ip": "head"},
-            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id 1 train.py",
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id 1 "
+            "train.py",
         ),
         (
             {"num_processes": "${N}", "num_machines": "${M}", "machine_rank": "${R}", "main_process_ip": "$HEAD"},
@@ -46,7 +52,11 @@ TWO = {"num_processes": 16, "num_machines": 2}
             {
                 **TWO,
                 "distributed_type": "DEEPSPEED",
-                "deepspeed_config": {"zero_stage": 2, "deepspeed_hostfile": "hosts", "deepspeed_exclusion_filter": "a:0"},
+                "deepspeed_config": {
+                    "zero_stage": 2,
+                    "deepspeed_hostfile": "hosts",
+                    "deepspeed_exclusion_filter": "a:0",
+                },
             },
             f"{UNPLACED}  # once on each host of hosts, without a:0",
         ),
@@ -103,9 +113,21 @@ def test_they_are_read_into_the_section_and_written_from_it() -> None:
 
 
 def test_what_unishard_launches_is_what_others_are_told() -> None:
-    launch = {"nodes": "2:4", "processes_per_node": 8, "endpoint": "[fd00::1]:7", "max_restarts": 3, "environment": {"A": 1}}
+    launch = {
+        "nodes": "2:4",
+        "processes_per_node": 8,
+        "endpoint": "[fd00::1]:7",
+        "max_restarts": 3,
+        "environment": {"A": 1},
+    }
     outcome = translate({"launch": launch}, "accelerate", from_="unishard")
-    told = {"num_machines": 4, "num_processes": 32, "main_process_ip": "[fd00::1]", "main_process_port": 7, "rdzv_backend": "c10d"}
+    told = {
+        "num_machines": 4,
+        "num_processes": 32,
+        "main_process_ip": "[fd00::1]",
+        "main_process_port": 7,
+        "rdzv_backend": "c10d",
+    }
     assert told.items() <= outcome.document.items()
     fits = {item.key: item.fit for item in outcome.items if item.key.startswith("launch.")}
     assert (fits["launch.nodes"], fits["launch.environment"], fits["launch.max_restarts"]) == (
@@ -117,11 +139,18 @@ def test_what_unishard_launches_is_what_others_are_told() -> None:
 
 
 def test_one_host_has_no_place_to_meet() -> None:
-    facts = {"num_processes": 2, "num_machines": 1, "gpu_ids": "all", "main_process_ip": "10.0.0.1", "main_process_port": 29501}
+    facts = {
+        "num_processes": 2,
+        "num_machines": 1,
+        "gpu_ids": "all",
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29501,
+    }
     assert translate({**FILE, **facts}, "unishard").document["launch"] == {"nodes": 1, "processes_per_node": 2}
 
 
-# -- what a launch line says, beside a config ----------------------------------------------------------------------------------
+# -- what a launch line says, beside a config
+# ----------------------------------------------------------------------------------
 
 
 def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str = "unishard") -> Outcome:
@@ -149,11 +178,13 @@ def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str
             },
         ),
         (
-            "NCCL_DEBUG=INFO KEY=x torchrun --nnodes 2 --nproc_per_node 8 --node_rank $RANK --master_addr head train.py",
+            "NCCL_DEBUG=INFO KEY=x torchrun --nnodes 2 --nproc_per_node 8 --node_rank $RANK --master_addr head "
+            "train.py",
             {"nodes": 2, "processes_per_node": 8, "endpoint": "head:29500", "environment": {"NCCL_DEBUG": "INFO"}},
         ),
         (
-            "accelerate launch --num_machines 2 --num_processes 16 --main_process_ip 10.0.0.1 --main_process_port 7 --rdzv_backend c10d "
+            "accelerate launch --num_machines 2 --num_processes 16 --main_process_ip 10.0.0.1 --main_process_port 7 "
+            "--rdzv_backend c10d "
             "--max_restarts 1 --gpu_ids 0,1,2,3,4,5,6,7 train.py",
             {
                 "nodes": 2,
@@ -175,7 +206,10 @@ def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str
         ("deepspeed --hostfile hosts train.py", {"nodes": 2, "processes_per_node": 4, "endpoint": "head:29500"}),
         ("srun -N 2 --ntasks-per-node 4 python train.py", {"nodes": 2, "processes_per_node": 4}),
         ("mpirun -np 4 python train.py", {"processes_per_node": 4}),
-        ("NNODES=2 NPROC_PER_NODE=4 MASTER_ADDR=head swift sft --model x", {"nodes": 2, "processes_per_node": 4, "endpoint": "head:29500"}),
+        (
+            "NNODES=2 NPROC_PER_NODE=4 MASTER_ADDR=head swift sft --model x",
+            {"nodes": 2, "processes_per_node": 4, "endpoint": "head:29500"},
+        ),
         (
             "axolotl train c.yml --launcher torchrun -- --nnodes 2 --nproc_per_node 8 --rdzv_endpoint head:1",
             {"nodes": 2, "processes_per_node": 8, "endpoint": "head:1"},
@@ -197,7 +231,9 @@ def test_a_launch_line_fills_the_section(line: str, section: dict[str, Any], tmp
 
 
 def test_what_the_section_cannot_hold_is_said(tmp_path: Path) -> None:
-    outcome = launched("torchrun --nnodes $N --nproc_per_node 8 --node_rank $RANK --master_addr $HEAD train.py", tmp_path)
+    outcome = launched(
+        "torchrun --nnodes $N --nproc_per_node 8 --node_rank $RANK --master_addr $HEAD train.py", tmp_path
+    )
     assert outcome.document["launch"] == {"processes_per_node": 8}
     notes = {item.key: (item.fit, item.note, item.place) for item in outcome.items if item.beside}
     place = f"{tmp_path / 'train.sh'}:2"
@@ -213,7 +249,13 @@ def test_what_the_section_cannot_hold_is_said(tmp_path: Path) -> None:
 def test_a_launch_line_fills_other_tools_as_well(tmp_path: Path) -> None:
     line = "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint head:7 train.py"
     document = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
-    told = {"num_machines": 2, "num_processes": 16, "main_process_ip": "head", "main_process_port": 7, "rdzv_backend": "c10d"}
+    told = {
+        "num_machines": 2,
+        "num_processes": 16,
+        "main_process_ip": "head",
+        "main_process_port": 7,
+        "rdzv_backend": "c10d",
+    }
     assert told.items() <= launched(line, tmp_path, document, "accelerate").document.items()
     trainer = launched(line, tmp_path, document, "lightning").document["trainer"]
     assert (trainer["devices"], trainer["num_nodes"]) == (8, 2)
@@ -224,13 +266,22 @@ def test_a_file_of_accelerate_beside_a_config_fills_it_too(tmp_path: Path) -> No
     (tmp_path / "acc.yaml").write_text(json.dumps({**FILE, **TWO, "main_process_ip": "head", "rdzv_backend": "static"}))
     document = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
     outcome = translate(document, "unishard", with_=str(tmp_path / "acc.yaml"))
-    assert outcome.document["launch"] == {"nodes": 2, "processes_per_node": 8, "endpoint": "head:29500", "rendezvous": "static"}
+    assert outcome.document["launch"] == {
+        "nodes": 2,
+        "processes_per_node": 8,
+        "endpoint": "head:29500",
+        "rendezvous": "static",
+    }
 
 
 def test_the_config_and_the_launch_line_must_agree(tmp_path: Path) -> None:
-    outcome = launched("torchrun --nproc_per_node 4 train.py", tmp_path, {"launch": {"processes_per_node": 4, "max_restarts": 1}}, "hf")
+    outcome = launched(
+        "torchrun --nproc_per_node 4 train.py", tmp_path, {"launch": {"processes_per_node": 4, "max_restarts": 1}}, "hf"
+    )
     assert outcome.reading.config.launch.max_restarts == 1
-    outcome = launched("torchrun --nproc_per_node 4 --max_restarts 2 train.py", tmp_path, {"launch": {"max_restarts": 1}}, "hf")
+    outcome = launched(
+        "torchrun --nproc_per_node 4 --max_restarts 2 train.py", tmp_path, {"launch": {"max_restarts": 1}}, "hf"
+    )
     (refused,) = outcome.of(Fit.UNSUPPORTED)
     assert (refused.key, refused.note) == (
         "torchrun --max-restarts",
@@ -240,7 +291,9 @@ def test_the_config_and_the_launch_line_must_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["static", "c10d", "etcd-v2"])
 def test_how_hosts_meet_goes_there_and_back(backend: str) -> None:
-    there = translate({**FILE, **TWO, "rdzv_backend": backend, "main_process_ip": "head", "main_process_port": 7}, "unishard")
+    there = translate(
+        {**FILE, **TWO, "rdzv_backend": backend, "main_process_ip": "head", "main_process_port": 7}, "unishard"
+    )
     assert there.reading.config.launch.rendezvous == backend
     back = translate(there.document, "accelerate", from_="unishard").document
     assert (back["rdzv_backend"], back["main_process_ip"], back["main_process_port"]) == (backend, "head", 7)
@@ -249,7 +302,11 @@ def test_how_hosts_meet_goes_there_and_back(backend: str) -> None:
 def test_devices_and_nodes_of_lightning_go_there_and_back() -> None:
     document = {"trainer": {"strategy": "fsdp", "devices": [0, 2], "num_nodes": 2, "accelerator": "gpu"}}
     there = translate(document, "unishard")
-    assert there.document["launch"] == {"nodes": 2, "processes_per_node": 2, "environment": {"CUDA_VISIBLE_DEVICES": "0,2"}}
+    assert there.document["launch"] == {
+        "nodes": 2,
+        "processes_per_node": 2,
+        "environment": {"CUDA_VISIBLE_DEVICES": "0,2"},
+    }
     trainer = translate(there.document, "lightning", from_="unishard").document["trainer"]
     assert (trainer["devices"], trainer["num_nodes"]) == ([0, 2], 2)
     for devices, fields in {
@@ -274,5 +331,6 @@ def test_lightning_is_told_what_unishard_launches(backend: str) -> None:
     assert fits["launch.processes_per_node"] == (Fit.EXACT, "devices")
     assert fits["launch.endpoint"] == (Fit.IGNORED, "")
     assert outcome.launch == (
-        "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:7 --rdzv-id 1 --max-restarts 3 train.py"
+        "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:7 --rdzv-id 1 "
+        "--max-restarts 3 train.py"
     )

@@ -114,11 +114,19 @@ def test_variables_that_hold_options_are_put_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "start", ['srun bash -c "$LAUNCHER $CMD"', "eval $WHOLE", 'eval "$WHOLE" | tee log', "$LAUNCHER $CMD", "uv run $LAUNCHER $CMD"]
+    "start",
+    [
+        'srun bash -c "$LAUNCHER $CMD"',
+        "eval $WHOLE",
+        'eval "$WHOLE" | tee log',
+        "$LAUNCHER $CMD",
+        "uv run $LAUNCHER $CMD",
+    ],
 )
 def test_a_command_in_variables(start: str) -> None:
     text = (
-        f'export LAUNCHER="LEVEL=info torchrun --nproc_per_node 4"\nexport CMD=" \\\n  train.py --a 1 "\nWHOLE="$LAUNCHER $CMD"\n{start}\n'
+        'export LAUNCHER="LEVEL=info torchrun --nproc_per_node 4"\nexport CMD=" \\\n  train.py --a 1 '
+        f'"\nWHOLE="$LAUNCHER $CMD"\n{start}\n'
     )
     line = only(text)
     assert dict(script_arguments(line.arguments).values) == {"a": 1}
@@ -126,7 +134,9 @@ def test_a_command_in_variables(start: str) -> None:
 
 
 def test_what_only_names_a_launcher_starts_nothing() -> None:
-    assert not launch_lines("uv pip install deepspeed\nwhich torchrun\necho accelerate launch x.py\nconda install deepspeed\n")
+    assert not launch_lines(
+        "uv pip install deepspeed\nwhich torchrun\necho accelerate launch x.py\nconda install deepspeed\n"
+    )
 
 
 def test_a_variable_that_is_set_in_two_places_stays() -> None:
@@ -143,7 +153,11 @@ def test_a_variable_that_is_set_in_two_places_stays() -> None:
         ("torchrun --nnodes=1:4 --nproc_per_node=8 train.py", None, None),
         ("deepspeed train.py", None, "torchrun --nproc-per-node gpu train.py"),
         ("deepspeed --num_nodes 2 --num_gpus 8 train.py", Topology(16, 8), None),
-        ("deepspeed --include localhost:1,3 train.py", Topology(2, 2), "CUDA_VISIBLE_DEVICES=1,3 torchrun --nproc-per-node 2 train.py"),
+        (
+            "deepspeed --include localhost:1,3 train.py",
+            Topology(2, 2),
+            "CUDA_VISIBLE_DEVICES=1,3 torchrun --nproc-per-node 2 train.py",
+        ),
         ("deepspeed --hostfile hosts train.py", None, None),
         ("CUDA_VISIBLE_DEVICES=0,1,2 deepspeed train.py", Topology(3, 3), None),
         ("accelerate launch --num_processes 8 --num_machines 2 train.py", Topology(8, 4), None),
@@ -159,14 +173,33 @@ def test_ranks(line: str, ranks: Topology | None, torchrun: str | None) -> None:
 
 
 def test_a_job_says_how_many_tasks_srun_starts() -> None:
-    text = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4   # a rank each\nsrun --label python train.py --a 1\n"
+    text = (
+        "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4   # a rank each\nsrun --label python train.py "
+        "--a 1\n"
+    )
     assert launch_of(only(text), text)[0] == Topology(8, 4)
     assert launch_of(only("python train.py"))[0] is None
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "'", '"', "a=(", "$(", "<<", "cat <<EOF\nx", "\\", "deepspeed", "torchrun", "accelerate launch", "srun", "bash -c", "`", "&>"],
+    [
+        "",
+        "'",
+        '"',
+        "a=(",
+        "$(",
+        "<<",
+        "cat <<EOF\nx",
+        "\\",
+        "deepspeed",
+        "torchrun",
+        "accelerate launch",
+        "srun",
+        "bash -c",
+        "`",
+        "&>",
+    ],
 )
 def test_what_is_cut_off_is_no_traceback(text: str) -> None:
     launch_lines(text)

@@ -1,4 +1,5 @@
-"""Laws of translations between any two formats: what a way there and back changes is named, and a second translation changes nothing."""
+"""Laws of translations between any two formats: what a way there and back changes is named, and a second translation
+changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from unishard.formats.verify import read_settings
 EIGHT = Topology(world_size=8, local_world_size=4)
 ASKED = ("deepspeed", "hf", "accelerate", "lightning")
 """Formats whose tools say what they make of a file."""
-IMPLIED = {"sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"), "precision.compute": ("precision.loss_scale",)}
+IMPLIED = {
+    "sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"),
+    "precision.compute": ("precision.loss_scale",),
+}
 
 CHANGES: dict[str, list[Any]] = {
     "backend": ["fsdp", "deepspeed"],
@@ -32,9 +36,9 @@ CHANGES: dict[str, list[Any]] = {
     "optimizer.lr": [1e-5, 3e-4],
     "activation_checkpointing": ["none", "full"],
 }
-overrides = st.fixed_dictionaries({}, optional={field: st.sampled_from(values) for field, values in CHANGES.items()}).map(
-    lambda chosen: [f"{field}={value}" for field, value in chosen.items()]
-)
+overrides = st.fixed_dictionaries(
+    {}, optional={field: st.sampled_from(values) for field, values in CHANGES.items()}
+).map(lambda chosen: [f"{field}={value}" for field, value in chosen.items()])
 
 
 def translated(document: Any, to: str, from_: str, changed: list[str] | None = None) -> Outcome | None:
@@ -71,7 +75,11 @@ def test_what_a_way_there_and_back_changes_is_named(to: str) -> None:
         if there is None or again is None:
             return
         back = read_back(catalog.get(origin), again.document, again.reading)
-        lost = {path for path, one in differences(there.reading, back).items() if one.a.said and not path.startswith("native.")}
+        lost = {
+            path
+            for path, one in differences(there.reading, back).items()
+            if one.a.said and not path.startswith("native.")
+        }
         assert lost - {"backend"} <= named(there) | named(again)  # `--to deepspeed` asks for the engine
 
     holds()
@@ -101,7 +109,11 @@ def test_its_tool_makes_the_same_of_what_is_written_again(to: str) -> None:
             return
         first, last = read_settings(once), read_settings(again)
         assert {first.refused, last.refused} == {""}
-        other = {field for field in first.settings.keys() & last.settings.keys() if first.settings[field] != last.settings[field]}
+        other = {
+            field
+            for field in first.settings.keys() & last.settings.keys()
+            if first.settings[field] != last.settings[field]
+        }
         assert other <= named(once) | named(between) | named(again)
 
     holds()

@@ -61,9 +61,15 @@ def built(name: str, *, package: str = "lightning.pytorch.strategies", **argumen
         ("deepspeed_stage_3_offload_nvme", "deepspeed", "full_shard", ("nvme", "nvme")),
     ],
 )
-def test_a_registered_name_is_what_it_stands_for(name: str, backend: str, strategy: str, offload: tuple[str, str]) -> None:
+def test_a_registered_name_is_what_it_stands_for(
+    name: str, backend: str, strategy: str, offload: tuple[str, str]
+) -> None:
     cfg = config({"strategy": name})
-    assert (cfg.backend, cfg.sharding.strategy, (cfg.offload.params, cfg.offload.optimizer)) == (backend, strategy, offload)
+    assert (cfg.backend, cfg.sharding.strategy, (cfg.offload.params, cfg.offload.optimizer)) == (
+        backend,
+        strategy,
+        offload,
+    )
     if offload[1] == "nvme":
         assert cfg.offload.nvme_path == "/local_nvme"
 
@@ -73,14 +79,28 @@ def test_a_registered_name_is_what_it_stands_for(name: str, backend: str, strate
     [
         {"strategy": built("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"), "precision": "bf16-true"},
         {"trainer": {"strategy": built("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"), "precision": "bf16-true"}},
-        {"fit": {"trainer": {"strategy": built("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"), "precision": "bf16-true"}}},
+        {
+            "fit": {
+                "trainer": {
+                    "strategy": built("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"),
+                    "precision": "bf16-true",
+                }
+            }
+        },
         {**built("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"), "precision": "bf16-true"},
         {"class_path": "FSDPStrategy", "dict_kwargs": {"sharding_strategy": "SHARD_GRAD_OP"}, "precision": "bf16-true"},
-        {"_target_": "lightning.pytorch.strategies.FSDPStrategy", "sharding_strategy": "SHARD_GRAD_OP", "precision": "bf16-true"},
+        {
+            "_target_": "lightning.pytorch.strategies.FSDPStrategy",
+            "sharding_strategy": "SHARD_GRAD_OP",
+            "precision": "bf16-true",
+        },
         {
             "trainer": {
                 "_target_": "lightning.pytorch.Trainer",
-                "strategy": {"_target_": "lightning.pytorch.strategies.FSDPStrategy", "sharding_strategy": "SHARD_GRAD_OP"},
+                "strategy": {
+                    "_target_": "lightning.pytorch.strategies.FSDPStrategy",
+                    "sharding_strategy": "SHARD_GRAD_OP",
+                },
                 "precision": "bf16-true",
             }
         },
@@ -163,7 +183,10 @@ def test_every_argument_of_fsdp_strategy_has_a_meaning() -> None:
         ),
         (BLOCK, "units", ["TransformerEncoderLayer"]),
         (
-            {"class_path": "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy", "init_args": {"min_num_params": 5000}},
+            {
+                "class_path": "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy",
+                "init_args": {"min_num_params": 5000},
+            },
             "min_unit_params",
             5000,
         ),
@@ -181,7 +204,9 @@ def test_the_two_flavours_of_fsdp_strategy_write_other_checkpoints() -> None:
 
 
 def test_a_policy_of_code_is_refused_with_what_instead() -> None:
-    found = item({"strategy": built("FSDPStrategy", auto_wrap_policy="my.code.policy")}, "strategy.init_args.auto_wrap_policy")
+    found = item(
+        {"strategy": built("FSDPStrategy", auto_wrap_policy="my.code.policy")}, "strategy.init_args.auto_wrap_policy"
+    )
     assert found.fit is Fit.UNSUPPORTED
     assert "write the classes" in found.note
 
@@ -203,10 +228,17 @@ def test_a_misspelt_argument_is_refused_with_the_right_one() -> None:
 @pytest.mark.parametrize("word", ["bf16-mixed", "bf16"])
 def test_bf16_mixed_is_not_the_same_under_each_strategy(word: str) -> None:
     formats = {
-        name: tuple(value_at(config({"strategy": name, "precision": word}).precision, field) for field in ("compute", "master", "reduce"))
+        name: tuple(
+            value_at(config({"strategy": name, "precision": word}).precision, field)
+            for field in ("compute", "master", "reduce")
+        )
         for name in ("ddp", "fsdp", "deepspeed")
     }
-    assert formats == {"ddp": ("bf16", "fp32", "fp32"), "fsdp": ("bf16", "fp32", "bf16"), "deepspeed": ("bf16", "fp32", "bf16")}
+    assert formats == {
+        "ddp": ("bf16", "fp32", "fp32"),
+        "fsdp": ("bf16", "fp32", "bf16"),
+        "deepspeed": ("bf16", "fp32", "bf16"),
+    }
     assert "autocast" in item({"strategy": "fsdp", "precision": word}, "precision").note
 
 
@@ -217,12 +249,19 @@ def test_true_half_precision_has_no_masters_on_fsdp_and_keeps_them_on_deepspeed(
 
 
 def test_own_formats_of_the_strategy_count_more_than_the_word() -> None:
-    formats = {"class_path": "torch.distributed.fsdp.MixedPrecision", "init_args": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
-    precision = config({"strategy": built("FSDPStrategy", mixed_precision=formats), "precision": "bf16-mixed"}).precision
+    formats = {
+        "class_path": "torch.distributed.fsdp.MixedPrecision",
+        "init_args": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    }
+    precision = config(
+        {"strategy": built("FSDPStrategy", mixed_precision=formats), "precision": "bf16-mixed"}
+    ).precision
     assert (precision.compute, precision.reduce, precision.master) == ("bf16", "fp32", "fp32")
 
 
-@pytest.mark.parametrize(("word", "why"), [("64-true", "double"), ("transformer-engine", "FP8"), ("bf17", "must be one of")])
+@pytest.mark.parametrize(
+    ("word", "why"), [("64-true", "double"), ("transformer-engine", "FP8"), ("bf17", "must be one of")]
+)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
 def test_formats_that_no_engine_has_are_refused(word: str, why: str, strategy: str) -> None:
     found = item({"strategy": strategy, "precision": word}, "precision")
@@ -244,14 +283,23 @@ def test_the_defaults_of_deepspeed_strategy_are_not_deepspeeds() -> None:
 def test_the_trainer_writes_no_clipping_and_fabric_leaves_deepspeeds_own() -> None:
     assert config({"strategy": "deepspeed"}).training.gradient_clipping is None
     assert config({"strategy": "deepspeed", "gradient_clip_val": 0.5}).training.gradient_clipping == 0.5
-    assert config({"strategy": built("DeepSpeedStrategy", package="lightning.fabric.strategies")}).training.gradient_clipping == 1.0
+    assert (
+        config(
+            {"strategy": built("DeepSpeedStrategy", package="lightning.fabric.strategies")}
+        ).training.gradient_clipping
+        == 1.0
+    )
 
 
 def test_a_config_inside_replaces_the_arguments_and_wins_over_the_trainer() -> None:
     inside = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.3, "gradient_accumulation_steps": 4}
     document = {"strategy": built("DeepSpeedStrategy", stage=1, config=inside), "gradient_clip_val": 1.0}
     cfg = config(document)
-    assert (cfg.sharding.strategy, cfg.training.gradient_clipping, cfg.training.gradient_accumulation_steps) == ("full_shard", 0.3, 4)
+    assert (cfg.sharding.strategy, cfg.training.gradient_clipping, cfg.training.gradient_accumulation_steps) == (
+        "full_shard",
+        0.3,
+        4,
+    )
     assert item(document, "strategy.init_args.stage").fit is Fit.IGNORED
     assert "not used" in item(document, "gradient_clip_val").note
     refused_there = item(document, "strategy.init_args.config.gradient_accumulation_steps")
@@ -270,7 +318,9 @@ def test_a_config_in_a_file_is_read_beside_the_document(tmp_path: Any) -> None:
 
 
 def test_arguments_without_effect_are_dropped_with_the_reason() -> None:
-    document = {"strategy": built("DeepSpeedStrategy", offload_optimizer_device="nvme", nvme_path="/disk", thread_count=4)}
+    document = {
+        "strategy": built("DeepSpeedStrategy", offload_optimizer_device="nvme", nvme_path="/disk", thread_count=4)
+    }
     for name in ("offload_optimizer_device", "nvme_path", "thread_count"):
         assert item(document, f"strategy.init_args.{name}").fit is Fit.IGNORED
     assert config(document).offload.optimizer == "none"
@@ -292,7 +342,8 @@ def test_clipping_each_value_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes", "world"), [(4, 2, 8), ("2", 1, 2), ([0, 2, 3], 1, 3), ("0,1", 1, 2), ("auto", 2, None), (-1, 1, None)]
+    ("devices", "nodes", "world"),
+    [(4, 2, 8), ("2", 1, 2), ([0, 2, 3], 1, 3), ("0,1", 1, 2), ("auto", 2, None), (-1, 1, None)],
 )
 def test_devices_and_nodes_say_how_many_ranks(devices: Any, nodes: int, world: int | None) -> None:
     found = read({"strategy": "fsdp", "devices": devices, "num_nodes": nodes}).topology
@@ -302,7 +353,11 @@ def test_devices_and_nodes_say_how_many_ranks(devices: Any, nodes: int, world: i
 @pytest.mark.parametrize(
     ("argument", "value", "fit"),
     [
-        ("logger", {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}, Fit.EQUIVALENT),
+        (
+            "logger",
+            {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}},
+            Fit.EQUIVALENT,
+        ),
         ("logger", {"class_path": "lightning.pytorch.loggers.CometLogger"}, Fit.IGNORED),
         ("sync_batchnorm", True, Fit.NEEDS_INPUT),
         ("sync_batchnorm", False, Fit.IGNORED),
@@ -326,7 +381,10 @@ def test_other_arguments_concern_the_launcher_the_script_or_nothing(argument: st
 
 
 def test_model_parallel_strategy_is_fsdp_only_without_tensor_parallelism() -> None:
-    assert item({"strategy": built("ModelParallelStrategy")}, "strategy.init_args.tensor_parallel_size").fit is Fit.UNSUPPORTED
+    assert (
+        item({"strategy": built("ModelParallelStrategy")}, "strategy.init_args.tensor_parallel_size").fit
+        is Fit.UNSUPPORTED
+    )
     sharded = {"strategy": built("ModelParallelStrategy", data_parallel_size=8, tensor_parallel_size=1)}
     assert config(sharded).sharding.strategy == "full_shard"
     assert item(sharded, "strategy.init_args.data_parallel_size").fit is Fit.APPROXIMATE
@@ -337,16 +395,25 @@ def test_sections_of_lightning_cli_say_seed_optimizer_and_schedule() -> None:
         "seed_everything": 7,
         "trainer": {"strategy": "fsdp"},
         "model": {"class_path": "my.Model", "init_args": {"width": 3}},
-        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4, "betas": [0.9, 0.95], "fused": True, "maximize": False}},
+        "optimizer": {
+            "class_path": "torch.optim.AdamW",
+            "init_args": {"lr": 1e-4, "betas": [0.9, 0.95], "fused": True, "maximize": False},
+        },
         "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 10}},
     }
     found = read(document)
     assert found.config.training.seed == 7
-    assert (found.config.optimizer.name, found.config.optimizer.lr, found.config.optimizer.betas) == ("adamw", 1e-4, (0.9, 0.95))
+    assert (found.config.optimizer.name, found.config.optimizer.lr, found.config.optimizer.betas) == (
+        "adamw",
+        1e-4,
+        (0.9, 0.95),
+    )
     assert found.config.scheduler.name == "cosine"
     assert "epochs" in found.undecided["scheduler.total_steps"].who
     assert item(document, "model").fit is Fit.IGNORED
-    other = item({"trainer": {}, "optimizer": {"class_path": "torch.optim.LBFGS", "init_args": {}}}, "optimizer.class_path")
+    other = item(
+        {"trainer": {}, "optimizer": {"class_path": "torch.optim.LBFGS", "init_args": {}}}, "optimizer.class_path"
+    )
     assert (other.fit, "training script" in other.note) == (Fit.NEEDS_INPUT, True)
 
 
@@ -361,10 +428,17 @@ def test_a_saved_file_with_every_argument_at_null_is_plain_ddp() -> None:
 
 
 scalars = (
-    st.none() | st.booleans() | st.integers(-3, 9) | st.floats(allow_nan=True) | st.sampled_from(("", "auto", "fsdp", "a.b.C", "16-true"))
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.floats(allow_nan=True)
+    | st.sampled_from(("", "auto", "fsdp", "a.b.C", "16-true"))
 )
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(("class_path", "init_args", "x")), inner)
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(("class_path", "init_args", "x")), inner)
+    ),
 )
 names = st.sampled_from(
     [name for name in FORMAT.keys if "." not in name]
@@ -395,7 +469,9 @@ def _flat(value: Any, path: tuple[str, ...] = ()) -> list[str]:
 
 @settings(max_examples=200, deadline=None)
 @given(strategies | values, st.dictionaries(names, values, max_size=5), st.booleans())
-def test_whatever_stands_in_a_file_every_key_is_accounted_for(strategy: Any, arguments: dict[str, Any], cli: bool) -> None:
+def test_whatever_stands_in_a_file_every_key_is_accounted_for(
+    strategy: Any, arguments: dict[str, Any], cli: bool
+) -> None:
     inner = {**arguments, "strategy": strategy}
     document = {"trainer": inner} if cli else inner
     for to in ("unishard", "lightning"):
@@ -453,7 +529,11 @@ def test_what_lightning_can_say_comes_back_the_same(
     sharding: dict[str, Any], rest: dict[str, Any], deepspeed: bool, offload: str, recomputed: Any
 ) -> None:
     sharded = sharding["strategy"] != "no_shard"
-    said = {"sharding": sharding, **rest, **({"activation_checkpointing": recomputed} if sharded and not deepspeed else {})}
+    said = {
+        "sharding": sharding,
+        **rest,
+        **({"activation_checkpointing": recomputed} if sharded and not deepspeed else {}),
+    }
     if sharded and sharding["strategy"] != "hybrid_shard":
         said["offload"] = offload
     if deepspeed:
@@ -466,7 +546,9 @@ def test_what_lightning_can_say_comes_back_the_same(
     again = translating.read(outcome.document, "lightning")
     for path, word in words.items():
         if path in ("launch.nodes", "launch.processes_per_node"):
-            assert value_at(again.config, path) == {"nodes": 2, "processes_per_node": 4}[path.removeprefix("launch.")], "as asked for"
+            assert (
+                value_at(again.config, path) == {"nodes": 2, "processes_per_node": 4}[path.removeprefix("launch.")]
+            ), "as asked for"
         elif word.fit in (Fit.EXACT, Fit.EQUIVALENT) and word.key not in BY_SCRIPT:
             assert value_at(again.config, path) == value_at(reading.config, path), path
 
@@ -499,7 +581,11 @@ def test_keys_that_concern_lightning_alone_are_kept_when_lightning_is_written() 
 
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [("shard_optimizer", "SHARD_GRAD_OP"), ("shard_grad_op", "SHARD_GRAD_OP"), ("hybrid_shard_grad_op", "_HYBRID_SHARD_ZERO2")],
+    [
+        ("shard_optimizer", "SHARD_GRAD_OP"),
+        ("shard_grad_op", "SHARD_GRAD_OP"),
+        ("hybrid_shard_grad_op", "_HYBRID_SHARD_ZERO2"),
+    ],
 )
 def test_what_fsdp_does_not_have_becomes_the_nearest_and_says_so(name: str, sharding: str) -> None:
     outcome = translating.translate({"sharding": name}, "lightning")
@@ -530,7 +616,13 @@ def test_a_file_of_lightning_is_recognised_and_another_trainers_is_not() -> None
 def test_classes_named_without_their_module_are_imported_in_the_snippet() -> None:
     callbacks = [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 2}}]
     text = _again(
-        {"trainer": {"strategy": {"class_path": "DDPStrategy"}, "callbacks": callbacks, "logger": {"class_path": "CSVLogger"}}}
+        {
+            "trainer": {
+                "strategy": {"class_path": "DDPStrategy"},
+                "callbacks": callbacks,
+                "logger": {"class_path": "CSVLogger"},
+            }
+        }
     ).text
     for line in ("callbacks import ModelCheckpoint", "loggers import CSVLogger", "strategies import DDPStrategy"):
         assert f"from lightning.pytorch.{line}\n" in text
@@ -548,7 +640,10 @@ def test_values_that_the_launch_fills_in_are_left_to_it() -> None:
 def test_a_block_in_a_config_file_decides_the_format(tmp_path: Any) -> None:
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
     path = tmp_path / "lightning.yaml"
-    path.write_text("trainer:\n  precision: bf16-mixed\n  strategy: {class_path: DeepSpeedStrategy, init_args: {config: zero.json}}\n")
+    path.write_text(
+        "trainer:\n  precision: bf16-mixed\n  strategy: {class_path: DeepSpeedStrategy, init_args: {config: "
+        "zero.json}}\n"
+    )
     outcome = translating.translate(path, "unishard")
     assert outcome.reading.config.precision.compute == "bf16"
     found = {item.key: item for item in outcome.items}
@@ -586,7 +681,9 @@ def test_groups_without_a_number_of_ranks_need_a_decision() -> None:
     found = {item.key: item for item in translating.translate({"sharding": sharding}, "lightning").items}
     assert found["sharding.group_size"].fit is Fit.NEEDS_INPUT
     assert "device_mesh=(replicas, 8)" in found["sharding.group_size"].note
-    outcome = translating.translate({"sharding": sharding}, "lightning", topology=Topology(world_size=16, local_world_size=8))
+    outcome = translating.translate(
+        {"sharding": sharding}, "lightning", topology=Topology(world_size=16, local_world_size=8)
+    )
     assert outcome.document["trainer"]["strategy"]["init_args"]["device_mesh"] == [2, 8]
 
 

@@ -58,7 +58,12 @@ def parameters(of: Any) -> dict[str, Any]:
 )
 def test_fsdp_strategy_holds_what_the_config_says(sharding: dict[str, Any], word: str) -> None:
     sharding = {**sharding, "units": ["TransformerEncoderLayer"]}
-    document = {"sharding": sharding, "offload": "cpu", "precision": "bf16", "activation_checkpointing": ["TransformerEncoderLayer"]}
+    document = {
+        "sharding": sharding,
+        "offload": "cpu",
+        "precision": "bf16",
+        "activation_checkpointing": ["TransformerEncoderLayer"],
+    }
     strategy = run(document, Topology(world_size=8, local_world_size=8))["strategy"]
     assert isinstance(strategy, pytorch.FSDPStrategy)
     assert strategy.sharding_strategy.name == word
@@ -92,7 +97,11 @@ def test_deepspeed_strategy_holds_a_config_that_deepspeed_takes() -> None:
     assert strategy.config == outcome.document["trainer"]["strategy"]["init_args"]["config"]
     assert "gradient_accumulation_steps" not in strategy.config
     taken = deepspeed.DeepSpeedConfig(dict(strategy.config))
-    assert (taken.zero_config.stage, taken.zero_config.offload_param.device, taken.train_micro_batch_size_per_gpu) == (3, "cpu", 3)
+    assert (taken.zero_config.stage, taken.zero_config.offload_param.device, taken.train_micro_batch_size_per_gpu) == (
+        3,
+        "cpu",
+        3,
+    )
     assert taken.bfloat16_config.enabled
 
 
@@ -111,7 +120,9 @@ def test_the_trainer_takes_the_arguments(backend: str) -> None:
 
 
 def test_the_recipe_trains_with_the_optimizer_of_the_config(tmp_path: Any) -> None:
-    made = run({"sharding": "no_shard", "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9}, "training": {"seed": 1}})
+    made = run(
+        {"sharding": "no_shard", "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9}, "training": {"seed": 1}}
+    )
 
     class Model(made["Recipe"], pl.LightningModule):
         def __init__(self) -> None:
@@ -123,7 +134,11 @@ def test_the_recipe_trains_with_the_optimizer_of_the_config(tmp_path: Any) -> No
 
     model = Model()
     optimizer = model.configure_optimizers()
-    assert (type(optimizer), optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (torch.optim.SGD, 0.5, 0.9)
+    assert (type(optimizer), optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (
+        torch.optim.SGD,
+        0.5,
+        0.9,
+    )
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
 
 
@@ -138,7 +153,12 @@ def test_a_scaler_is_set_after_the_plugin_that_refuses_it(monkeypatch: pytest.Mo
         return "the scaler"
 
     monkeypatch.setattr("torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler", scaler)
-    made = run({"sharding": "full_shard", "precision": {"compute": "fp16", "initial_loss_scale": 1024.0, "loss_scale_growth_interval": 50}})
+    made = run(
+        {
+            "sharding": "full_shard",
+            "precision": {"compute": "fp16", "initial_loss_scale": 1024.0, "loss_scale_growth_interval": 50},
+        }
+    )
     assert (made["precision"].scaler, given) == ("the scaler", {"init_scale": 1024.0, "growth_interval": 50})
     assert made["strategy"].mixed_precision_config.param_dtype is torch.float16
 
@@ -173,7 +193,9 @@ def test_the_arguments_and_defaults_of_deepspeed_strategy_are_those_of_the_table
     known = {**deepspeed_arguments.ARGUMENTS, **deepspeed_arguments.SCALING}
     assert set(given) == {*known, *deepspeed_arguments.OWN, "config"} & set(given)
     batch = "logging_batch_size_per_gpu"
-    assert {name: given[name] for name in known if name != batch} == {name: value for name, value in known.items() if name != batch}
+    assert {name: given[name] for name in known if name != batch} == {
+        name: value for name, value in known.items() if name != batch
+    }
 
 
 @pytest.mark.parametrize(
@@ -211,7 +233,13 @@ def test_every_registered_name_is_known_or_refused_with_what_instead() -> None:
     [
         {},
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True, "pin_memory": True},
-        {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme", "nvme_path": "/disk", "max_in_cpu": 5},
+        {
+            "stage": 3,
+            "offload_parameters": True,
+            "offload_params_device": "nvme",
+            "nvme_path": "/disk",
+            "max_in_cpu": 5,
+        },
         {"zero_optimization": False},
         {"stage": 1, "reduce_bucket_size": 1000, "overlap_comm": False, "reduce_scatter": False},
     ],
@@ -221,9 +249,13 @@ def test_the_json_of_deepspeed_strategy_means_what_its_arguments_mean(arguments:
     document = {"strategy": {"class_path": "DeepSpeedStrategy", "init_args": arguments}}
     ours = translating.read(document, "lightning").config
     said: dict[str, Any] = {}
-    for entry in registry.get("deepspeed").parse({**theirs, "gradient_clipping": 0.0, "gradient_accumulation_steps": 1}):
+    for entry in registry.get("deepspeed").parse(
+        {**theirs, "gradient_clipping": 0.0, "gradient_accumulation_steps": 1}
+    ):
         said |= entry.meaning.fields
-    named = {name: value for name, value in said.items() if name.startswith(("sharding.", "offload.", "communication."))}
+    named = {
+        name: value for name, value in said.items() if name.startswith(("sharding.", "offload.", "communication."))
+    }
     for path, value in named.items():
         section, _, field = path.partition(".")
         assert getattr(getattr(ours, section), field) == value, path

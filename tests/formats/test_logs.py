@@ -11,7 +11,13 @@ from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
 
 ARGUMENTS = {"per_device_train_batch_size": 2, "learning_rate": 1e-4, "fsdp": True, "output_dir": "out"}
-AXOLOTL = {"base_model": "x", "datasets": [{"path": "a"}], "micro_batch_size": 2, "learning_rate": 1e-4, "output_dir": "out"}
+AXOLOTL = {
+    "base_model": "x",
+    "datasets": [{"path": "a"}],
+    "micro_batch_size": 2,
+    "learning_rate": 1e-4,
+    "output_dir": "out",
+}
 ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
 COMPOSER = {
     "max_duration": "10ba",
@@ -42,13 +48,21 @@ def logging_of(outcome: Outcome) -> dict[str, Any]:
     ("tool", "said", "fields"),
     [
         ("hf", {"logging_steps": 5}, {"to": ["progress"], "every_steps": 5}),
-        ("hf", {"report_to": "wandb", "run_name": "a"}, {"to": ["progress", "wandb"], "every_steps": 500, "run_name": "a"}),
+        (
+            "hf",
+            {"report_to": "wandb", "run_name": "a"},
+            {"to": ["progress", "wandb"], "every_steps": 500, "run_name": "a"},
+        ),
         (
             "hf",
             {"report_to": ["comet_ml", "tensorboard"], "logging_steps": 7},
             {"to": ["progress", "tensorboard"], "every_steps": 7, "dir": "out/runs"},
         ),
-        ("hf", {"report_to": ["mlflow"], "logging_dir": "l"}, {"to": ["progress", "mlflow"], "every_steps": 500, "dir": "l"}),
+        (
+            "hf",
+            {"report_to": ["mlflow"], "logging_dir": "l"},
+            {"to": ["progress", "mlflow"], "every_steps": 500, "dir": "l"},
+        ),
         ("hf", {"logging_steps": 5, "logging_strategy": "epoch", "report_to": "wandb"}, {}),
         ("hf", {"logging_steps": 0.1}, {}),
         ("hf", {"report_to": "none", "run_name": "a"}, {}),
@@ -56,12 +70,22 @@ def logging_of(outcome: Outcome) -> dict[str, Any]:
         ("axolotl", {"logging_steps": 1}, {"to": ["progress"], "every_steps": 1}),
         (
             "axolotl",
-            {"wandb_project": "p", "wandb_name": "n", "wandb_entity": None, "wandb_mode": "offline", "logging_steps": 1},
+            {
+                "wandb_project": "p",
+                "wandb_name": "n",
+                "wandb_entity": None,
+                "wandb_mode": "offline",
+                "logging_steps": 1,
+            },
             {"to": ["progress", "wandb"], "every_steps": 1, "project": "p", "run_name": "n", "wandb_mode": "offline"},
         ),
         ("axolotl", {"wandb_project": "p", "wandb_mode": "disabled"}, {}),
         ("axolotl", {"use_wandb": False, "wandb_project": "p"}, {}),
-        ("axolotl", {"use_tensorboard": True, "output_dir": None}, {"to": ["progress", "tensorboard"], "dir": "./model-out/runs"}),
+        (
+            "axolotl",
+            {"use_tensorboard": True, "output_dir": None},
+            {"to": ["progress", "tensorboard"], "dir": "./model-out/runs"},
+        ),
         (
             "axolotl",
             {"use_mlflow": True, "mlflow_tracking_uri": "http://x", "mlflow_experiment_name": "e"},
@@ -69,16 +93,30 @@ def logging_of(outcome: Outcome) -> dict[str, Any]:
         ),
         ("deepspeed", {"steps_per_print": 20}, {"to": ["progress"], "every_steps": 20}),
         ("deepspeed", {"steps_per_print": None, "wall_clock_breakdown": True, "comet": {"enabled": True}}, {}),
-        ("deepspeed", {"tensorboard": FILES, "steps_per_print": 5}, {"to": ["progress", "tensorboard"], "every_steps": 5, "dir": "out/a"}),
+        (
+            "deepspeed",
+            {"tensorboard": FILES, "steps_per_print": 5},
+            {"to": ["progress", "tensorboard"], "every_steps": 5, "dir": "out/a"},
+        ),
         (
             "deepspeed",
             {"csv_monitor": FILES, "wandb": {"enabled": True, "team": "t", "group": "g"}},
-            {"to": ["progress", "wandb", "jsonl"], "dir": "out/a", "project": "deepspeed", "wandb_entity": "t", "wandb_group": "g"},
+            {
+                "to": ["progress", "wandb", "jsonl"],
+                "dir": "out/a",
+                "project": "deepspeed",
+                "wandb_entity": "t",
+                "wandb_group": "g",
+            },
         ),
         ("deepspeed", {"tensorboard": {"enabled": False}}, {}),
         ("lightning", {"log_every_n_steps": 5}, {"to": ["progress"], "every_steps": 5}),
         ("lightning", {"logger": False, "log_every_n_steps": 5, "enable_progress_bar": False}, {}),
-        ("lightning", {"logger": True, "default_root_dir": "out"}, {"to": ["progress", "tensorboard"], "dir": "out/lightning_logs"}),
+        (
+            "lightning",
+            {"logger": True, "default_root_dir": "out"},
+            {"to": ["progress", "tensorboard"], "dir": "out/lightning_logs"},
+        ),
         (
             "lightning",
             {
@@ -90,12 +128,22 @@ def logging_of(outcome: Outcome) -> dict[str, Any]:
                 "log_every_n_steps": 2,
                 "enable_progress_bar": False,
             },
-            {"to": ["jsonl", "wandb"], "every_steps": 2, "dir": "logs/a", "project": "p", "run_name": "r", "wandb_mode": "offline"},
+            {
+                "to": ["jsonl", "wandb"],
+                "every_steps": 2,
+                "dir": "logs/a",
+                "project": "p",
+                "run_name": "r",
+                "wandb_mode": "offline",
+            },
         ),
         ("torchtitan", {"metrics": {"log_freq": 3}}, {"to": ["progress"], "every_steps": 3}),
         (
             "torchtitan",
-            {"metrics": {"log_freq": 3, "enable_tensorboard": True, "save_tb_folder": "t"}, "job": {"dump_folder": "d"}},
+            {
+                "metrics": {"log_freq": 3, "enable_tensorboard": True, "save_tb_folder": "t"},
+                "job": {"dump_folder": "d"},
+            },
             {"to": ["progress", "tensorboard"], "every_steps": 3, "dir": "d/t"},
         ),
         ("torchtitan", {"metrics": {"enable_wandb": True}}, {"to": ["progress", "wandb"]}),
@@ -106,7 +154,11 @@ def logging_of(outcome: Outcome) -> dict[str, Any]:
             {"loggers": {"wandb": {"project": "p"}, "neptune": {}}, "run_name": "r"},
             {"to": ["progress", "wandb"], "every_steps": 1, "project": "p", "run_name": "r"},
         ),
-        ("composer", {"loggers": {"tensorboard": {"log_dir": "l"}}}, {"to": ["progress", "tensorboard"], "every_steps": 1, "dir": "l"}),
+        (
+            "composer",
+            {"loggers": {"tensorboard": {"log_dir": "l"}}},
+            {"to": ["progress", "tensorboard"], "every_steps": 1, "dir": "l"},
+        ),
     ],
 )
 def test_what_a_tool_logs(tool: str, said: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -136,7 +188,13 @@ def test_what_a_tool_logs(tool: str, said: dict[str, Any], fields: dict[str, Any
     ],
 )
 def test_how_a_tool_says_it(tool: str, written: dict[str, Any], fit: Fit) -> None:
-    logging = {"to": ["progress", "jsonl", "wandb"], "dir": "out/logs", "every_steps": 3, "run_name": "r", "project": "p"}
+    logging = {
+        "to": ["progress", "jsonl", "wandb"],
+        "dir": "out/logs",
+        "every_steps": 3,
+        "run_name": "r",
+        "project": "p",
+    }
     outcome = translate({"logging": logging}, tool, from_="unishard")
     assert {key: outcome.document.get(key) for key in written} == written
     fits = {item.key: item.fit for item in outcome.items}
@@ -144,12 +202,21 @@ def test_how_a_tool_says_it(tool: str, written: dict[str, Any], fit: Fit) -> Non
     # DeepSpeed and torchtitan have no name of the run in their files
     assert fits["logging.run_name"] is (Fit.IGNORED if tool in ("deepspeed", "torchtitan") else Fit.EXACT)
     plain = translate({}, tool, from_="unishard").document
-    assert not [key for key in plain if "log" in key or "wandb" in key or "report" in key or "print" in key or "metrics" in key]
+    assert not [
+        key for key in plain if "log" in key or "wandb" in key or "report" in key or "print" in key or "metrics" in key
+    ]
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_loggers_of_lightning_there_and_back(backend: str) -> None:
-    logging = {"to": ["jsonl", "wandb"], "dir": "out/logs", "every_steps": 3, "run_name": "r", "project": "p", "wandb_mode": "offline"}
+    logging = {
+        "to": ["jsonl", "wandb"],
+        "dir": "out/logs",
+        "every_steps": 3,
+        "run_name": "r",
+        "project": "p",
+        "wandb_mode": "offline",
+    }
     there = translate({"backend": backend, "logging": logging}, "lightning", from_="unishard")
     wandb = {"project": "p", "name": "r", "save_dir": "out/logs", "offline": True}
     assert there.document["trainer"]["logger"] == [
@@ -163,11 +230,23 @@ def test_loggers_of_lightning_there_and_back(backend: str) -> None:
 @pytest.mark.parametrize(
     ("tool", "said", "profile", "fit"),
     [
-        ("axolotl", {"profiler_steps": 2, "profiler_steps_start": 5}, {"steps": [6, 7], "dir": "out", "memory": True}, Fit.EQUIVALENT),
+        (
+            "axolotl",
+            {"profiler_steps": 2, "profiler_steps_start": 5},
+            {"steps": [6, 7], "dir": "out", "memory": True},
+            Fit.EQUIVALENT,
+        ),
         ("axolotl", {"profiler_steps": None}, {}, Fit.IGNORED),
         (
             "torchtitan",
-            {"profiling": {"enable_profiling": True, "profile_freq": 10, "profiler_active": 2, "save_traces_folder": "t"}},
+            {
+                "profiling": {
+                    "enable_profiling": True,
+                    "profile_freq": 10,
+                    "profiler_active": 2,
+                    "save_traces_folder": "t",
+                }
+            },
             {"steps": [9, 10], "dir": "./outputs/t", "ranks": "all"},
             Fit.APPROXIMATE,
         ),
@@ -208,7 +287,12 @@ def test_what_a_tool_profiles(tool: str, said: dict[str, Any], profile: dict[str
         ),
         (
             "composer",
-            {"profiler": {"schedule": {"skip_first": 0, "wait": 4, "warmup": 1, "active": 2, "repeat": 1}, "torch_prof_folder": "out/t"}},
+            {
+                "profiler": {
+                    "schedule": {"skip_first": 0, "wait": 4, "warmup": 1, "active": 2, "repeat": 1},
+                    "torch_prof_folder": "out/t",
+                }
+            },
         ),
     ],
 )
@@ -226,7 +310,18 @@ def test_a_trainer_around_deepspeed_logs_by_its_own_keys() -> None:
     inside = {**ZERO, "steps_per_print": 2000, "tensorboard": FILES}
     outcome = translate({**ARGUMENTS, "fsdp": "", "deepspeed": inside, "logging_steps": 5}, "unishard", from_="hf")
     assert logging_of(outcome) == {"to": ["progress"], "every_steps": 5}
-    words = ["--per_device_train_batch_size", "1", "--logging_steps", "7", "--bf16", "True", "--save_steps", "3", "--output_dir", "o"]
+    words = [
+        "--per_device_train_batch_size",
+        "1",
+        "--logging_steps",
+        "7",
+        "--bf16",
+        "True",
+        "--save_steps",
+        "3",
+        "--output_dir",
+        "o",
+    ]
     for arguments in (words, words[2:4]):
         outcome = translate(inside, "unishard", from_="deepspeed", with_=arguments)
         assert not outcome.of(Fit.UNSUPPORTED)

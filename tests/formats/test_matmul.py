@@ -19,10 +19,14 @@ def fit(outcome: Outcome) -> Fit:
     return found.fit
 
 
-@pytest.mark.parametrize("sections", [{"backend": "fsdp"}, {"backend": "fsdp", "sharding": "no_shard"}, {"backend": "deepspeed"}])
+@pytest.mark.parametrize(
+    "sections", [{"backend": "fsdp"}, {"backend": "fsdp", "sharding": "no_shard"}, {"backend": "deepspeed"}]
+)
 @pytest.mark.parametrize("to", ["hf", "axolotl", "swift", "llamafactory", "trl"])
 @pytest.mark.parametrize("matmul", ["tf32", "fp32"])
-def test_training_arguments_have_a_key_with_and_without_deepspeed(to: str, sections: dict[str, Any], matmul: str) -> None:
+def test_training_arguments_have_a_key_with_and_without_deepspeed(
+    to: str, sections: dict[str, Any], matmul: str
+) -> None:
     outcome = written(to, {**sections, "precision": {"matmul": matmul}})
     assert outcome.document["tf32"] is (matmul == "tf32")
     assert fit(outcome) in (Fit.EXACT, Fit.EQUIVALENT)
@@ -44,7 +48,11 @@ def test_elsewhere_the_training_script_must_say_it(to: str) -> None:
 def test_accelerate_allows_tf32_where_it_compiles_fp32() -> None:
     outcome = written("accelerate", {"compile": "full", "precision": {"matmul": "tf32"}})
     assert fit(outcome) is Fit.EXACT
-    (said,) = [item for item in translate(outcome.document, "unishard", from_="accelerate").items if item.key.endswith("dynamo_backend")]
+    (said,) = [
+        item
+        for item in translate(outcome.document, "unishard", from_="accelerate").items
+        if item.key.endswith("dynamo_backend")
+    ]
     assert "set precision.matmul: tf32 for the same" in said.note
     mixed = written("accelerate", {"compile": "full", "precision": {"compute": "bf16", "matmul": "tf32"}})
     assert fit(mixed) is Fit.NEEDS_INPUT

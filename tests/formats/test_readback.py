@@ -64,7 +64,11 @@ def unnamed(outcome: Outcome) -> set[str]:
     implied = {"sharding.reshard_after_forward", "sharding.group_size", "precision.loss_scale"}
     keys = {key for one in outcome.items if one.fit is not Fit.EXACT for key in one.becomes.split(", ")}
     found = differences(outcome.reading, back_of(outcome))
-    return {path for path, one in found.items() if path not in named | implied and one.b.key not in keys and not path.startswith("native.")}
+    return {
+        path
+        for path, one in found.items()
+        if path not in named | implied and one.b.key not in keys and not path.startswith("native.")
+    }
 
 
 @pytest.mark.parametrize("to", ["torchtitan", "composer"])
@@ -85,7 +89,9 @@ def test_what_a_script_switches_on_by_itself_is_switched_off(to: str) -> None:
 
 
 def test_what_a_target_cannot_say_is_a_change() -> None:
-    outcome = translate({**ADAM, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}, "hf", from_="deepspeed")
+    outcome = translate(
+        {**ADAM, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}, "hf", from_="deepspeed"
+    )
     assert {change.field for change in outcome.changes if change.said} == {"optimizer.no_decay"}
     assert outcome.status(strict=False) == 0
     assert outcome.status(strict=True) == 2
@@ -116,13 +122,21 @@ def test_no_key_that_is_in_no_output_is_exact(from_: str, to: str) -> None:
         keys = [f".{key}." for key, _ in flat(outcome.document)]
         back = back_of(outcome)
         for one, entry in zip(outcome.items, outcome.reading.entries, strict=True):
-            if one.fit is Fit.EXACT and not one.assumed and SCRIPT not in one.becomes and not one.note and not entry.meaning.native:
+            if (
+                one.fit is Fit.EXACT
+                and not one.assumed
+                and SCRIPT not in one.becomes
+                and not one.note
+                and not entry.meaning.native
+            ):
                 words = re.findall(r"[A-Za-z_][\w.]*", one.becomes)
                 said = any(field in back.decided or field in back.undecided for field in entry.meaning.fields)
                 assert said or any(f".{word}." in key for word in words for key in keys), one
 
 
-@pytest.mark.parametrize("key", ["communication_data_type", "data_types.grad_accum_dtype", "zero_optimization.overlap_comm"])
+@pytest.mark.parametrize(
+    "key", ["communication_data_type", "data_types.grad_accum_dtype", "zero_optimization.overlap_comm"]
+)
 def test_what_accelerate_has_no_key_for_is_not_exact(key: str) -> None:
     found = item(translate(WITH_FP32, "accelerate", from_="deepspeed"), key)
     assert found.fit is (Fit.IGNORED if "overlap" in key else Fit.APPROXIMATE)
@@ -132,7 +146,9 @@ def test_what_accelerate_has_no_key_for_is_not_exact(key: str) -> None:
 def test_clipping_is_left_open_where_deepspeed_takes_it_from_the_script() -> None:
     outcome = translate(FSDP, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])
     assert outcome.document["deepspeed_config"]["gradient_clipping"] == "auto"
-    assert "clip_grad_norm_ does nothing" in next(one.note for one in outcome.changes if one.field == "training.gradient_clipping")
+    assert "clip_grad_norm_ does nothing" in next(
+        one.note for one in outcome.changes if one.field == "training.gradient_clipping"
+    )
     row = next(row for row in verify(outcome).rows if row.field == "training.gradient_clipping")
     assert row.effective == 1.0
     json = translate(FSDP, "deepspeed", from_="accelerate")
@@ -157,13 +173,17 @@ def test_a_whole_model_is_saved_on_the_other_engine_too(to: str, overrides: list
     assert item(outcome, "fsdp_config.fsdp_state_dict_type").becomes in (key, "fsdp_config.fsdp_state_dict_type")
 
 
-@pytest.mark.parametrize("name", ["stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"])
+@pytest.mark.parametrize(
+    "name", ["stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"]
+)
 def test_what_deepspeed_gathers_is_a_full_state_dict(name: str) -> None:
     data = {**ADAM, "zero_optimization": {"stage": 3, name: True}}
     outcome = translate(data, "accelerate", from_="deepspeed", overrides=["backend=fsdp"])
     assert outcome.document["fsdp_config"]["fsdp_state_dict_type"] == "FULL_STATE_DICT"
     assert item(outcome, f"zero_optimization.{name}").fit is Fit.EXACT
-    assert translate(data, "accelerate", from_="deepspeed").document["deepspeed_config"]["zero3_save_16bit_model"] is True
+    assert (
+        translate(data, "accelerate", from_="deepspeed").document["deepspeed_config"]["zero3_save_16bit_model"] is True
+    )
     assert item(translate(data, "torchtitan", from_="deepspeed"), f"zero_optimization.{name}").fit is not Fit.EXACT
 
 
@@ -173,15 +193,22 @@ def test_what_fsdp_does_with_files_goes_to_the_trainer() -> None:
 
 
 def test_block_classes_come_back_from_deepspeed() -> None:
-    named = {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"}}
+    named = {
+        **FSDP,
+        "fsdp_config": {**FSDP["fsdp_config"], "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"},
+    }
     there = translate(named, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])
     assert not verify(there).effective.refused
-    back = translate(there.document, "accelerate", from_="accelerate", overrides=["backend=fsdp"]).document["fsdp_config"]
+    back = translate(there.document, "accelerate", from_="accelerate", overrides=["backend=fsdp"]).document[
+        "fsdp_config"
+    ]
     assert back["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer,LlamaMLP"
     assert back["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
 
 
-@pytest.mark.parametrize(("word", "written"), [("sharded", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT"), ("local", None)])
+@pytest.mark.parametrize(
+    ("word", "written"), [("sharded", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT"), ("local", None)]
+)
 def test_composers_words_for_saves_are_those_of_accelerate(word: str, written: str | None) -> None:
     data = {"max_duration": "1ep", "fsdp_config": {"sharding_strategy": "FULL_SHARD", "state_dict_type": word}}
     outcome = translate(data, "accelerate", from_="composer", topology=FOUR)
@@ -191,7 +218,13 @@ def test_composers_words_for_saves_are_those_of_accelerate(word: str, written: s
 
 @pytest.mark.parametrize("name", ["trl", "llamafactory", "swift"])
 def test_epochs_and_the_part_that_warms_up_go_to_the_trainer(name: str) -> None:
-    data = {"learning_rate": 1e-5, "num_train_epochs": 1, "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "bf16": True}
+    data = {
+        "learning_rate": 1e-5,
+        "num_train_epochs": 1,
+        "warmup_ratio": 0.1,
+        "lr_scheduler_type": "cosine",
+        "bf16": True,
+    }
     document = translate(data, "hf", from_=name).document
     assert document.items() >= {"num_train_epochs": 1, "warmup_steps": 0.1}.items()
 
@@ -230,13 +263,23 @@ def test_what_a_tool_requires_of_a_file_is_asked_for() -> None:
 
 
 def test_a_file_that_only_evaluates_is_no_training() -> None:
-    data = {"models": [{"model_name": "x"}], "icl_tasks": "tasks.yaml", "max_seq_len": 1024, "device_eval_batch_size": 4}
-    with pytest.raises(ConfigError, match=r"only evaluates models .* and trains nothing; name the YAML of scripts/train"):
+    data = {
+        "models": [{"model_name": "x"}],
+        "icl_tasks": "tasks.yaml",
+        "max_seq_len": 1024,
+        "device_eval_batch_size": 4,
+    }
+    with pytest.raises(
+        ConfigError, match=r"only evaluates models .* and trains nothing; name the YAML of scripts/train"
+    ):
         translate(data, "unishard", from_="composer")
 
 
 def test_written_is_what_is_in_the_file() -> None:
-    rows = {row.field: row for row in verify(translate(FSDP, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])).rows}
+    rows = {
+        row.field: row
+        for row in verify(translate(FSDP, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])).rows
+    }
     assert rows["precision.compute"].written == "bf16"
     assert rows["training.micro_batch_size"].written is None
     assert rows["activation_checkpointing"].written is None
@@ -259,12 +302,24 @@ def test_a_second_translation_means_the_same(to: str, data: st.DataObject) -> No
     ("name", "document", "key", "written"),
     [
         ("hf", {"output_dir": "o", "learning_rate": 1e-4, "optim": "adamw_hf"}, "optim", "adamw_torch"),
-        ("accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": False}, "mixed_precision", "no"),
+        (
+            "accelerate",
+            {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": False},
+            "mixed_precision",
+            "no",
+        ),
         ("accelerate", {"distributed_type": "MULTI_GPU", "num_processes": 2, "env": {"A": "b"}}, "env", None),
-        ("deepspeed", {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"enabled": False}}, "tensor_parallel", None),
+        (
+            "deepspeed",
+            {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"enabled": False}},
+            "tensor_parallel",
+            None,
+        ),
     ],
 )
-def test_what_its_own_tool_refuses_is_not_written_again(name: str, document: dict[str, Any], key: str, written: object) -> None:
+def test_what_its_own_tool_refuses_is_not_written_again(
+    name: str, document: dict[str, Any], key: str, written: object
+) -> None:
     again = translate(document, name, from_=name)
     assert again.document.get(key) == written
     assert not verify(again).effective.refused
@@ -276,7 +331,9 @@ def test_a_global_batch_that_torchtitan_refuses_is_asked_for(size: int, fit: Fit
     eight = Topology(world_size=8, local_world_size=8)
     (item,) = [
         item
-        for item in translate(document, "torchtitan", from_="deepspeed", topology=eight, overrides=["backend=fsdp"]).items
+        for item in translate(
+            document, "torchtitan", from_="deepspeed", topology=eight, overrides=["backend=fsdp"]
+        ).items
         if item.key == "train_batch_size"
     ]
     assert item.fit is fit

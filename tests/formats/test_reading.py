@@ -14,7 +14,9 @@ from unishard.formats.source import open_source
 WHO = Undecided("the script")
 
 
-def entry(key: str, value: Any = 1, assumed: bool = False, native: dict[str, Any] | None = None, **fields: Any) -> Entry:
+def entry(
+    key: str, value: Any = 1, assumed: bool = False, native: dict[str, Any] | None = None, **fields: Any
+) -> Entry:
     said = {name.replace("__", "."): field for name, field in fields.items()}
     return Entry(tuple(key.split(".")), value, Meaning(fields=said, native=native or {}), assumed)
 
@@ -48,7 +50,9 @@ def test_of_two_keys_that_contradict_each_other_the_later_is_refused() -> None:
 
 
 def test_what_is_assumed_yields_wherever_it_stands() -> None:
-    reading = put(entry("a", assumed=True, training__seed=1, training__micro_batch_size=2), entry("b", training__seed=3))
+    reading = put(
+        entry("a", assumed=True, training__seed=1, training__micro_batch_size=2), entry("b", training__seed=3)
+    )
     assert (reading.config.training.seed, reading.config.training.micro_batch_size) == (3, 2)
     assert notes(reading) == {}
     gone = put(entry("a", assumed=True, training__seed=1), entry("b", training__seed=3))
@@ -71,12 +75,16 @@ def test_a_value_decides_what_another_key_leaves_to_the_script(first: bool) -> N
 
 def test_an_override_decides_what_was_undecided_and_counts_more_than_the_document() -> None:
     reading = put(
-        entry("a", "auto", training__micro_batch_size=WHO), entry("b", training__seed=1), overrides=("training.micro_batch_size=7",)
+        entry("a", "auto", training__micro_batch_size=WHO),
+        entry("b", training__seed=1),
+        overrides=("training.micro_batch_size=7",),
     )
     assert reading.config.training.micro_batch_size == 7
     assert not reading.undecided
     assert "training.micro_batch_size" in reading.decided
-    whole = put(entry("a", "auto", scheduler__total_steps=WHO), overrides=("scheduler={name: linear, total_steps: 10}",))
+    whole = put(
+        entry("a", "auto", scheduler__total_steps=WHO), overrides=("scheduler={name: linear, total_steps: 10}",)
+    )
     assert not whole.undecided
     assert {"scheduler.name", "scheduler.total_steps"} <= whole.decided
 
@@ -124,13 +132,17 @@ def test_an_assumed_key_yields_where_it_is_as_much_at_fault_as_a_written_one() -
 
 
 def test_what_is_assumed_and_the_schema_assumes_as_well_is_not_written() -> None:
-    reading = put(entry("stage", sharding__strategy="no_shard"), entry("pin", assumed=True, sharding__min_unit_params=0))
+    reading = put(
+        entry("stage", sharding__strategy="no_shard"), entry("pin", assumed=True, sharding__min_unit_params=0)
+    )
     assert notes(reading) == {}
     assert reading.config.sharding.model_fields_set == {"strategy"}
 
 
 def test_settings_of_one_engine_are_kept() -> None:
-    reading = put(entry("a", native={"deepspeed.zero_optimization.sub_group_size": 5}), entry("b", native={"fsdp.x": 1}))
+    reading = put(
+        entry("a", native={"deepspeed.zero_optimization.sub_group_size": 5}), entry("b", native={"fsdp.x": 1})
+    )
     assert reading.config.native == {"deepspeed": {"zero_optimization": {"sub_group_size": 5}}, "fsdp": {"x": 1}}
 
 
@@ -150,7 +162,10 @@ def test_placeholders() -> None:
 
 
 def test_a_default_may_depend_on_fields_beside_it() -> None:
-    assert default_of("precision.reduce", {"precision.compute": "bf16"}) == "bf16" or default_of("precision.reduce", {}) == "fp32"
+    assert (
+        default_of("precision.reduce", {"precision.compute": "bf16"}) == "bf16"
+        or default_of("precision.reduce", {}) == "fp32"
+    )
     assert default_of("training.seed", {}) == put().config.training.seed
 
 
@@ -159,6 +174,8 @@ def test_an_assumed_entry_is_never_refused() -> None:
     assert [found.meaning.fit for found in said.entries] == [Fit.EXACT, Fit.APPROXIMATE]
     assert "left out" in said.entries[1].meaning.note
     clash = put(
-        entry("a", precision__compute="fp16"), entry("b", precision__compute="bf16"), entry("c", assumed=True, precision__reduce="bf16")
+        entry("a", precision__compute="fp16"),
+        entry("b", precision__compute="bf16"),
+        entry("c", assumed=True, precision__reduce="bf16"),
     )
     assert [found.key for found in clash.entries if found.meaning.fit is Fit.UNSUPPORTED] == ["b"]

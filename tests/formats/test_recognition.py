@@ -1,4 +1,5 @@
-"""A format is recognized by how much it explains of a document; tools that unishard does not read are named, and none is guessed."""
+"""A format is recognized by how much it explains of a document; tools that unishard does not read are named, and none
+is guessed."""
 
 from __future__ import annotations
 
@@ -32,14 +33,20 @@ def test_a_tool_that_is_not_read_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         recognized(path)
     assert f"is a config of {name} (" in str(caught.value)
-    instead = "translate the file from which the run was started" if name == "Weights & Biases" else "run `unishard init`"
+    instead = (
+        "translate the file from which the run was started" if name == "Weights & Biases" else "run `unishard init`"
+    )
     assert f"which unishard does not read; {instead}" in str(caught.value)
     assert catalog.loudest(open_source(path))[1] == 0
     assert read(path, "deepspeed").format == "deepspeed"  # whoever names a format gets it
 
 
 def test_what_names_a_tool_is_no_key_of_a_format_that_is_read() -> None:
-    keys = {*registry.get("deepspeed").keys, *DIALECT, *(key for name in catalog.NAMES for key in catalog.get(name).keys)}
+    keys = {
+        *registry.get("deepspeed").keys,
+        *DIALECT,
+        *(key for name in catalog.NAMES for key in catalog.get(name).keys),
+    }
     for tool in TOOLS:
         telling = {key for key, weight in tool.signs.keys.items() if weight > 1} - set(MIXED)
         assert not telling & keys, tool.name
@@ -51,7 +58,13 @@ def test_a_tool_that_is_not_read_comes_with_the_format_that_its_keys_speak_for()
 
 
 def test_the_manifest_of_a_checkpoint_is_no_config() -> None:
-    manifest = {"format": "unishard", "version": 1, "model": {"fingerprint": "0", "numel": 1}, "optimizer": {"groups": []}, "world_size": 2}
+    manifest = {
+        "format": "unishard",
+        "version": 1,
+        "model": {"fingerprint": "0", "numel": 1},
+        "optimizer": {"groups": []},
+        "world_size": 2,
+    }
     with pytest.raises(ConfigError, match=r"is the manifest of a checkpoint; .*name the config of the run"):
         recognized(manifest)
 
@@ -62,21 +75,42 @@ OWN = {f"my_{index}": index for index in range(12)}
 @pytest.mark.parametrize(
     ("document", "tool"),
     [
-        ({"zero_optimization": {"stage": 2, "overlap_comm": True}, "fp16": {"enabled": True}, "precision": "bf16", **OWN}, "DeepSpeed"),
+        (
+            {
+                "zero_optimization": {"stage": 2, "overlap_comm": True},
+                "fp16": {"enabled": True},
+                "precision": "bf16",
+                **OWN,
+            },
+            "DeepSpeed",
+        ),
         ({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", **OWN}, "Accelerate"),
         ({"base_model": "m", "datasets": [], "sequence_len": 8, "micro_batch_size": 1, **OWN}, "axolotl"),
         (
-            {"model": {"layers": 2}, "optimizer": {"kind": "adamw"}, "training": {"iterations": 9}, "lr_scheduler": {"kind": "x"}},
+            {
+                "model": {"layers": 2},
+                "optimizer": {"kind": "adamw"},
+                "training": {"iterations": 9},
+                "lr_scheduler": {"kind": "x"},
+            },
             "torchtitan",
         ),
-        ({"trainer": {"devices": 2, "max_epochs": 1, "actor": 1, "critic": 2, "rollout": 3, "envs": 4}, "model": {"a": 1}}, "Lightning"),
+        (
+            {
+                "trainer": {"devices": 2, "max_epochs": 1, "actor": 1, "critic": 2, "rollout": 3, "envs": 4},
+                "model": {"a": 1},
+            },
+            "Lightning",
+        ),
         ({"max_duration": "1ba", "train_loader": {}, **OWN}, "Composer"),
         ({"training": {"micro_batch_size": 1}, "sharding": "full_shard", **OWN}, "unishard"),
         ({"learning_rate": 1e-4, "num_train_epochs": 1, "output_dir": "o", **OWN}, "transformers"),
     ],
 )
 def test_a_file_most_keys_of_which_are_unknown_is_not_guessed(document: dict[str, Any], tool: str) -> None:
-    with pytest.raises(ConfigError, match=rf"resembles a config of {tool}.*most of its keys \(.*`unishard translate --from \w+`") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"resembles a config of {tool}.*most of its keys \(.*`unishard translate --from \w+`"
+    ) as caught:
         recognized(document)
     assert "my_3" in str(caught.value) or "my_0" not in document
 
@@ -88,10 +122,24 @@ def test_with_half_of_its_keys_known_a_file_is_read() -> None:
 
 
 def test_a_scripts_own_keys_around_training_arguments_do_not_matter() -> None:
-    arguments = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "output_dir": "o", "bf16": True, "num_train_epochs": 1}
+    arguments = {
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1e-4,
+        "output_dir": "o",
+        "bf16": True,
+        "num_train_epochs": 1,
+    }
     assert recognized({**arguments, **OWN}) == "hf"
     assert (
-        recognized({**arguments, "pipeline_model_parallel_size": 4, "use_distributed_optimizer": True, "overlap_grad_reduce": True}) == "hf"
+        recognized(
+            {
+                **arguments,
+                "pipeline_model_parallel_size": 4,
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+            }
+        )
+        == "hf"
     )
 
 

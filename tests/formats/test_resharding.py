@@ -1,4 +1,5 @@
-"""A number in `sharding.reshard_after_forward`: torch's `fully_shard` takes it, and DeepSpeed's hpZ; other tools only true or false."""
+"""A number in `sharding.reshard_after_forward`: torch's `fully_shard` takes it, and DeepSpeed's hpZ; other tools only
+true or false."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ NODES = Topology(world_size=8, local_world_size=4)
 
 def written(to: str, **sections: Any) -> tuple[Outcome, Fit]:
     sharding = {"reshard_after_forward": 4, "units": ["Block"]}
-    outcome = translate({"scheduler": {"name": "constant"}, "sharding": sharding, **sections}, to, from_="unishard", topology=NODES)
+    outcome = translate(
+        {"scheduler": {"name": "constant"}, "sharding": sharding, **sections}, to, from_="unishard", topology=NODES
+    )
     (found,) = [item for item in outcome.items if item.key == "sharding.reshard_after_forward"]
     return outcome, found.fit
 

@@ -17,8 +17,21 @@ from unishard.formats import Outcome, translate
 RANKS = Topology(world_size=8, local_world_size=8)
 TARGETS = ("accelerate", "hf", "axolotl", "lightning", "composer", "torchtitan")
 SHARDED = {
-    *("version", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params"),
-    *("offload_params", "cpu_offload", "data_parallel_shard_degree", "data_parallel_replicate_degree", "distributed_type"),
+    *(
+        "version",
+        "sharding_strategy",
+        "reshard_after_forward",
+        "auto_wrap_policy",
+        "transformer_layer_cls_to_wrap",
+        "min_num_params",
+    ),
+    *(
+        "offload_params",
+        "cpu_offload",
+        "data_parallel_shard_degree",
+        "data_parallel_replicate_degree",
+        "distributed_type",
+    ),
 }
 
 
@@ -29,7 +42,11 @@ def sharded(outcome: Outcome) -> dict[str, Any]:
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(name=st.sampled_from([name for name in SEEDS if name != "unishard"]), target=st.sampled_from(TARGETS), data=st.data())
+@given(
+    name=st.sampled_from([name for name in SEEDS if name != "unishard"]),
+    target=st.sampled_from(TARGETS),
+    data=st.data(),
+)
 def test_every_road_shards_alike(name: str, target: str, data: st.DataObject) -> None:
     document = data.draw(documents(name))
     try:
@@ -44,6 +61,10 @@ def test_every_road_shards_alike(name: str, target: str, data: st.DataObject) ->
 
 def test_fsdp_under_accelerate_gathers_block_by_block() -> None:
     zero = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-    for target, block in (("accelerate", "fsdp_auto_wrap_policy"), ("hf", "auto_wrap_policy"), ("axolotl", "auto_wrap_policy")):
+    for target, block in (
+        ("accelerate", "fsdp_auto_wrap_policy"),
+        ("hf", "auto_wrap_policy"),
+        ("axolotl", "auto_wrap_policy"),
+    ):
         found = translate(zero, target, from_="deepspeed", overrides=["backend=fsdp"], topology=RANKS).document
         assert found["fsdp_config"][block] == "TRANSFORMER_BASED_WRAP"

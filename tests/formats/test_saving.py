@@ -74,7 +74,10 @@ def test_training_arguments_say(document: dict[str, Any], expected: dict[str, An
         ({"output_dir": "out"}, {"dir": "out"}),
         ({"output_dir": "out", "save_steps": 50}, {"dir": "out", "every_steps": 50, "keep_last": 4}),
         ({"save_steps": 50, "save_total_limit": 2}, {"dir": "./model-out", "every_steps": 50, "keep_last": 2}),
-        ({"output_dir": "out", "save_steps": 0.25, "max_steps": 100}, {"dir": "out", "every_steps": 25, "keep_last": 4}),
+        (
+            {"output_dir": "out", "save_steps": 0.25, "max_steps": 100},
+            {"dir": "out", "every_steps": 25, "keep_last": 4},
+        ),
         ({"output_dir": "out", "save_strategy": "no"}, {"dir": "out", "every_steps": None}),
         ({"output_dir": "out", "save_strategy": False}, {"dir": "out", "every_steps": None}),
         ({"output_dir": "out", "save_strategy": "epoch", "save_steps": None}, {"dir": "out"}),
@@ -126,8 +129,16 @@ def test_an_object_store_needs_a_decision_and_one_decides_it() -> None:
         ({"enable": False, "interval": 5}, {"dump_folder": "out"}, {}),
         ({"interval": 5}, {}, {}),
         ({"enable": True}, {}, {"dir": "./outputs/checkpoint", "every_steps": 500, "keep_last": 10}),
-        ({"enable": True, "interval": 5}, {"dump_folder": "out"}, {"dir": "out/checkpoint", "every_steps": 5, "keep_last": 10}),
-        ({"enable": True, "folder": "/abs", "keep_latest_k": 0}, {}, {"dir": "/abs", "every_steps": 500, "keep_last": None}),
+        (
+            {"enable": True, "interval": 5},
+            {"dump_folder": "out"},
+            {"dir": "out/checkpoint", "every_steps": 5, "keep_last": 10},
+        ),
+        (
+            {"enable": True, "folder": "/abs", "keep_latest_k": 0},
+            {},
+            {"dir": "/abs", "every_steps": 500, "keep_last": None},
+        ),
         (
             {"enable": True, "async_mode": "async_with_pinned_mem"},
             {},
@@ -151,11 +162,20 @@ def test_torchtitan_says(checkpoint: dict[str, Any], job: dict[str, Any], expect
         (lightning(), {}),
         (lightning(enable_checkpointing=False), {"every_steps": None}),
         (lightning(enable_checkpointing=True), {}),
-        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5)), {"dir": "a", "every_steps": 5, "keep_last": 1}),
-        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=-1)), {"dir": "a", "every_steps": 5, "keep_last": None}),
+        (
+            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5)),
+            {"dir": "a", "every_steps": 5, "keep_last": 1},
+        ),
+        (
+            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=-1)),
+            {"dir": "a", "every_steps": 5, "keep_last": None},
+        ),
         (lightning(model_checkpoint(every_n_train_steps=5)), {"every_steps": 5, "keep_last": 1}),
         (lightning(model_checkpoint(dirpath="a")), {"dir": "a"}),
-        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss", save_top_k=2)), {"dir": "a", "every_steps": 5}),
+        (
+            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss", save_top_k=2)),
+            {"dir": "a", "every_steps": 5},
+        ),
         (
             lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="step", mode="max", save_top_k=2)),
             {"dir": "a", "every_steps": 5, "keep_last": 2},
@@ -165,7 +185,9 @@ def test_torchtitan_says(checkpoint: dict[str, Any], job: dict[str, Any], expect
             {"dir": "a", "every_minutes": 1470.0, "keep_last": 1},
         ),
         (
-            lightning(model_checkpoint(dirpath="a", train_time_interval={"_target_": "datetime.timedelta", "hours": 2})),
+            lightning(
+                model_checkpoint(dirpath="a", train_time_interval={"_target_": "datetime.timedelta", "hours": 2})
+            ),
             {"dir": "a", "every_minutes": 120.0, "keep_last": 1},
         ),
         (
@@ -177,7 +199,10 @@ def test_torchtitan_says(checkpoint: dict[str, Any], job: dict[str, Any], expect
             {"dir": "a", "every_steps": 5, "every_minutes": 10.0, "keep_last": 1},
         ),
         (
-            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5), model_checkpoint(dirpath="b", every_n_train_steps=7)),
+            lightning(
+                model_checkpoint(dirpath="a", every_n_train_steps=5),
+                model_checkpoint(dirpath="b", every_n_train_steps=7),
+            ),
             {"dir": "a", "every_steps": 5, "keep_last": 1},
         ),
         (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=0)), {}),
@@ -188,7 +213,15 @@ def test_lightning_says(document: dict[str, Any], expected: dict[str, Any]) -> N
     assert decided(document, "lightning") == expected
 
 
-ASKED = ("output_dir", "save_strategy", "save_steps", "saves_per_epoch", "save_folder", "save_interval", "trainer.callbacks")
+ASKED = (
+    "output_dir",
+    "save_strategy",
+    "save_steps",
+    "saves_per_epoch",
+    "save_folder",
+    "save_interval",
+    "trainer.callbacks",
+)
 
 
 @pytest.mark.parametrize(
@@ -209,14 +242,18 @@ ASKED = ("output_dir", "save_strategy", "save_steps", "saves_per_epoch", "save_f
         ),
     ],
 )
-def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(document: dict[str, Any], name: str, key: str, word: str) -> None:
+def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(
+    document: dict[str, Any], name: str, key: str, word: str
+) -> None:
     found = item(translate(document, "unishard", from_=name), key)
     assert found.fit is Fit.NEEDS_INPUT
     assert word in found.note
     assert re.search(r"engine\.save\((metric=\.\.\.)?\)|checkpoint\.every_steps", found.note)
     again = translate(document, name, from_=name)
     assert again.status(strict=True) == 0
-    assert dict(flat(again.document)) == dict(flat(again.document)) | {name: value for name, value in flat(document) if name in ASKED}
+    assert dict(flat(again.document)) == dict(flat(again.document)) | {
+        name: value for name, value in flat(document) if name in ASKED
+    }
 
 
 @pytest.mark.parametrize(
@@ -227,10 +264,18 @@ def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(documen
         (HF | {"save_total_limit": "few"}, "hf", "save_total_limit"),
         (AXOLOTL | {"save_steps": [1]}, "axolotl", "save_steps"),
         (COMPOSER | {"save_folder": "a", "save_interval": "often"}, "composer", "save_interval"),
-        (COMPOSER | {"save_folder": "a", "save_num_checkpoints_to_keep": -2}, "composer", "save_num_checkpoints_to_keep"),
+        (
+            COMPOSER | {"save_folder": "a", "save_num_checkpoints_to_keep": -2},
+            "composer",
+            "save_num_checkpoints_to_keep",
+        ),
         (TITAN | {"checkpoint": {"enable": True, "interval": 0}}, "torchtitan", "checkpoint.interval"),
         (TITAN | {"checkpoint": {"enable": True, "intervall": 9}}, "torchtitan", "checkpoint.intervall"),
-        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=2)), "lightning", "trainer.callbacks.0"),
+        (
+            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=2)),
+            "lightning",
+            "trainer.callbacks.0",
+        ),
         (lightning(model_checkpoint(train_time_interval=90)), "lightning", "trainer.callbacks.0"),
         (lightning(model_checkpoint(train_time_interval="9999999999999:00:00")), "lightning", "trainer.callbacks.0"),
     ],
@@ -308,7 +353,9 @@ def test_where_none_can_be_spared_all_are_kept_and_it_is_said(name: str, spared:
 def test_where_the_script_saves_the_report_says_so(name: str, backend: str) -> None:
     kept = {"keep_every": 100, "keep_best": 1, "best": "max"}
     checkpoint = {**WHOLE, **kept, "every_minutes": 5.0, "async_save": True, "on_signal": ["SIGTERM"]}
-    outcome = translate({"backend": "deepspeed" if name == "deepspeed" else backend, "checkpoint": checkpoint}, name, from_="unishard")
+    outcome = translate(
+        {"backend": "deepspeed" if name == "deepspeed" else backend, "checkpoint": checkpoint}, name, from_="unishard"
+    )
     found = {key: item(outcome, f"checkpoint.{key}") for key in checkpoint}
     assert found.pop("async_save").fit is Fit.IGNORED
     assert {entry.fit for entry in found.values()} == {Fit.NEEDS_INPUT}
@@ -350,7 +397,11 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_section_comes_back_from_every_tool(section: dict[str, Any], name: str) -> None:
     outcome = translate({"checkpoint": section}, name, from_="unishard", topology=Topology(2, 2))
     again = read(outcome.document, name).config.checkpoint
-    assert (again.dir, again.every_steps, again.keep_last) == (section["dir"], section["every_steps"], section.get("keep_last"))
+    assert (again.dir, again.every_steps, again.keep_last) == (
+        section["dir"],
+        section["every_steps"],
+        section.get("keep_last"),
+    )
     said = dict(flat(outcome.document))
     twice = dict(flat(translate(outcome.document, name, from_=name, topology=Topology(2, 2)).document))
     assert {key: twice.get(key) for key in WRITTEN[name]} == {key: said.get(key) for key in WRITTEN[name]}

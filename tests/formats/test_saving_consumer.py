@@ -30,7 +30,9 @@ class Line(torch.nn.Module):
 DATA = [{"x": torch.ones(1)}] * 7
 
 
-@pytest.mark.parametrize(("section", "steps"), [({"every_steps": 2}, [2, 4, 6, 7]), ({"every_steps": 2, "keep_last": 2}, [6, 7]), ({}, [])])
+@pytest.mark.parametrize(
+    ("section", "steps"), [({"every_steps": 2}, [2, 4, 6, 7]), ({"every_steps": 2, "keep_last": 2}, [6, 7]), ({}, [])]
+)
 def test_trainer_saves_at_these_steps(section: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
     config = {
         "sharding": "no_shard",
@@ -41,7 +43,9 @@ def test_trainer_saves_at_these_steps(section: dict[str, Any], steps: list[int],
         **yaml.safe_load(translate(config, "hf", from_="unishard").text), use_cpu=True, report_to=[], disable_tqdm=True
     )
     HfTrainer(Line(), arguments, train_dataset=DATA).train()
-    assert sorted(int(path.name.removeprefix("checkpoint-")) for path in (tmp_path / "out").glob("checkpoint-*")) == steps
+    assert (
+        sorted(int(path.name.removeprefix("checkpoint-")) for path in (tmp_path / "out").glob("checkpoint-*")) == steps
+    )
 
 
 def test_training_arguments_take_what_is_said_of_signals(tmp_path: Path) -> None:

@@ -29,7 +29,15 @@ def test_in_its_own_format_a_file_keeps_what_its_tool_alone_reads(document: dict
     outcome = translate(document, name)
     assert not outcome.of(Fit.UNSUPPORTED)
     assert faults_of(outcome) == []
-    for key in {"model", "model_name_or_path", "stage", "finetuning_type", "cutoff_len", "tuner_type", "dataset_name"} & document.keys():
+    for key in {
+        "model",
+        "model_name_or_path",
+        "stage",
+        "finetuning_type",
+        "cutoff_len",
+        "tuner_type",
+        "dataset_name",
+    } & document.keys():
         assert outcome.document[key] == document[key]
     assert read(outcome.document, name).config == read(document).config
 
@@ -102,7 +110,9 @@ def test_trl_trains_in_bf16_and_recomputes_unless_told_otherwise() -> None:
     assert read({**SFT, "torch_dtype": "float16"}).config.precision.compute == "bf16"  # only loads the model in it
 
 
-@pytest.mark.parametrize(("key", "rate"), [("completion_only_loss", 2e-5), ("reward_funcs", 1e-6), ("center_rewards_coefficient", 1e-4)])
+@pytest.mark.parametrize(
+    ("key", "rate"), [("completion_only_loss", 2e-5), ("reward_funcs", 1e-6), ("center_rewards_coefficient", 1e-4)]
+)
 def test_each_config_of_trl_has_its_learning_rate(key: str, rate: float) -> None:
     assert read({**BATCH, key: 1}).config.optimizer.lr == rate
     assert read({**BATCH, key: 1, "learning_rate": 3e-4}).config.optimizer.lr == 3e-4

@@ -81,8 +81,14 @@ def test_what_is_nearly_json_is_read_as_yaml_with_a_warning(tmp_path: Path) -> N
         ('{"a": 1,\n "b": 2 "c": 3}', ":2: is not JSON: a comma or '}' is missing before this; write it"),
         ('{\n"a": [1, 2', ":2: is not JSON: the bracket opened on line 2 is never closed; write ']' at its end"),
         ('{"a" 1}', ":1: is not JSON: a colon is missing after 'a'; write one"),
-        ('{"a": 1}\n{"b": 2}', ":2: is not JSON: something follows the closing bracket; remove it, or keep one document in the file"),
-        ('{"a": "C:\\dir"}', ":1: is not JSON: unreadable text (Invalid \\escape); close the quotes, and write backslashes twice"),
+        (
+            '{"a": 1}\n{"b": 2}',
+            ":2: is not JSON: something follows the closing bracket; remove it, or keep one document in the file",
+        ),
+        (
+            '{"a": "C:\\dir"}',
+            ":1: is not JSON: unreadable text (Invalid \\escape); close the quotes, and write backslashes twice",
+        ),
         ('{"a":\n True, "b" 1}', ":2: is not JSON: no value begins with 'True, \"b\" 1}'; write true"),
         ('{\n"a": {"b": 1,\n"b": 2}}', ":3: a.b: is written twice, first on line 2; keep one of the two"),
         ('{"a": ' + "9" * 500 + "}", ":1: a: has more than 400 digits; write a number that a setting can have"),

@@ -64,7 +64,9 @@ def test_a_name_that_deepspeed_has_dropped_is_not_repeated() -> None:
     assert "cpu_offload_params" not in outcome.document["zero_optimization"]
 
 
-@pytest.mark.parametrize("key", ["fp16.min_loss_scale", "zero_optimization.sub_group_size", "zero_optimization.reduce_scatter"])
+@pytest.mark.parametrize(
+    "key", ["fp16.min_loss_scale", "zero_optimization.sub_group_size", "zero_optimization.reduce_scatter"]
+)
 def test_null_is_left_out_of_deepspeeds_json(key: str) -> None:
     outcome = again(stage(3, key, None), "deepspeed")
     assert outcome.status(strict=False) == 0

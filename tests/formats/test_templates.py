@@ -1,4 +1,5 @@
-"""Placeholders that something else fills in: carried where nobody looks at the value, and named where a decision is needed."""
+"""Placeholders that something else fills in: carried where nobody looks at the value, and named where a decision is
+needed."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def test_where_nobody_looks_at_the_value_it_is_carried() -> None:
     assert item(translate(ACCELERATE, "unishard"), "main_process_port").fit is Fit.IGNORED
 
 
-@pytest.mark.parametrize(("document", "name"), [(DEEPSPEED, "deepspeed"), (ACCELERATE, "accelerate"), (ARGUMENTS, "hf")])
+@pytest.mark.parametrize(
+    ("document", "name"), [(DEEPSPEED, "deepspeed"), (ACCELERATE, "accelerate"), (ARGUMENTS, "hf")]
+)
 def test_in_its_own_format_it_stays(document: dict[str, object], name: str) -> None:
     outcome = translate(document, name)
     for one in outcome.items:
@@ -134,7 +137,8 @@ def test_values_of_jinja_without_quotes_are_read(tmp_path: Path) -> None:
     assert item(outcome, "optimizer.params.betas").value == ["{{ b1 }}", "{{ b2 }}"]
     accelerate = tmp_path / "a.yaml"
     accelerate.write_text(
-        "distributed_type: FSDP\nnum_processes: {{ n }}  # all\nmixed_precision: {{ mp }}\nfsdp_config: {fsdp_version: 2}\n"
+        "distributed_type: FSDP\nnum_processes: {{ n }}  # all\nmixed_precision: {{ mp }}\nfsdp_config: {fsdp_version: "
+        "2}\n"
     )
     assert item(translate(accelerate, "unishard"), "num_processes").value == "{{ n }}"
 
@@ -142,14 +146,23 @@ def test_values_of_jinja_without_quotes_are_read(tmp_path: Path) -> None:
 def test_statements_of_jinja_are_named(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
     path.write_text("per_device_train_batch_size: 1\n{% if fp16 %}\nfp16: true\n{% endif %}\n")
-    with pytest.raises(ConfigError, match=r"args\.yaml:2: is a Jinja template \({% if fp16 %}\); render it, and translate the result"):
+    with pytest.raises(
+        ConfigError, match=r"args\.yaml:2: is a Jinja template \({% if fp16 %}\); render it, and translate the result"
+    ):
         translate(path, "unishard")
 
 
 def test_jinja_inside_text_is_text(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
-    path.write_text("per_device_train_batch_size: 1\nchat_template: |\n  {% for m in messages %}\n  role: {{ m.role }}\n  {% endfor %}\n")
-    assert translate(path, "unishard").reading.source.data["chat_template"].startswith("{% for m in messages %}\nrole: {{ m.role }}")
+    path.write_text(
+        "per_device_train_batch_size: 1\nchat_template: |\n  {% for m in messages %}\n  role: {{ m.role }}\n  {% "
+        "endfor %}\n"
+    )
+    assert (
+        translate(path, "unishard")
+        .reading.source.data["chat_template"]
+        .startswith("{% for m in messages %}\nrole: {{ m.role }}")
+    )
 
 
 SED = {
@@ -178,4 +191,7 @@ def test_words_that_a_script_replaces_are_placeholders() -> None:
 @pytest.mark.parametrize("word", ["NONE", "TRUE5x", "Auto", "INFINITY", "B2", "big", "AUTO"])
 def test_other_words_in_the_place_of_a_number_are_refused(word: str) -> None:
     document = {**SED, "train_micro_batch_size_per_gpu": word}
-    assert item(translate(document, "unishard", from_="deepspeed"), "train_micro_batch_size_per_gpu").fit is Fit.UNSUPPORTED
+    assert (
+        item(translate(document, "unishard", from_="deepspeed"), "train_micro_batch_size_per_gpu").fit
+        is Fit.UNSUPPORTED
+    )

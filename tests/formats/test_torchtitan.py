@@ -98,7 +98,12 @@ def test_a_whole_training_is_understood(tmp_path):
     assert (cfg.precision.compute, cfg.precision.reduce, cfg.precision.master) == ("bf16", "fp32", "fp32")
     assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (2, 4)
     assert (cfg.training.gradient_clipping, cfg.training.seed) == (0.5, 7)
-    assert (cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == ("adamw", 3e-4, (0.9, 0.95), 0.1)
+    assert (cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == (
+        "adamw",
+        3e-4,
+        (0.9, 0.95),
+        0.1,
+    )
     assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.scheduler.min_lr_ratio) == ("cosine", 1000, 0.1)
 
 
@@ -144,7 +149,9 @@ def test_warm_ups_begin_one_update_earlier():
     item = items(changed("lr_scheduler.warmup_steps", 100))["lr_scheduler.warmup_steps"]
     assert item.fit is Fit.APPROXIMATE
     assert "(i + 1)" in item.note
-    constant = merge(changed("lr_scheduler.warmup_steps", 100), {"lr_scheduler": {"decay_ratio": 0.0, "min_lr_factor": 0.0}})
+    constant = merge(
+        changed("lr_scheduler.warmup_steps", 100), {"lr_scheduler": {"decay_ratio": 0.0, "min_lr_factor": 0.0}}
+    )
     cfg = config(constant)
     assert (cfg.scheduler.name, cfg.scheduler.warmup_steps, cfg.scheduler.warmup_start_ratio) == ("constant", 99, 0.01)
     assert items(constant)["lr_scheduler.warmup_steps"].fit is Fit.EXACT
@@ -184,7 +191,9 @@ def test_what_cannot_be_had_is_refused(key, value):
     assert item.note
 
 
-@pytest.mark.parametrize("key", ["optimizer.muon_lr", "training.z_loss", "parallelism.my_fork_degree", "model.tokenizer_kind"])
+@pytest.mark.parametrize(
+    "key", ["optimizer.muon_lr", "training.z_loss", "parallelism.my_fork_degree", "model.tokenizer_kind"]
+)
 def test_a_key_of_a_fork_is_reported_and_not_refused(key):
     item = items(changed(key, 2))[key]
     assert (item.fit, "only a fork that adds it reads it" in item.note) == (Fit.APPROXIMATE, True)
@@ -218,7 +227,12 @@ def test_only_a_compiled_model_is_compiled():
 def test_older_names():
     training = {"batch_size": 4, "compile": True, "seed": 3, "steps": 50}
     cfg = config({"training": training, "lr_scheduler": {"lr_min": 0.2, "warmup_steps": 0}, "parallelism": {}})
-    assert (cfg.training.micro_batch_size, cfg.compile.mode, cfg.training.seed, cfg.scheduler.min_lr_ratio) == (4, "per_block", 3, 0.2)
+    assert (cfg.training.micro_batch_size, cfg.compile.mode, cfg.training.seed, cfg.scheduler.min_lr_ratio) == (
+        4,
+        "per_block",
+        3,
+        0.2,
+    )
 
 
 def test_it_is_recognised():
@@ -266,7 +280,9 @@ def test_writing_twice_changes_nothing():
     assert config(once.document) == config(DOCUMENT)
 
 
-JUNK = st.sampled_from([None, True, 0, -1, 2.5, 10**30, "", "auto", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, math.inf, math.nan])
+JUNK = st.sampled_from(
+    [None, True, 0, -1, 2.5, 10**30, "", "auto", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, math.inf, math.nan]
+)
 PLACES = [tuple(key.split(".")) for key, _ in flat(DOCUMENT)] + [(key,) for key in DOCUMENT]
 
 
@@ -279,7 +295,12 @@ def test_whatever_stands_at_a_key_it_gets_its_verdict(place, junk, to):
         assert any(path == key or path.startswith(f"{key}.") for key in keys), path
 
 
-PLAIN = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"]))
+PLAIN = (
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+)
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
 TABLES = st.recursive(
     st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), VALUES, max_size=3),

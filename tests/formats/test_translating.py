@@ -39,12 +39,16 @@ class Toy:
         "clip": sets("training.gradient_clipping", number(0), silent=1.0),
         "log": drops("logs alone"),
         "magic": refuses("cannot be had; remove it", off=lambda value: not boolean(value)),
-        "group.size": own("deepspeed.zero_optimization.sub_group_size", integer(1), Fit.APPROXIMATE, "only DeepSpeed has it"),
+        "group.size": own(
+            "deepspeed.zero_optimization.sub_group_size", integer(1), Fit.APPROXIMATE, "only DeepSpeed has it"
+        ),
         "both": Key(_both),
     }
     rules: Mapping[str, Rule] = {
         "backend": Rule(Fit.EXACT, "engine", to=lambda cfg, topology: {"engine": cfg.backend}),
-        "training.micro_batch_size": Rule(Fit.EXACT, "batch", to=lambda cfg, topology: {"batch": cfg.training.micro_batch_size}, auto=True),
+        "training.micro_batch_size": Rule(
+            Fit.EXACT, "batch", to=lambda cfg, topology: {"batch": cfg.training.micro_batch_size}, auto=True
+        ),
         "training.gradient_clipping": Rule(
             Fit.EXACT,
             "clip",
@@ -103,7 +107,10 @@ def test_each_key_is_one_line_with_its_place(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("toy")
 def test_the_worse_of_what_a_key_means_and_what_is_made_of_it_counts() -> None:
     outcome = translate({"seed": 1, "batch": 2, "clip": 2}, "twin", from_="toy")
-    assert (item(outcome, "seed").fit, item(outcome, "seed").note) == (Fit.NEEDS_INPUT, "another generator; call torch.manual_seed")
+    assert (item(outcome, "seed").fit, item(outcome, "seed").note) == (
+        Fit.NEEDS_INPUT,
+        "another generator; call torch.manual_seed",
+    )
     assert item(outcome, "batch").fit is Fit.EXACT
     assert (item(outcome, "clip").fit, item(outcome, "clip").note) == (Fit.UNSUPPORTED, "never 2; write 3")
 
@@ -125,7 +132,9 @@ def test_what_concerns_the_tool_alone_is_kept_in_its_own_format_and_dropped_else
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_setting_of_one_engine_is_exact_where_that_engine_runs_and_the_document_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_one_engine_is_exact_where_that_engine_runs_and_the_document_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = {"engine": "deepspeed", "group": {"size": 5}}
     here = item(translate(data, "twin", from_="toy"), "group.size")
     assert (here.fit, here.becomes) == (Fit.EXACT, "zero_optimization.sub_group_size")
@@ -150,7 +159,10 @@ def test_a_key_may_say_a_field_and_a_setting_of_one_engine() -> None:
 def test_what_the_script_decides_is_named_until_an_override_decides_it() -> None:
     outcome = translate({"batch": "auto"}, "unishard", from_="toy")
     assert item(outcome, "batch").fit is Fit.NEEDS_INPUT
-    assert "${training.micro_batch_size}  # needs your decision: the value comes from batch_size of the script" in outcome.text
+    assert (
+        "${training.micro_batch_size}  # needs your decision: the value comes from batch_size of the script"
+        in outcome.text
+    )
     decided = translate({"batch": "auto"}, "unishard", from_="toy", overrides=["training.micro_batch_size=3"])
     assert (item(decided, "batch").fit, decided.document["training"]["micro_batch_size"]) == (Fit.EXACT, 3)
     assert translate({"batch": "auto"}, "toy", from_="toy").document["batch"] == "auto"
@@ -158,7 +170,9 @@ def test_what_the_script_decides_is_named_until_an_override_decides_it() -> None
 
 @pytest.mark.usefixtures("toy")
 def test_overrides_may_come_from_a_generator() -> None:
-    outcome = translate({"clip": 2}, "toy", from_="toy", overrides=(text for text in ["training.gradient_clipping=3.0"]))
+    outcome = translate(
+        {"clip": 2}, "toy", from_="toy", overrides=(text for text in ["training.gradient_clipping=3.0"])
+    )
     assert outcome.document["clip"] == 3.0
 
 
@@ -200,11 +214,21 @@ def test_recognised(data: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        ({}, r"matches no known format \(its keys: none\); name one with `unishard translate --from`: accelerate, axolotl"),
+        (
+            {},
+            r"matches no known format \(its keys: none\); name one with `unishard translate --from`: accelerate, "
+            r"axolotl",
+        ),
         ({"a": 1, "b": 2}, r"matches no known format \(its keys: a, b\)"),
         ({"model": 1}, "matches no known format"),
-        ({"adapter": 1, "loggers": 2}, r"matches several formats: axolotl, composer \(its keys: adapter, loggers\); name one with"),
-        ({"actor_rollout_ref": {}}, "is a config of verl .actor_rollout_ref., which unishard does not read; run `unishard init`"),
+        (
+            {"adapter": 1, "loggers": 2},
+            r"matches several formats: axolotl, composer \(its keys: adapter, loggers\); name one with",
+        ),
+        (
+            {"actor_rollout_ref": {}},
+            "is a config of verl .actor_rollout_ref., which unishard does not read; run `unishard init`",
+        ),
         ({"defaults": ["a"], "trainer": {}}, "is a config of Hydra"),
     ],
 )
@@ -218,7 +242,9 @@ def test_a_format_of_anyone_is_found_and_recognized(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "toy"))
     known = registry.load
     monkeypatch.setattr(
-        registry, "load", lambda group, name: theirs if (group, name) == ("unishard.formats", "toy") else known(group, name)
+        registry,
+        "load",
+        lambda group, name: theirs if (group, name) == ("unishard.formats", "toy") else known(group, name),
     )
     assert catalog.recognise(open_source({"toy": {"box": 1}, "optimizer": {}})).name == "toy"
 
@@ -252,7 +278,10 @@ def test_short_forms_placeholders_and_empty_sections_of_our_own_files() -> None:
     ("data", "what"),
     [
         ({"sharding.strategy": "full_shard"}, "sharding.strategy: is a dotted name"),
-        ({"sharding": "full_shard", "training": {"seed": "${training.seeed}"}}, "training.seed: holds|training.seed: must be"),
+        (
+            {"sharding": "full_shard", "training": {"seed": "${training.seeed}"}},
+            "training.seed: holds|training.seed: must be",
+        ),
         ({"sharding": []}, r"sharding\.strategy: must be one of"),
         ({"native": 3}, "native: must be a mapping"),
     ],

@@ -16,20 +16,39 @@ from unishard.formats import Outcome, translate
 
 ZERO3 = {
     "fp16": {"enabled": True, "hysteresis": 2, "loss_scale": 0, "min_loss_scale": 1},
-    "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 1e9, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 5e8},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "reduce_bucket_size": 5e8,
+    },
     "train_micro_batch_size_per_gpu": 4,
     "steps_per_print": 10,
 }
 """A DeepSpeed config as people write it."""
 WRAPPED: list[tuple[str, dict[str, Any]]] = [
     ("deepspeed", ZERO3),
-    ("hf", {"output_dir": "out", "fp16": True, "per_device_train_batch_size": 4, "max_grad_norm": 1.0, "deepspeed": ZERO3}),
-    ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": json.dumps(ZERO3)}, "num_processes": 2}),
+    (
+        "hf",
+        {"output_dir": "out", "fp16": True, "per_device_train_batch_size": 4, "max_grad_norm": 1.0, "deepspeed": ZERO3},
+    ),
+    (
+        "accelerate",
+        {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"deepspeed_config_file": json.dumps(ZERO3)},
+            "num_processes": 2,
+        },
+    ),
     (
         "accelerate",
         {
             "distributed_type": "FSDP",
-            "fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKWARD_PRE"},
+            "fsdp_config": {
+                "fsdp_version": 1,
+                "fsdp_sharding_strategy": "FULL_SHARD",
+                "fsdp_backward_prefetch": "BACKWARD_PRE",
+            },
             "num_processes": 2,
         },
     ),
@@ -50,7 +69,9 @@ def again(document: Any, name: str, *overrides: str) -> Outcome:
     return translate(document, name, from_=name, overrides=overrides)
 
 
-@pytest.mark.parametrize(("name", "document"), [*WRAPPED, *((name, one) for name in SEEDS if name != "unishard" for one in SEEDS[name])])
+@pytest.mark.parametrize(
+    ("name", "document"), [*WRAPPED, *((name, one) for name in SEEDS if name != "unishard" for one in SEEDS[name])]
+)
 def test_nothing_is_asked_for(name: str, document: dict[str, Any]) -> None:
     outcome = again(document, name)
     refused = {item.key for item in outcome.of(Fit.UNSUPPORTED)}
@@ -62,7 +83,9 @@ def test_nothing_is_asked_for(name: str, document: dict[str, Any]) -> None:
 
 def test_a_file_that_does_not_change_keeps_every_character(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{  // a comment\n"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},\n "train_batch_size": 8}')
+    path.write_text(
+        '{  // a comment\n"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},\n "train_batch_size": 8}'
+    )
     assert translate(path, "deepspeed").text == path.read_text()
 
 
@@ -72,7 +95,12 @@ def test_a_file_that_does_not_change_keeps_every_character(tmp_path: Path) -> No
         ("deepspeed", "training.gradient_clipping=0.5", "gradient_clipping", 0.5),
         ("deepspeed", "sharding.strategy=shard_grad_op", "zero_optimization.stage", 2),
         ("hf", "communication.reduce_bucket_size=1000", "deepspeed.zero_optimization.reduce_bucket_size", 1000),
-        ("lightning", "communication.reduce_bucket_size=7", "trainer.strategy.init_args.config.zero_optimization.reduce_bucket_size", 7),
+        (
+            "lightning",
+            "communication.reduce_bucket_size=7",
+            "trainer.strategy.init_args.config.zero_optimization.reduce_bucket_size",
+            7,
+        ),
     ],
 )
 def test_one_thing_is_asked_for(name: str, override: str, key: str, value: Any) -> None:
@@ -85,7 +113,11 @@ def test_one_thing_is_asked_for(name: str, override: str, key: str, value: Any) 
 def test_a_value_at_two_places_changes_at_both() -> None:
     (document,) = (one for other, one in WRAPPED if other == "hf")
     found = again(document, "hf", "training.micro_batch_size=2").document
-    assert found == {**document, "per_device_train_batch_size": 2, "deepspeed": {**ZERO3, "train_micro_batch_size_per_gpu": 2}}
+    assert found == {
+        **document,
+        "per_device_train_batch_size": 2,
+        "deepspeed": {**ZERO3, "train_micro_batch_size_per_gpu": 2},
+    }
 
 
 def test_a_switch_takes_only_its_own_keys_along() -> None:

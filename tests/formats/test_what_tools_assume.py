@@ -1,4 +1,5 @@
-"""What tools do where their file is silent, beside what it says, or under other names: said in the report, and nothing refused for it."""
+"""What tools do where their file is silent, beside what it says, or under other names: said in the report, and nothing
+refused for it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_clipping_that_deepspeed_applies_by_default_is_a_line_of_the_default_rep
 
 
 def test_so_is_clipping_that_accelerate_applies_and_what_the_file_says_is_not_said_twice() -> None:
-    assert "Accelerate 1.15.0 clips to 1.0 where the file has no gradient_clipping" in report(translate(INLINE, "unishard"))
+    assert "Accelerate 1.15.0 clips to 1.0 where the file has no gradient_clipping" in report(
+        translate(INLINE, "unishard")
+    )
     assert "clips to 1.0" not in report(translate({**ZERO_3, "gradient_clipping": 1.0}, "unishard"))
 
 
@@ -55,7 +58,12 @@ def test_so_is_clipping_that_accelerate_applies_and_what_the_file_says_is_not_sa
 def test_fsdp_1_with_mixed_precision_also_runs_in_autocast(version: int, fit: Fit) -> None:
     file = {**ACCELERATE, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version}}
     assert item(translate(file, "unishard"), "mixed_precision").fit is fit
-    arguments = {"per_device_train_batch_size": 1, "bf16": True, "fsdp": "full_shard", "fsdp_config": {"version": version}}
+    arguments = {
+        "per_device_train_batch_size": 1,
+        "bf16": True,
+        "fsdp": "full_shard",
+        "fsdp_config": {"version": version},
+    }
     assert item(translate(arguments, "unishard"), "bf16").fit is fit
     assert item(translate({**file, "mixed_precision": "no"}, "unishard"), "mixed_precision").fit is Fit.EXACT
 
@@ -66,8 +74,21 @@ def test_fsdp_1_with_mixed_precision_also_runs_in_autocast(version: int, fit: Fi
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
-        ("OneCycle", ["cycle_min_lr", "cycle_max_lr", "cycle_second_stair_count", "decay_mom_rate", "cycle_momentum", "decay_step_size"]),
-        ("LRRangeTest", ["lr_range_test_min_lr", "lr_range_test_step_rate", "lr_range_test_step_size", "lr_range_test_staircase"]),
+        (
+            "OneCycle",
+            [
+                "cycle_min_lr",
+                "cycle_max_lr",
+                "cycle_second_stair_count",
+                "decay_mom_rate",
+                "cycle_momentum",
+                "decay_step_size",
+            ],
+        ),
+        (
+            "LRRangeTest",
+            ["lr_range_test_min_lr", "lr_range_test_step_rate", "lr_range_test_step_size", "lr_range_test_staircase"],
+        ),
     ],
 )
 def test_parameters_of_a_schedule_that_has_no_field_are_known(kind: str, params: list[str]) -> None:
@@ -82,7 +103,9 @@ def test_parameters_of_a_schedule_that_has_no_field_are_known(kind: str, params:
 def test_the_least_loss_scale_is_no_reason_to_refuse(least: Any) -> None:
     outcome = translate({"train_batch_size": 8, "fp16": {"enabled": True, "min_loss_scale": least}}, "deepspeed")
     assert not outcome.of(Fit.UNSUPPORTED)
-    assert ("min_loss_scale" in outcome.document["fp16"]) == (least in (1, 128, "1", 2.0))  # DeepSpeed 0.19.8 takes these
+    assert ("min_loss_scale" in outcome.document["fp16"]) == (
+        least in (1, 128, "1", 2.0)
+    )  # DeepSpeed 0.19.8 takes these
     wrong = translate({"train_batch_size": 8, "fp16": {"enabled": True, "min_loss_scale": "low"}}, "deepspeed")
     assert item(wrong, "min_loss_scale").fit is Fit.UNSUPPORTED
 
@@ -103,8 +126,15 @@ def test_no_mixed_precision_beside_a_file_of_deepspeed_decides_nothing(word: Any
 @pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU", "DEEPSPEED"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_parallelism_config_of_ones_is_as_none(kind: str, version: int) -> None:
-    ones = dict.fromkeys((f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")), 1)
-    file = {**ACCELERATE, "distributed_type": kind, "fsdp_config": {"fsdp_version": version}, "deepspeed_config": {"zero_stage": 2}}
+    ones = dict.fromkeys(
+        (f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")), 1
+    )
+    file = {
+        **ACCELERATE,
+        "distributed_type": kind,
+        "fsdp_config": {"fsdp_version": version},
+        "deepspeed_config": {"zero_stage": 2},
+    }
     with_ones = translate({**file, "parallelism_config": ones}, "unishard")
     assert not with_ones.of(Fit.UNSUPPORTED)
     assert with_ones.document == translate(file, "unishard").document
@@ -144,7 +174,10 @@ def test_hpz_inside_another_tools_file_is_hybrid_sharding_too() -> None:
 
 def test_hpz_stays_with_its_engine() -> None:
     config = read(HPZ).config
-    assert (config.sharding.strategy, config.native["deepspeed"]) == ("full_shard", {"zero_optimization": {"zero_hpz_partition_size": 8}})
+    assert (config.sharding.strategy, config.native["deepspeed"]) == (
+        "full_shard",
+        {"zero_optimization": {"zero_hpz_partition_size": 8}},
+    )
     assert translate(HPZ, "deepspeed").document["zero_optimization"]["zero_hpz_partition_size"] == 8
     below = {**HPZ, "zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}
     assert read(below, overrides=["backend=fsdp"]).config.sharding.strategy == "shard_grad_op"
@@ -154,7 +187,13 @@ def test_hpz_stays_with_its_engine() -> None:
 
 ABSENT = {**INLINE, "deepspeed_config": {"deepspeed_config_file": "absent/zero3.json"}}
 del ABSENT["mixed_precision"]
-OF_THE_FILE = ["sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name"]
+OF_THE_FILE = [
+    "sharding.strategy",
+    "precision.compute",
+    "training.gradient_clipping",
+    "optimizer.name",
+    "scheduler.name",
+]
 
 
 def test_nothing_of_a_file_that_is_not_there_is_guessed() -> None:
@@ -162,7 +201,10 @@ def test_nothing_of_a_file_that_is_not_there_is_guessed() -> None:
     assert list(outcome.reading.undecided) == OF_THE_FILE
     found = item(outcome, "deepspeed_config_file")
     assert found.fit is Fit.NEEDS_INPUT
-    assert "absent/zero3.json was not found: its stage, precision, clipping, optimizer and schedule are unknown" in found.note
+    assert (
+        "absent/zero3.json was not found: its stage, precision, clipping, optimizer and schedule are unknown"
+        in found.note
+    )
     assert outcome.document["precision"]["compute"] == "${precision.compute}"
 
 
@@ -177,11 +219,19 @@ def test_the_strategy_alone_does_not_make_it_train_in_fp32(to: str) -> None:
 
 @pytest.mark.parametrize("to", ["accelerate", "lightning"])
 def test_a_format_without_a_word_for_what_is_unknown_refuses_it_and_names_what_to_set(to: str) -> None:
-    sets = ["sharding.strategy=full_shard", "training.gradient_clipping=1.0", "optimizer.name=adamw", "scheduler.name=constant"]
+    sets = [
+        "sharding.strategy=full_shard",
+        "training.gradient_clipping=1.0",
+        "optimizer.name=adamw",
+        "scheduler.name=constant",
+    ]
     outcome = translate(ABSENT, to, overrides=sets)
     found = item(outcome, "deepspeed_config_file")
     assert (outcome.status(strict=False), found.fit) == (1, Fit.UNSUPPORTED)
-    assert found.note == "absent/zero3.json, which was not found, says precision.compute; add it, or --set precision.compute=..."
+    assert (
+        found.note
+        == "absent/zero3.json, which was not found, says precision.compute; add it, or --set precision.compute=..."
+    )
     decided = translate(ABSENT, to, overrides=[*sets, "precision.compute=bf16"])
     assert decided.status(strict=False) == 0
 
@@ -202,7 +252,12 @@ def test_training_arguments_that_name_an_absent_file_say_what_is_unknown() -> No
     assert set(translate(arguments, "unishard").reading.undecided) >= set(OF_THE_FILE)
     assert translate(arguments, "accelerate").status(strict=False) == 1  # nobody knows the stage
     assert translate(arguments, "accelerate", overrides=["sharding.strategy=full_shard"]).status(strict=False) == 1
-    sets = ["sharding.strategy=full_shard", "training.gradient_clipping=1.0", "optimizer.name=adamw", "scheduler.name=constant"]
+    sets = [
+        "sharding.strategy=full_shard",
+        "training.gradient_clipping=1.0",
+        "optimizer.name=adamw",
+        "scheduler.name=constant",
+    ]
     assert translate(arguments, "accelerate", overrides=[*sets, "precision.compute=bf16"]).status(strict=False) == 0
 
 
@@ -260,7 +315,10 @@ def test_what_a_tool_brings_along_is_known(around: dict[str, Any], name: str, st
 def test_pure_bf16_decides_what_the_deepspeed_file_of_llamafactory_leaves_open(backend):
     said = {"finetuning_type": "full", "stage": "sft", "per_device_train_batch_size": 1, "pure_bf16": True}
     outcome = translate(
-        {**said, "deepspeed": "examples/deepspeed/ds_z2_config.json"}, "unishard", from_="llamafactory", overrides=[f"backend={backend}"]
+        {**said, "deepspeed": "examples/deepspeed/ds_z2_config.json"},
+        "unishard",
+        from_="llamafactory",
+        overrides=[f"backend={backend}"],
     )
     assert outcome.of(Fit.UNSUPPORTED) == []
     assert (outcome.reading.config.precision.compute, outcome.reading.config.precision.master) == ("bf16", "bf16")

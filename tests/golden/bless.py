@@ -1,4 +1,5 @@
-"""What every config in `configs/` becomes on every backend, what `--help` says, and the jobs of `unishard launch`, kept as files.
+"""What every config in `configs/` becomes on every backend, what `--help` says, and the jobs of `unishard launch`, kept
+as files.
 
 After a change that is meant, write them anew and read the difference:
 
@@ -40,7 +41,13 @@ CLUSTER = {
         "processes_per_node": 8,
         "max_restarts": 3,
         "environment": {"NCCL_DEBUG": "INFO"},
-        "slurm": {"partition": "gpu", "gpus-per-node": 8, "time": "4:00:00", "signal": "USR1@300", "setup": "module load cuda"},
+        "slurm": {
+            "partition": "gpu",
+            "gpus-per-node": 8,
+            "time": "4:00:00",
+            "signal": "USR1@300",
+            "setup": "module load cuda",
+        },
         "kubernetes": {"image": "registry/train:1", "namespace": "ml", "volume_claim": "data", "mount_path": "/data"},
     },
 }

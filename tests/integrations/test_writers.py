@@ -42,18 +42,22 @@ def test_the_table_has_every_destination() -> None:
     assert tuple(WRITERS) == kind.__args__
 
 
-def test_a_missing_package_is_one_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_one_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     cfg = unishard.load({"logging": {"to": ["jsonl", "tensorboard", "wandb"], "dir": str(tmp_path)}})
     with pytest.raises(unishard.ConfigError) as caught:
         require_installed(cfg)
     assert str(caught.value).splitlines() == [
-        "logging.to: tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove tensorboard",
+        "logging.to: tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove "
+        "tensorboard",
         "logging.to: wandb needs the package wandb; pip install 'unishard[wandb]', or remove wandb",
     ]
 
 
-# -- JSON lines ------------------------------------------------------------------------------------------------------------------
+# -- JSON lines
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_one_line_for_each_record(tmp_path: Path) -> None:
@@ -85,7 +89,8 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"step": 1, "grad_norm": None, "loss": None}]
 
 
-# -- the progress line -----------------------------------------------------------------------------------------------------------
+# -- the progress line
+# -----------------------------------------------------------------------------------------------------------
 
 
 def shown(*, terminal: bool, total: int | None = None) -> str:
@@ -94,7 +99,16 @@ def shown(*, terminal: bool, total: int | None = None) -> str:
     console = Console(file=file, force_terminal=terminal, width=200, _environ={"TERM": "xterm"})
     writer = ProgressLine(unishard.load({"logging": ["progress"], **schedule}), console)
     for step in (10, 20):
-        writer.write(step, {**VALUES, "tokens_per_second": 12345.0, "samples_per_second": 3.0, "skipped_updates": 0.0, "accuracy": 0.5})
+        writer.write(
+            step,
+            {
+                **VALUES,
+                "tokens_per_second": 12345.0,
+                "samples_per_second": 3.0,
+                "skipped_updates": 0.0,
+                "accuracy": 0.5,
+            },
+        )
     writer.close()
     return file.getvalue()
 
@@ -112,7 +126,8 @@ def test_one_line_in_a_terminal() -> None:
     assert "step 20  loss 2.5000" in found
 
 
-# -- the libraries ---------------------------------------------------------------------------------------------------------------
+# -- the libraries
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_drops_the_steps_after_a_resume(tmp_path: Path) -> None:
@@ -121,12 +136,25 @@ def test_tensorboard_drops_the_steps_after_a_resume(tmp_path: Path) -> None:
     write(cfg, 10, 20, 30)
     write(cfg, 30, 40, resumed=20, loss=1.0)
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 2.5), (20, 2.5), (30, 1.0), (40, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (10, 2.5),
+        (20, 2.5),
+        (30, 1.0),
+        (40, 1.0),
+    ]
 
 
 def test_wandb_writes_an_offline_run_and_continues_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    cfg = config("wandb", tmp_path, wandb_mode="offline", project="llama", run_name="first", wandb_group="sweep", wandb_entity="us")
+    cfg = config(
+        "wandb",
+        tmp_path,
+        wandb_mode="offline",
+        project="llama",
+        run_name="first",
+        wandb_group="sweep",
+        wandb_entity="us",
+    )
     write(cfg, 10, 20)
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     name = (tmp_path / "wandb-run-id").read_text().strip()

@@ -1,4 +1,5 @@
-"""Builds the distributions once and installs them outside the checkout, each beside exactly what its own metadata asks for."""
+"""Builds the distributions once and installs them outside the checkout, each beside exactly what its own metadata asks
+for."""
 
 from __future__ import annotations
 
@@ -36,10 +37,16 @@ class Environment:
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
         """Run a program of this environment, seeing nothing of the environment of the tests."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE"))
+        }
         program = self.root / "bin" / command[0]
         environ = clean | {"PATH": f"{program.parent}:{os.environ['PATH']}", "COLUMNS": "140", "OMP_NUM_THREADS": "1"}
-        return subprocess.run([program, *command[1:]], cwd=self.folder, env=environ, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            [program, *command[1:]], cwd=self.folder, env=environ, capture_output=True, text=True, timeout=300
+        )
 
     def output(self, *command: str | Path) -> str:
         """What a program that must succeed prints."""
@@ -104,9 +111,12 @@ def requirements(of: Distribution, extras: set[str]) -> Iterator[Requirement]:
 
 
 def link_all(requirement: Requirement, site_packages: Path) -> None:
-    """Link an installed package and all that it needs into another environment: as good as installing it again, in milliseconds."""
+    """Link an installed package and all that it needs into another environment: as good as installing it again, in
+    milliseconds."""
     found = distribution(requirement.name)
-    assert requirement.specifier.contains(found.version, prereleases=True), f"{requirement} is asked for, {found.version} is installed"
+    assert requirement.specifier.contains(found.version, prereleases=True), (
+        f"{requirement} is asked for, {found.version} is installed"
+    )
     fresh = False
     for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
         target = site_packages / name

@@ -51,13 +51,25 @@ def test_the_wheel_brings_the_demo_and_the_licence(wheel: Path) -> None:
 
 def test_the_sdist_holds_what_it_takes_to_build_and_test(sdist: Path) -> None:
     found = names(sdist)
-    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "configs/llama_tiny.yaml"} <= found
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+        "constraints.txt",
+        "configs/llama_tiny.yaml",
+    } <= found
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")} <= found
     assert not {name for name in found if name.startswith((".venv/", "dist/", "demo-out/")) or "__pycache__" in name}
 
 
-def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path, build_from: Callable[[str, Path, Path], Path]) -> None:
+def test_the_sdist_builds_the_same_wheel(
+    sdist: Path, wheel: Path, tmp_path: Path, build_from: Callable[[str, Path, Path], Path]
+) -> None:
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # Python 3.11.4
+        archive.extractall(
+            tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )  # Python 3.11.4
     (source,) = (tmp_path / "source").iterdir()
     assert contents(build_from("wheel", source, tmp_path / "out")) == contents(wheel)

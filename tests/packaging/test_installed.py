@@ -1,4 +1,5 @@
-"""A wheel, installed where nothing of the checkout can be seen; test_contents.py builds the same one from the sdist, to the byte."""
+"""A wheel, installed where nothing of the checkout can be seen; test_contents.py builds the same one from the sdist, to
+the byte."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def config(core):
 def test_it_is_really_alone(core):
     found = core.output("python", "-c", "import unishard; print(unishard.__file__)").strip()
     assert Path(found).is_relative_to(core.root)
-    engines = core.output("python", "-c", "from importlib.util import find_spec as find; print(find('torch'), find('deepspeed'))")
+    engines = core.output(
+        "python", "-c", "from importlib.util import find_spec as find; print(find('torch'), find('deepspeed'))"
+    )
     assert engines.split() == ["None", "None"]
 
 
@@ -56,10 +59,15 @@ def test_both_backends_are_found(core):
     assert "deepspeed" in listed
 
 
-@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf", "lightning", "axolotl", "composer", "torchtitan"])
+@pytest.mark.parametrize(
+    "to", ["unishard", "deepspeed", "accelerate", "hf", "lightning", "axolotl", "composer", "torchtitan"]
+)
 def test_every_format_is_there_and_needs_no_engine(core, to):
     path = core.folder / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4}', encoding="utf-8")
+    path.write_text(
+        '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4}',
+        encoding="utf-8",
+    )
     engine = "deepspeed" if to in ("deepspeed", "unishard") else "fsdp"
     assert core.output("unishard", "translate", path, "--to", to, "--set", f"backend={engine}", "--report", "none")
 
@@ -72,7 +80,9 @@ def test_translation_needs_no_engine(core, config):
 
 def test_training_says_what_to_install(core):
     failed = core.run("python", "-c", "import unishard; unishard.prepare(None, unishard.Config())")
-    assert failed.stderr.strip().endswith("unishard.prepare needs torch, which is not installed; pip install 'unishard[torch]'")
+    assert failed.stderr.strip().endswith(
+        "unishard.prepare needs torch, which is not installed; pip install 'unishard[torch]'"
+    )
 
 
 def test_the_engine_that_is_not_there_is_named_with_its_extra(install, wheel):
@@ -80,7 +90,8 @@ def test_the_engine_that_is_not_there_is_named_with_its_extra(install, wheel):
     failed = torch_only.run(
         "python",
         "-c",
-        "import torch, unishard; unishard.prepare(torch.nn.Linear(1, 1), unishard.Config.model_validate({'backend': 'deepspeed'}))",
+        "import torch, unishard; unishard.prepare(torch.nn.Linear(1, 1), unishard.Config.model_validate({'backend': "
+        "'deepspeed'}))",
     )
     assert failed.stderr.strip().endswith("; pip install 'unishard[deepspeed]'")
 

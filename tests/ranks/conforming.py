@@ -34,7 +34,9 @@ def tolerance(backend: str, strategy: str, precision: str, model: str = "mlp") -
 
 def assert_conforms(found: Curve, wanted: Curve, allowed: Tolerance) -> None:
     """Every field of the deviation is within its bound."""
-    bounds = {name: getattr(allowed, name) for name in ("first_losses", "losses", "first_norm", "norms")} | {"lrs": 1e-12}
+    bounds = {name: getattr(allowed, name) for name in ("first_losses", "losses", "first_norm", "norms")} | {
+        "lrs": 1e-12
+    }
     deviation = conformance.compare(found, wanted)._asdict()
     beyond = {name: f"{value:.2g} > {bounds[name]:g}" for name, value in deviation.items() if not value <= bounds[name]}
     assert not beyond, beyond

@@ -17,7 +17,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if found is None or deviation is None:
             continue
         for field in ("first_losses", "losses", "first_norm", "norms"):
-            key = (found["backend"], found["precision"] + (" (declared gap)" if properties["declared gap"] else ""), field)
+            key = (
+                found["backend"],
+                found["precision"] + (" (declared gap)" if properties["declared gap"] else ""),
+                field,
+            )
             worst[key] = max(worst.get(key, (-1.0, "")), (deviation[field], found["cell"]))
     if worst:
         terminalreporter.section("worst cells: relative deviation from plain torch")

@@ -45,7 +45,8 @@ def begin() -> None:
 
 
 def _live() -> dict[int, int]:
-    """Every tensor that Python holds since `begin`, without what is not floating (ranks of a mesh, flags) and what is 0-d (norms)."""
+    """Every tensor that Python holds since `begin`, without what is not floating (ranks of a mesh, flags) and what is
+    0-d (norms)."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
@@ -53,13 +54,16 @@ def _live() -> dict[int, int]:
 
 
 def counted(engine: Any) -> dict[str, int]:
-    """Bytes of a model's parameters, master weights, optimizer state and gradients, and of all else that Python holds since `begin`."""
+    """Bytes of a model's parameters, master weights, optimizer state and gradients, and of all else that Python holds
+    since `begin`."""
     optimizer = engine._adapter.torch_optimizer
     parameters = list(engine.module.parameters())
     own = storages(parameters)
     stepped = storages(tensor for group in optimizer.param_groups for tensor in group["params"])
     stepped |= storages(tensor for tensor in optimizer.state if isinstance(tensor, Tensor))
-    state = storages(value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    state = storages(
+        value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)
+    )
     every = [*parameters, *(tensor for group in optimizer.param_groups for tensor in group["params"])]
     gradients = storages(tensor.grad for tensor in every if tensor.grad is not None)
     buffers = storages(engine.module.buffers())
@@ -87,7 +91,8 @@ def peak_of(run: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _buffers_released() -> Iterator[None]:
-    """Give the thread of gloo time to release the buffers of a finished collective, else it does so some time after the collective."""
+    """Give the thread of gloo time to release the buffers of a finished collective, else it does so some time after the
+    collective."""
     wait = Work.wait
 
     def patient(work: Work, *args: Any) -> bool:

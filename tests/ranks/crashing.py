@@ -1,9 +1,11 @@
-"""Kills ranks with SIGKILL at every moment of a save, and looks at what is left: `python tests/ranks/crashing.py`, or `make crash`.
+"""Kills ranks with SIGKILL at every moment of a save, and looks at what is left: `python tests/ranks/crashing.py`, or
+`make crash`.
 
-Each point is a real save of 2 ranks to a directory that holds complete checkpoints already, cut off just before, after or in the middle
-of one thing that a rank does: opening, writing and syncing a file, making, renaming and deleting, and talking to the other rank. The
-points are counted in a save that is not disturbed, so none is left out. Fresh processes then examine what a resumed run would find, and
-save again. Then it lets the disk of a rank run full at every such moment.
+Each point is a real save of 2 ranks to a directory that holds complete checkpoints already, cut off just before, after
+or in the middle of one thing that a rank does: opening, writing and syncing a file, making, renaming and deleting, and
+talking to the other rank. The points are counted in a save that is not disturbed, so none is left out. Fresh processes
+then examine what a resumed run would find, and save again. Then it lets the disk of a rank run full at every such
+moment.
 """
 
 from __future__ import annotations
@@ -24,7 +26,20 @@ import torch.distributed as dist
 import typer
 from full_disk import Outcome, fill
 from intercepting import Event, Interception
-from small_saves import NEW, NEXT, NEXT_STEP, SCENARIOS, WORLD, Scenario, found_wrong, kept, left_wrong, prepare, save_as_an_engine, start
+from small_saves import (
+    NEW,
+    NEXT,
+    NEXT_STEP,
+    SCENARIOS,
+    WORLD,
+    Scenario,
+    found_wrong,
+    kept,
+    left_wrong,
+    prepare,
+    save_as_an_engine,
+    start,
+)
 
 from unishard.checkpoint import finding
 from unishard.distributed.on_ranks import on_first
@@ -134,7 +149,8 @@ def _examine(root: Path, scenario: Scenario, promised: bool, group: dist.Process
     return on_first(group, lambda: left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))
 
 
-# -- all points ---------------------------------------------------------------------------------------------------------------------
+# -- all points
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Harness:
@@ -179,7 +195,9 @@ class Harness:
 
     def fill(self, stride: int) -> list[Outcome]:
         """Let the disk of one rank run full at every so many moments."""
-        templates = {scenario: root for scenario, root in self.templates.items() if not scenario.background and not scenario.left}
+        templates = {
+            scenario: root for scenario, root in self.templates.items() if not scenario.background and not scenario.left
+        }
         everyones = run_ranks(WORLD, fill, templates, stride, timeout=600)
         return [outcome for outcomes in everyones for outcome in outcomes]
 
@@ -207,12 +225,15 @@ def _ended_wrong(failure: RankFailure, point: Point) -> str:
 
 
 def spanning(points: Sequence[Point], number: int) -> list[Point]:
-    """So many points, evenly spread over the parts of a checkpoint, what is done to them, the scenarios and the victims."""
+    """So many points, evenly spread over the parts of a checkpoint, what is done to them, the scenarios and the
+    victims."""
     chosen: dict[Point, None] = {}
     worn: Counter[object] = Counter()
     while len(chosen) < min(number, len(points)):
         rest = [point for point in points if point not in chosen]
-        best = min(rest, key=lambda point: (worn[point.where], worn[point.kind], worn[point.scenario] + worn[point.victims]))
+        best = min(
+            rest, key=lambda point: (worn[point.where], worn[point.kind], worn[point.scenario] + worn[point.victims])
+        )
         chosen[best] = None
         worn.update([best.where, best.kind, best.scenario, best.victims])
     return list(chosen)
@@ -221,7 +242,13 @@ def spanning(points: Sequence[Point], number: int) -> list[Point]:
 def main() -> int:
     """Play all points, print how many there were of each kind, and which did harm."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--points", type=int, default=None, metavar="N", help="play so many of them, spread over all kinds; default: all")
+    parser.add_argument(
+        "--points",
+        type=int,
+        default=None,
+        metavar="N",
+        help="play so many of them, spread over all kinds; default: all",
+    )
     asked = parser.parse_args().points
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crashing-", dir=MEMORY) as folder:
@@ -234,12 +261,16 @@ def main() -> int:
     for point, problem in lost:
         typer.echo(f"LOST: {point.scenario.name}, ranks {point.victims} at event {point.at} ({point.kind}): {problem}")
     typer.echo(
-        f"{len(points)} points, {len(lost)} lost, in {time.monotonic() - begin:.0f} s; the ranks of a run that was cut off had all ended "
+        f"{len(points)} points, {len(lost)} lost, in {time.monotonic() - begin:.0f} s; the ranks of a run that was cut "
+        "off had all ended "
         f"{harness.slowest:.1f} s after its start at the latest"
     )
     wrong = [outcome for outcome in outcomes if outcome.fault]
     for outcome in wrong:
-        typer.echo(f"WRONG: {outcome.scenario}, the disk of rank {outcome.rank} was full at {', '.join(outcome.event)}: {outcome.fault}")
+        typer.echo(
+            f"WRONG: {outcome.scenario}, the disk of rank {outcome.rank} was full at {', '.join(outcome.event)}: "
+            f"{outcome.fault}"
+        )
     typer.echo(f"{len(outcomes)} moments at which a disk ran full, {len(wrong)} wrong")
     return int(bool(lost or wrong))
 
@@ -251,10 +282,15 @@ def table(points: Sequence[Point]) -> str:
     for point in points:
         counted.setdefault(point.kind, Counter()).update([tuple(sorted(point.victims, reverse=True)), point.scenario])
     counted["all"] = sum(counted.values(), Counter())
-    lines = [("just before", *columns)] + [(kind, *(str(each[column]) for column in columns.values())) for kind, each in counted.items()]
+    lines = [("just before", *columns)] + [
+        (kind, *(str(each[column]) for column in columns.values())) for kind, each in counted.items()
+    ]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     )
 

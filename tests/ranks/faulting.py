@@ -1,4 +1,5 @@
-"""Plays a fault of one rank as a script would have it, and looks at what all ranks write, how long they live and what is on the disk."""
+"""Plays a fault of one rank as a script would have it, and looks at what all ranks write, how long they live and what
+is on the disk."""
 
 from __future__ import annotations
 
@@ -91,11 +92,15 @@ def end(kind: str, folder: str) -> None:
 
 
 def as_a_script(folder: str, function: Scenario, *arguments: Any) -> None:
-    """Run a function as the interpreter runs a script that torchrun has started: errors go to `sys.excepthook`, then to `atexit`."""
+    """Run a function as the interpreter runs a script that torchrun has started: errors go to `sys.excepthook`, then to
+    `atexit`."""
     file = os.open(Path(folder, "output"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"error{my_rank()}.json"))}
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"error{my_rank()}.json")),
+    }
     Path(folder, f"pid{my_rank()}").write_text(str(os.getpid()))
     code = 0
     try:
@@ -152,7 +157,8 @@ def _ending_of(asked: tuple[Scenario, tuple[Any, ...]]) -> Ending:
         return run(function, *arguments, env={"MASTER_PORT": str(other_program.getsockname()[1])})
 
 
-# -- one rank ends --------------------------------------------------------------------------------------------------------
+# -- one rank ends
+# --------------------------------------------------------------------------------------------------------
 
 
 PLACES = ("init", "optimizer", "prepare", "forward", "backward", "step", "save", "load")
@@ -225,7 +231,8 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 def leave(folder: str, backend: str, kind: str, slowly: bool = True, victim: int = 1) -> None:
-    """A run that one rank leaves with an error at update 13; with `slowly` the process ends only after that of the other rank."""
+    """A run that one rank leaves with an error at update 13; with `slowly` the process ends only after that of the
+    other rank."""
     engine = unishard.prepare(MODELS["mlp"].build(), config(backend, communication={"desync_timeout": TIMEOUT}))
     try:
         with engine:
@@ -262,16 +269,20 @@ def die_in_the_background(folder: str, backend: str, victim: int = 1) -> None:
             engine.save()
         if number == BAD:
             engine.wait()
-            saving.write = lambda *args, **kwargs: end("kill", folder) if my_rank() == victim else write(*args, **kwargs)
+            saving.write = lambda *args, **kwargs: (
+                end("kill", folder) if my_rank() == victim else write(*args, **kwargs)
+            )
         update(engine, batch)
     engine.wait()
 
 
-# -- one rank goes its own way --------------------------------------------------------------------------------------------
+# -- one rank goes its own way
+# --------------------------------------------------------------------------------------------
 
 
 def misuse(folder: str, backend: str, act: Callable[..., None], strategy: str = "full_shard") -> None:
-    """A run of 30 updates in which the ranks make different calls at update 13; `act` gets an engine and a batch more than it needs."""
+    """A run of 30 updates in which the ranks make different calls at update 13; `act` gets an engine and a batch more
+    than it needs."""
     cfg = config(backend, strategy, communication={"desync_timeout": TIMEOUT})
     engines = [unishard.prepare(MODELS["mlp"].build(), cfg) for _ in range(2 if act is other_order else 1)]
     for number, batch in enumerate(own_share(30), start=1):
@@ -360,8 +371,12 @@ class Expert(torch.nn.Module):
 
 def branch(folder: str, backend: str, first: int, wider: bool) -> None:
     """Rank 1 takes the other branch from an update on."""
-    ahead = {"prefetch_bucket_size": 0} if wider else {}  # else the wider branch, which is the last unit, is gathered once
-    cfg = config(backend, {"strategy": "full_shard", "units": ["Expert"]}, communication={"desync_timeout": TIMEOUT} | ahead)
+    ahead = (
+        {"prefetch_bucket_size": 0} if wider else {}
+    )  # else the wider branch, which is the last unit, is gathered once
+    cfg = config(
+        backend, {"strategy": "full_shard", "units": ["Expert"]}, communication={"desync_timeout": TIMEOUT} | ahead
+    )
     model = Branches(wider)
     engine = unishard.prepare(model, cfg)
     for number, batch in enumerate(own_share(30), start=1):
@@ -372,7 +387,8 @@ def branch(folder: str, backend: str, first: int, wider: bool) -> None:
         engine.step()
 
 
-# -- data, models, numbers, disks ------------------------------------------------------------------------------------------
+# -- data, models, numbers, disks
+# ------------------------------------------------------------------------------------------
 
 
 def other_model(folder: str, backend: str) -> None:
@@ -391,7 +407,9 @@ def port_in_use(folder: str, backend: str) -> None:
 def reading(folder: str, backend: str, kind: str) -> None:
     """Loops over `engine.batches`, where rank 1 reads less than rank 0, or skips the rest of the body for a batch."""
     window = {"gradient_accumulation_steps": 2 if kind == "skips one" else 1}
-    engine = unishard.prepare(MODELS["mlp"].build(), config(backend, training=window, communication={"desync_timeout": TIMEOUT}))
+    engine = unishard.prepare(
+        MODELS["mlp"].build(), config(backend, training=window, communication={"desync_timeout": TIMEOUT})
+    )
     mine = own_share(20 if my_rank() == 0 or kind == "skips one" else 15)
     started(folder)
     for number, batch in enumerate(engine.batches(mine if kind != "a stream" else iter(mine)), start=1):
@@ -401,7 +419,8 @@ def reading(folder: str, backend: str, kind: str) -> None:
 
 
 def not_a_number(folder: str, backend: str, nonfinite: str, scale: float) -> None:
-    """The loss of rank 1 is not finite in one update. Where such an update is skipped, it is on every rank, and training goes on."""
+    """The loss of rank 1 is not finite in one update. Where such an update is skipped, it is on every rank, and
+    training goes on."""
     root = str(Path(folder, "checkpoints"))
     cfg = config(backend, training={"nonfinite": nonfinite}, communication={"desync_timeout": TIMEOUT})
     engine = unishard.prepare(MODELS["mlp"].build(), cfg)
@@ -447,7 +466,9 @@ def _harm(root: Path, kind: str) -> None:
 
     def fail(name: str, arguments: tuple[Any, ...]) -> None:
         nonlocal acted
-        writes = name == "open" and isinstance(arguments[0], str | os.PathLike) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            name == "open" and isinstance(arguments[0], str | os.PathLike) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if not (writes or name in ("os.mkdir", "os.rename")) or str(root) not in os.fspath(arguments[0]):
             return
         if kind == "vanishes" and ".distcp" not in os.fspath(arguments[0]):
@@ -466,13 +487,18 @@ def _vanish(root: Path) -> None:
     root.rename(root.with_name("vanished"))
 
 
-# -- signals --------------------------------------------------------------------------------------------------------------
+# -- signals
+# --------------------------------------------------------------------------------------------------------------
 
 
 def signalled(folder: str, backend: str, name: str, on_signal: tuple[str, ...]) -> None:
     """Rank 0 waits for rank 1, which is late, and gets a signal twice: inside gloo, where Python handles none."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background, which ignores it
-    cfg = config(backend, checkpoint={"dir": str(Path(folder, "checkpoints")), "on_signal": [*on_signal]} if on_signal else None)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # also where the tests run in the background, which ignores it
+    cfg = config(
+        backend, checkpoint={"dir": str(Path(folder, "checkpoints")), "on_signal": [*on_signal]} if on_signal else None
+    )
     engine = unishard.prepare(MODELS["mlp"].build(), cfg)
     if my_rank() == 0:
         number = signal.Signals[name]

@@ -1,4 +1,5 @@
-"""Lets a disk run full at every moment of a save: nothing more can be written from there on, while renaming and deleting still work."""
+"""Lets a disk run full at every moment of a save: nothing more can be written from there on, while renaming and
+deleting still work."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Outcome(NamedTuple):
 
 
 def fill(templates: Mapping[Scenario, str], stride: int) -> list[Outcome]:
-    """Save with the disk of one rank running full, at every so many moments, and again when there is room. Collective."""
+    """Save with the disk of one rank running full, at every so many moments, and again when there is room.
+    Collective."""
     group, _ = start()
     interception, outcomes = Interception(), []
     for (scenario, template), victim in product(templates.items(), range(WORLD)):
@@ -58,7 +60,9 @@ def fill(templates: Mapping[Scenario, str], stride: int) -> list[Outcome]:
     return outcomes
 
 
-def _fill(interception: Interception, template: Path, scenario: Scenario, victim: int, at: int, group: dist.ProcessGroup) -> Outcome | None:
+def _fill(
+    interception: Interception, template: Path, scenario: Scenario, victim: int, at: int, group: dist.ProcessGroup
+) -> Outcome | None:
     root = template.with_name(f"{template.name}, rank {victim} full at {at}")
     on_first(group, lambda: shutil.copytree(template, root))
     event, told = _save_with(interception, at if dist.get_rank() == victim else None, root, scenario)
@@ -85,7 +89,9 @@ def _save_with(interception: Interception, at: int | None, root: Path, scenario:
 
     interception.act = act
     try:
-        save(root, snapshot(scenario.step, NEW, dist.get_rank(), scenario.beside), RETENTION, process_group.host_group())
+        save(
+            root, snapshot(scenario.step, NEW, dist.get_rank(), scenario.beside), RETENTION, process_group.host_group()
+        )
         told = ""
     except CheckpointError as error:
         told = str(error)

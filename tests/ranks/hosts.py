@@ -42,7 +42,14 @@ def unavailable() -> str:
     if missing:
         return f"{', '.join(missing)} not installed"
     tried = subprocess.run(
-        ["unshare", *_NAMESPACES, "--fork", "sh", "-c", "mount --make-rprivate / && ip link add a0 type veth peer name b0"],
+        [
+            "unshare",
+            *_NAMESPACES,
+            "--fork",
+            "sh",
+            "-c",
+            "mount --make-rprivate / && ip link add a0 type veth peer name b0",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -103,7 +110,19 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
 def _host(name: str, address: str, table: Path, ready: Path) -> Host:
     with ready.with_suffix(".log").open("wb") as log:
         holder = subprocess.Popen(
-            ["unshare", *_NAMESPACES, "--fork", "--kill-child=SIGKILL", "sh", "-euc", _SETUP, "sh", name, str(table), str(ready)],
+            [
+                "unshare",
+                *_NAMESPACES,
+                "--fork",
+                "--kill-child=SIGKILL",
+                "sh",
+                "-euc",
+                _SETUP,
+                "sh",
+                name,
+                str(table),
+                str(ready),
+            ],
             stderr=log,
         )
     end = time.monotonic() + 10

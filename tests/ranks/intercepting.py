@@ -15,7 +15,8 @@ import torch.distributed as dist
 __all__ = ["Event", "Interception"]
 
 _COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-"""What `unishard.distributed.on_ranks` and torch.distributed.checkpoint (torch 2.13, checkpoint/utils.py) speak with."""
+"""What `unishard.distributed.on_ranks` and torch.distributed.checkpoint (torch 2.13, checkpoint/utils.py) speak
+with."""
 _CHANGES = {"os.mkdir": "mkdir", "os.rename": "rename", "os.remove": "unlink", "os.rmdir": "rmdir"}
 """Audit events of what changes a directory; Python raises them just before (PEP 578)."""
 _AREAS = {
@@ -41,7 +42,8 @@ class Event(NamedTuple):
 
 
 class Interception:
-    """Tells of every event from its making to the end of the process. What `act` raises is raised in place of what was about to be done."""
+    """Tells of every event from its making to the end of the process. What `act` raises is raised in place of what was
+    about to be done."""
 
     def __init__(self) -> None:
         self.act: Callable[[Event], None] = lambda event: None

@@ -1,9 +1,9 @@
 """Kills ranks and launchers of `unishard launch` with SIGKILL at random, and starts them again: `make kill N=60`.
 
-A run trains in one directory of checkpoints, on either engine, in one life after another. In each phase of a life a rank, all ranks or the
-launcher is killed. torchrun's agent starts killed ranks anew; after the end of a launcher the next one starts at once, beside what is left.
-After each kill the newest checkpoint must be sound and no older than before, the processes that save must take turns, and the first line of
-the output must be the cause.
+A run trains in one directory of checkpoints, on either engine, in one life after another. In each phase of a life a
+rank, all ranks or the launcher is killed. torchrun's agent starts killed ranks anew; after the end of a launcher the
+next one starts at once, beside what is left. After each kill the newest checkpoint must be sound and no older than
+before, the processes that save must take turns, and the first line of the output must be the cause.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ CAUSES = {
     "all ranks": _GONE.format(r"\d", r"\d"),
     "launcher": r"unishard: rank \d of 2 (saves and ends|ends|ended .*) because its launcher \(process \d+\) is gone",
 }
-"""The first line after a kill, if there is one: of ranks that have not met yet, the launcher speaks only when it gives up."""
+"""The first line after a kill, if there is one: of ranks that have not met yet, the launcher speaks only when it gives
+up."""
 
 
 class Run:
@@ -126,7 +127,13 @@ def play(run: Run, choice: random.Random) -> tuple[str, str, list[str]]:
         return "nothing was killed", "launcher", [f"the launcher has ended by itself with {code}: {said[:3]}"]
     ranks, events = run.ranks(), run.events()
     victim = choice.choice(VICTIMS) if len(ranks) == WORLD else "launcher"
-    last = events[-1]["event"] if events and ranks and events[-1]["pid"] in dict(ranks) else "ranks start" if ranks else "launcher starts"
+    last = (
+        events[-1]["event"]
+        if events and ranks and events[-1]["pid"] in dict(ranks)
+        else "ranks start"
+        if ranks
+        else "launcher starts"
+    )
     commit, step, _ = run.newest()
     size, output = run.output.stat().st_size, run.output
     order = sorted(ranks, key=lambda each: b"RANK=0" not in Path(f"/proc/{each[0]}/environ").read_bytes().split(b"\0"))
@@ -141,7 +148,10 @@ def play(run: Run, choice: random.Random) -> tuple[str, str, list[str]]:
         wrong.append(f"ranks {[pid for pid, when in ranks if when == started(pid)]} live on")
     found = _sound(run)
     if found[2] or found[0] < commit:
-        wrong.append(f"the newest checkpoint is number {found[0]} of step {found[1]} instead of {commit} of {step}; damaged: {found[2]}")
+        wrong.append(
+            f"the newest checkpoint is number {found[0]} of step {found[1]} instead of {commit} of {step}; damaged: "
+            f"{found[2]}"
+        )
     savers = [event["pid"] for event in run.events() if event["event"] == "saving"]
     if len(_turns(savers)) != len(set(savers)):
         wrong.append(f"processes that save do not take turns: {_turns(savers)}")
@@ -159,7 +169,9 @@ def _await_moment(run: Run, choice: random.Random) -> None:
         time.sleep(choice.uniform(0, 8))
         return
     wanted = {"prepare": "prepare", "training": "step", "saving": "saving"}[phase]
-    _until(lambda: any(event["event"] == wanted for event in run.events()[events:]) or run.launcher.poll() is not None, 90)
+    _until(
+        lambda: any(event["event"] == wanted for event in run.events()[events:]) or run.launcher.poll() is not None, 90
+    )
     time.sleep(choice.uniform(0, {"prepare": 2.0, "training": 1.0, "saving": 0.05}[phase]))
 
 
@@ -230,7 +242,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kills", type=int, nargs="?", default=60, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=Path, help="what the ranks run: train, and write down what happens in this file")
+    parser.add_argument(
+        "--train", type=Path, help="what the ranks run: train, and write down what happens in this file"
+    )
     asked = parser.parse_args()
     if asked.train is not None:
         train(asked.train)
@@ -243,7 +257,10 @@ def main() -> int:
                 phase, victim, wrong = play(run, choice)
                 counted[phase, victim] += 1
                 faults += bool(wrong)
-                typer.echo(f"{number}: {victim} in phase {phase!r}: {'; '.join(wrong) or 'well'} ({time.monotonic() - begin:.0f} s)")
+                typer.echo(
+                    f"{number}: {victim} in phase {phase!r}: {'; '.join(wrong) or 'well'} "
+                    f"({time.monotonic() - begin:.0f} s)"
+                )
         finally:
             run.end()
         lives = len({event["pid"] for event in run.events()})
@@ -252,12 +269,15 @@ def main() -> int:
         typer.echo(f"{phase}, {victim}: {number}")
     for line in lost:
         typer.echo(f"LOST: {line}")
-    typer.echo(f"{asked.kills} kills in {lives} lives, {faults} wrong, {len(lost)} lost, in {time.monotonic() - begin:.0f} s")
+    typer.echo(
+        f"{asked.kills} kills in {lives} lives, {faults} wrong, {len(lost)} lost, in {time.monotonic() - begin:.0f} s"
+    )
     return int(bool(faults or lost))
 
 
 def _lost(events: list[dict[str, Any]]) -> list[str]:
-    """Lives that resumed from an older checkpoint than the one before: a save is complete at the latest when the next but one begins."""
+    """Lives that resumed from an older checkpoint than the one before: a save is complete at the latest when the next
+    but one begins."""
     found, complete = [], 0
     saves: list[int] = []
     for event in events:

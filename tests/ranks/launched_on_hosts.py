@@ -20,7 +20,8 @@ CELLS = (
     ("deepspeed", "hybrid_shard"),
     ("deepspeed", "hybrid_shard_grad_op"),
 )
-"""Every strategy on one of the engines: what they send is the same on one host. `hybrid_shard`, whose groups are hosts, on both."""
+"""Every strategy on one of the engines: what they send is the same on one host. `hybrid_shard`, whose groups are hosts,
+on both."""
 
 
 def losses_of_strategies(base: Any) -> dict[str, list[float]]:

@@ -1,4 +1,5 @@
-"""A training script as a user writes it, started by `unishard launch`. In its first life a rank can end where it is told to."""
+"""A training script as a user writes it, started by `unishard launch`. In its first life a rank can end where it is
+told to."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ GLOBAL_BATCH = 8
 def config(source: Any = None, *overrides: str) -> unishard.Config:
     """The config with as much accumulation as gives the same batches on any number of ranks."""
     world = unishard.Topology.from_environment().world_size
-    changes = ["training.micro_batch_size=2", f"training.gradient_accumulation_steps={GLOBAL_BATCH // 2 // world}", *overrides]
+    changes = [
+        "training.micro_batch_size=2",
+        f"training.gradient_accumulation_steps={GLOBAL_BATCH // 2 // world}",
+        *overrides,
+    ]
     return unishard.load(overrides=changes) if source is None else unishard.load(source, changes)
 
 

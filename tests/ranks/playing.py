@@ -19,7 +19,8 @@ SPANNING = tuple(
     for first, backend in enumerate(BACKENDS)
     for number, strategy in enumerate(STRATEGIES)
 )
-"""Every strategy of each backend in one precision, and in the other one on the other backend: every pair of two of the three."""
+"""Every strategy of each backend in one precision, and in the other one on the other backend: every pair of two of the
+three."""
 MICRO_BATCH = 2
 
 Scenario = Callable[..., Any]
@@ -32,7 +33,9 @@ class Outcome(NamedTuple):
     error: tuple[str, str] | None
 
 
-def play(scenarios: tuple[tuple[Scenario, tuple[Any, ...]], ...], world: int = 2) -> dict[tuple[Scenario, tuple[Any, ...]], list[Outcome]]:
+def play(
+    scenarios: tuple[tuple[Scenario, tuple[Any, ...]], ...], world: int = 2
+) -> dict[tuple[Scenario, tuple[Any, ...]], list[Outcome]]:
     """Outcomes by rank of each (function, arguments). The same scenarios are played once."""
     played = _played(scenarios, world)
     if isinstance(played, RankFailure):

@@ -15,7 +15,8 @@ import unishard
 from unishard.testing.models import MlpOutput
 
 WINDOWS = 3
-"""DDP arranges its buckets again in the second, DeepSpeed's stage 3 learns the order of modules in the first: the third is as all later."""
+"""DDP arranges its buckets again in the second, DeepSpeed's stage 3 learns the order of modules in the first: the third
+is as all later."""
 ACCUMULATION = 2
 
 _KINDS = {
@@ -77,7 +78,8 @@ class Event(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every collective that passes torch's dispatcher, whoever calls it, also from autograd and from DDP's C++ reducer."""
+    """Sees every collective that passes torch's dispatcher, whoever calls it, also from autograd and from DDP's C++
+    reducer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,15 +23,15 @@ _NEW = "_of_the_next_release"
 def renamed(package: str, attribute: str) -> Iterator[int]:
     """Within the block, every loaded module of a package calls an attribute by another name.
 
-    Its functions (code, nested code, and strings that are the name, as for `hasattr`), classes (methods, class attributes, annotations,
-    slots) and modules (globals) are changed alike, so that the package itself works as before. Modules that are imported within the
-    block are not changed: import what the test needs before. Instances that were made before keep the old name, and so do submodules,
-    which can be imported by the new one too.
+    Its functions (code, nested code, and strings that are the name, as for `hasattr`), classes (methods, class
+    attributes, annotations, slots) and modules (globals) are changed alike, so that the package itself works as before.
+    Modules that are imported within the block are not changed: import what the test needs before. Instances that were
+    made before keep the old name, and so do submodules, which can be imported by the new one too.
 
     Args:
         package: Name of a package or module, such as `torch.distributed.fsdp`; all that lies in it is changed.
-        attribute: Of an object, a class or a module. One that other objects have too, such as `partition` of a `str`, needs a
-            package that does not use those.
+        attribute: Of an object, a class or a module. One that other objects have too, such as `partition` of a `str`,
+            needs a package that does not use those.
 
     Yields:
         How many functions, classes and modules were changed: 0 where the package has no such attribute.
@@ -41,9 +41,15 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
         stack.callback(private_api._assigned.cache_clear)
         modules = _modules(package)
         functions, classes = _found(package.partition(".")[0], len(sys.modules))
-        within = [function for function in functions.get(attribute, ()) if _within(function.__globals__["__name__"], package)]
+        within = [
+            function for function in functions.get(attribute, ()) if _within(function.__globals__["__name__"], package)
+        ]
         changes = [_in_function(function, attribute, new, stack) for function in within]
-        changes += [_in_class(owner, attribute, new, stack) for owner in classes.get(attribute, ()) if _within(owner.__module__, package)]
+        changes += [
+            _in_class(owner, attribute, new, stack)
+            for owner in classes.get(attribute, ())
+            if _within(owner.__module__, package)
+        ]
         changes += [_in_module(module, attribute, new, stack) for module in modules]
         for name in [name for name in sys.modules if _within(name, package) and name.endswith(f".{attribute}")]:
             alias = name.removesuffix(attribute) + new
@@ -59,7 +65,8 @@ def _within(name: Any, package: str) -> bool:
 
 @cache
 def _found(package: str, modules: int) -> tuple[dict[str, list[FunctionType]], dict[str, list[type]]]:
-    """Functions by the names in their code, wherever they are kept (in classes, under decorators, in closures), and classes by theirs.
+    """Functions by the names in their code, wherever they are kept (in classes, under decorators, in closures), and
+    classes by theirs.
 
     The names are those before any renaming: an import may happen within a block.
 
@@ -74,7 +81,9 @@ def _found(package: str, modules: int) -> tuple[dict[str, list[FunctionType]], d
     classes: dict[str, list[type]] = {}
     for each in objects:
         if issubclass(type(each), type):  # `isinstance` would ask deprecated objects for their __class__
-            for name in {*vars(each), *vars(each).get("__annotations__", ())} if _within(each.__module__, package) else ():
+            for name in (
+                {*vars(each), *vars(each).get("__annotations__", ())} if _within(each.__module__, package) else ()
+            ):
                 classes.setdefault(name.removesuffix(_NEW), []).append(each)
         elif type(each) is FunctionType and _within(each.__globals__.get("__name__"), package):
             for name in _names(each.__code__):
@@ -88,7 +97,11 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _modules(package: str) -> list[ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if _within(name, package) and isinstance(module, ModuleType)]
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if _within(name, package) and isinstance(module, ModuleType)
+    ]
 
 
 def _in_function(function: FunctionType, old: str, new: str, stack: ExitStack) -> bool:
@@ -103,7 +116,11 @@ def _in_function(function: FunctionType, old: str, new: str, stack: ExitStack) -
 def _in_code(code: CodeType, old: str, new: str) -> CodeType:
     asked = code.co_name == "__getattr__" or _ASKED.intersection(code.co_names)
     constants = tuple(
-        _in_code(constant, old, new) if isinstance(constant, CodeType) else new if asked and constant == old else constant
+        _in_code(constant, old, new)
+        if isinstance(constant, CodeType)
+        else new
+        if asked and constant == old
+        else constant
         for constant in code.co_consts
     )
     names = tuple(new if name == old else name for name in code.co_names)

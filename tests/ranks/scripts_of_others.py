@@ -1,4 +1,5 @@
-"""Training scripts that do not know unishard: raw DeepSpeed, and FSDP2 as torch ships it. Each saves, or loads, as its tool does."""
+"""Training scripts that do not know unishard: raw DeepSpeed, and FSDP2 as torch ships it. Each saves, or loads, as its
+tool does."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Model(nn.Module):
-    """Odd sizes, a tie, a frozen parameter, a buffer, and a parameter with one element (DeepSpeed 0.19.8 broadcasts none of dim 0)."""
+    """Odd sizes, a tie, a frozen parameter, a buffer, and a parameter with one element (DeepSpeed 0.19.8 broadcasts
+    none of dim 0)."""
 
     def __init__(self):
         super().__init__()
@@ -42,20 +44,24 @@ class Model(nn.Module):
 
 
 def adamw(model, groups):
-    """In two parameter groups: those with decay, and a rate and no decay of their own for the rest. Frozen ones are left out."""
+    """In two parameter groups: those with decay, and a rate and no decay of their own for the rest. Frozen ones are
+    left out."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if groups == 1:
         return torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
     large = [parameter for parameter in trained if parameter.ndim > 1]
     small = [parameter for parameter in trained if parameter.ndim <= 1]
-    return torch.optim.AdamW([{"params": large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0, "lr": 2e-2}], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": large, "weight_decay": 0.1}, {"params": small, "weight_decay": 0.0, "lr": 2e-2}], lr=1e-2
+    )
 
 
 def batch(step, rank, dtype=torch.float32):
     return torch.randn(2, 7, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
 
 
-# -- DeepSpeed ----------------------------------------------------------------------------------------------------------------
+# -- DeepSpeed
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def engine_of(deepspeed, model, stage, precision, groups, **config):
@@ -96,7 +102,10 @@ def gathered(engine):
     named = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     found = {f"model.{name}": safe_get_full_fp32_param(parameter).clone() for name, parameter in named.items()}
     for key in MOMENTS:
-        found |= {f"optim.state.{name}.{key}": safe_get_full_optimizer_state(each, key).clone() for name, each in named.items()}
+        found |= {
+            f"optim.state.{name}.{key}": safe_get_full_optimizer_state(each, key).clone()
+            for name, each in named.items()
+        }
     return found
 
 
@@ -147,7 +156,7 @@ def load_universal(cells, root):
     return seen
 
 
-# -- FSDP2 --------------------------------------------------------------------------------------------------------------------
+# -- FSDP2 -------------------------------------------------------------------------------------------------------------
 
 
 def sharded():

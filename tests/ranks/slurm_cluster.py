@@ -69,7 +69,10 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     text = _CONFIG.format(host=host, controller=controller, daemon=daemon, folder=folder, cpus=os.cpu_count())
     (folder / "slurm.conf").write_text(text)
     subprocess.run(["mungekey", "--create", f"--keyfile={folder}/munge.key"], env=environ, check=True)
-    files = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")]
+    files = [
+        f"--{name}={folder}/munge.{name.partition('-')[0]}"
+        for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")
+    ]
     with ExitStack() as daemons:
         for words in (["munged", "--foreground", "--force", *files], ["slurmctld", "-D", "-i"], ["slurmd", "-D"]):
             daemons.callback(_stop, _started(words, environ, folder))
@@ -94,10 +97,14 @@ def _stop(daemon: subprocess.Popen[bytes]) -> None:
 def _wait_for_node(environ: dict[str, str], folder: Path) -> None:
     end = time.monotonic() + 30
     while True:
-        said = subprocess.run(["sinfo", "--noheader", "--format=%T"], env=environ, capture_output=True, text=True, check=False)
+        said = subprocess.run(
+            ["sinfo", "--noheader", "--format=%T"], env=environ, capture_output=True, text=True, check=False
+        )
         if said.stdout.strip() == "idle":
             return
-        logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in (*folder.glob("*.log"), *folder.glob("*.out")))
+        logs = "\n".join(
+            path.read_text(errors="replace")[-2000:] for path in (*folder.glob("*.log"), *folder.glob("*.out"))
+        )
         assert time.monotonic() < end, f"the node is not idle ({said.stdout}{said.stderr})\n{logs}"
         time.sleep(0.2)
 

@@ -1,4 +1,5 @@
-"""Tiny checkpoints of known content, saved by 2 ranks as an engine saves, and what may be found of them after a save that was cut off."""
+"""Tiny checkpoints of known content, saved by 2 ranks as an engine saves, and what may be found of them after a save
+that was cut off."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def snapshot(step: int, version: int, rank: int, beside: bool = False) -> Snapsh
             continue
         flat, half = values.reshape(-1), divided.get(name, 0) // WORLD
         begin, end = (rank * half, (rank + 1) * half) if half else (0, flat.numel())
-        stretches[name] = LazyShard(values.shape, values.dtype, begin, end, lambda first, last, flat=flat: flat[first:last])
+        stretches[name] = LazyShard(
+            values.shape, values.dtype, begin, end, lambda first, last, flat=flat: flat[first:last]
+        )
     facts = {
         "versions": {"unishard": "0"},
         "world_size": WORLD,
@@ -112,7 +115,9 @@ def content_of(folder: Path) -> int:
     if set(tensors) != set(expected):
         problems.append(f"{folder}: holds {sorted(tensors)}")
     problems += [
-        f"{folder}: {name} is not of version {version}" for name in expected if not torch.equal(tensors.full(name), expected[name])
+        f"{folder}: {name} is not of version {version}"
+        for name in expected
+        if not torch.equal(tensors.full(name), expected[name])
     ]
     if f'"version": {version}}}' not in (folder / "assets/config.json").read_text():
         problems.append(f"{folder}: the asset is not of version {version}")
@@ -123,7 +128,8 @@ def content_of(folder: Path) -> int:
     return int(version)
 
 
-# -- in the ranks -------------------------------------------------------------------------------------------------------------------
+# -- in the ranks
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def start() -> tuple[dist.ProcessGroup, int]:
@@ -168,7 +174,8 @@ def prepare(roots: Mapping[Scenario, str]) -> None:
 
 
 def _leave(root: Path) -> None:
-    """What killed runs leave: a checkpoint half written, one half deleted, one that was about to be replaced, a draft."""
+    """What killed runs leave: a checkpoint half written, one half deleted, one that was about to be replaced, a
+    draft."""
     last, tag = root / finding.name_of(30), "0" * 32
     shutil.copytree(last, root / f".tmp-step-00000040-{tag}", ignore=shutil.ignore_patterns("manifest.json"))
     shutil.copytree(last, root / f".trash-step-00000005-{tag}", ignore=shutil.ignore_patterns("__1_0.distcp"))
@@ -180,7 +187,8 @@ def _leave(root: Path) -> None:
 
 
 def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, dict[str, int]]:
-    """What is wrong with the checkpoints after a save that was cut off, and their contents by name, in the order of their writing.
+    """What is wrong with the checkpoints after a save that was cut off, and their contents by name, in the order of
+    their writing.
 
     Args:
         root: Where they are.
@@ -198,7 +206,9 @@ def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, di
         if promised:
             return "a rank was told that the new checkpoint is complete, and it is not there", found
         return "" if (found, newest) == (FOUND_BEFORE, (30, FORMER[30])) else said, found
-    after = {name: version for name, version in FOUND_BEFORE.items() if name != scenario.saved_as} | {scenario.saved_as: NEW}
+    after = {name: version for name, version in FOUND_BEFORE.items() if name != scenario.saved_as} | {
+        scenario.saved_as: NEW
+    }
     complete = kept(after).items() <= found.items() <= after.items()
     return "" if complete and newest == (scenario.step, NEW) else said, found
 
@@ -215,11 +225,16 @@ def left_wrong(root: Path, expected: Mapping[str, int]) -> str:
 
 
 def kept(saved: Mapping[str, int]) -> dict[str, int]:
-    """What retention leaves of checkpoints in the order in which they were saved: all of runs other than that of the last one."""
+    """What retention leaves of checkpoints in the order in which they were saved: all of runs other than that of the
+    last one."""
     last, every = RETENTION.keep_last, RETENTION.keep_every
     assert last is not None
     assert every is not None
     parsed = {name: match for name in saved if (match := finding.STEP.fullmatch(name))}
     run = parsed[list(saved)[-1]]["run"]
     own = [name for name in saved if parsed[name]["run"] == run]
-    return {name: saved[name] for name in saved if name not in own or name in own[-last:] or int(parsed[name]["step"]) % every == 0}
+    return {
+        name: saved[name]
+        for name in saved
+        if name not in own or name in own[-last:] or int(parsed[name]["step"]) % every == 0
+    }

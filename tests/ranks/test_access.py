@@ -1,4 +1,5 @@
-"""Gradients and parameters by name: what a user reads is what plain torch has, what a user writes is what the update uses."""
+"""Gradients and parameters by name: what a user reads is what plain torch has, what a user writes is what the update
+uses."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ EXTRAS = {
     "owners": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
     "offload": {"offload": {"optimizer": "cpu"}},
     "offload all": {"offload": "cpu"},
-    "groups": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "groups": [{"params": [r"^blocks\.[01]"], "lr": 0.1}]}},
+    "groups": {
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "groups": [{"params": [r"^blocks\.[01]"], "lr": 0.1}]}
+    },
 }
 PLACES = (
     ("fsdp", "no_shard", "fp32", "plain"),
@@ -49,7 +52,11 @@ PLACES = (
     ("deepspeed", "full_shard", "bf16", "groups"),
 )
 """Every form that an engine takes: backend, strategy, precision, what else is set."""
-OTHERS = {(backend, extra): (backend, strategy, precision, extra) for backend, strategy, precision, extra in PLACES if extra != "plain"}
+OTHERS = {
+    (backend, extra): (backend, strategy, precision, extra)
+    for backend, strategy, precision, extra in PLACES
+    if extra != "plain"
+}
 SPANNED = (*((*cell, "plain") for cell in SPANNING), *OTHERS.values())
 """Every strategy of each backend in one precision, and one place for everything else that is set."""
 NAMES = [name for name, _ in MODELS["mlp"].build().named_parameters()]
@@ -69,7 +76,8 @@ def whole_window(engine, micro_batches):
     engine.backward(engine(**micro_batches[-1]).loss)
 
 
-# -- what is read ---------------------------------------------------------------------------------------------------------------------
+# -- what is read
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def read(*place):
@@ -84,7 +92,10 @@ def read(*place):
         norms = engine.grad_norms()
         step = engine.step(clip_grad_norm=0.5)
         masters = {name: engine.parameter(name) for name in NAMES}
-        kinds = {(tensor.dtype, tensor.device.type, tensor.is_contiguous()) for tensor in (*gradients.values(), *masters.values())}
+        kinds = {
+            (tensor.dtype, tensor.device.type, tensor.is_contiguous())
+            for tensor in (*gradients.values(), *masters.values())
+        }
         return {
             "gradients": gradients,
             "repeatable": all(torch.equal(gradients[name], again[name]) for name in NAMES),
@@ -110,12 +121,15 @@ def expected(precision, world):
 
     model = MODELS["mlp"].build()
     windows = [everyones(0, 2, world=world), everyones(2, 4, world=world)]
-    oracle.train(model, windows, config("fsdp", precision=precision), world=world, clips=[None, 0.5], before_update=before)
+    oracle.train(
+        model, windows, config("fsdp", precision=precision), world=world, clips=[None, 0.5], before_update=before
+    )
     return found["gradients"], {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def worst(found, wanted):
-    """Largest difference of a tensor, relative to its norm, or to a hundredth of all: one element is a sum of terms of both signs."""
+    """Largest difference of a tensor, relative to its norm, or to a hundredth of all: one element is a sum of terms of
+    both signs."""
     assert found.keys() == wanted.keys()
     floor = torch.stack([value.norm() for value in wanted.values()]).norm() / 100
     return max(float((found[name] - wanted[name]).norm() / max(wanted[name].norm(), floor)) for name in wanted)
@@ -146,8 +160,12 @@ def test_norms_are_those_of_the_tensors_and_add_up_to_the_step(world, place):
     ranks = outcome(read, place, world)
     for found in ranks:
         assert list(found["norms"]) == list(found["master norms"]) == NAMES
-        assert found["norms"] == {name: pytest.approx(float(found["gradients"][name].norm()), rel=1e-5) for name in NAMES}
-        assert found["master norms"] == {name: pytest.approx(float(found["masters"][name].norm()), rel=1e-5) for name in NAMES}
+        assert found["norms"] == {
+            name: pytest.approx(float(found["gradients"][name].norm()), rel=1e-5) for name in NAMES
+        }
+        assert found["master norms"] == {
+            name: pytest.approx(float(found["masters"][name].norm()), rel=1e-5) for name in NAMES
+        }
         assert math.hypot(*found["norms"].values()) == pytest.approx(found["step"], rel=1e-5)
         assert found["norms"] == ranks[0]["norms"]
         assert all(type(norm) is float for norm in found["norms"].values())
@@ -179,11 +197,13 @@ def test_norms_cost_at_most_one_collective_of_a_number_for_each_parameter(place)
     assert bool(found) == (place[1] != "no_shard")
 
 
-# -- what is written ------------------------------------------------------------------------------------------------------------------
+# -- what is written
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def written(*place):
-    """Every gradient zeroed; an infinite one replaced; one made infinite; then every rank writes another value, in other formats."""
+    """Every gradient zeroed; an infinite one replaced; one made infinite; then every rank writes another value, in
+    other formats."""
     rank, found = my_rank(), {}
     optimizer = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}
     with prepare(configured(place, accumulation=1, optimizer=optimizer)) as engine:
@@ -266,7 +286,8 @@ def test_reading_writing_back_and_evaluating_before_the_step_changes_nothing(pla
 
 
 def weighted(*place):
-    """Gradients of a window whose losses are sums over items, before and after one is doubled, and the norm of the step."""
+    """Gradients of a window whose losses are sums over items, before and after one is doubled, and the norm of the
+    step."""
     rank = my_rank()
     with prepare(configured(place)) as engine:
         for turn, micro_batch in enumerate(own_share(2)):
@@ -290,7 +311,9 @@ def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(pla
     losses = []
     for (turn, rank), batch in zip(kept, batches, strict=True):
         counts = 1 if rank == turn else 2
-        losses.append(functional.cross_entropy(model(**batch).logits[:counts], batch["labels"][:counts], reduction="sum"))
+        losses.append(
+            functional.cross_entropy(model(**batch).logits[:counts], batch["labels"][:counts], reduction="sum")
+        )
     (sum(losses) / 6).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     for before, doubled, norm, step in outcome(weighted, place):
@@ -299,7 +322,8 @@ def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(pla
         assert norm == pytest.approx(step, rel=1e-5)
 
 
-# -- tied, frozen and unused parameters -----------------------------------------------------------------------------------------------
+# -- tied, frozen and unused parameters
+# -----------------------------------------------------------------------------------------------
 
 
 class Kinds(nn.Module):
@@ -344,7 +368,9 @@ def kinds(*place):
             tensors["head.weight"].fill_(0.5)
             tensors["frozen.weight"].fill_(0.25)
         engine.set_parameter("frozen.bias", torch.full((7,), 1.5))
-        seen["written"] = [engine.parameter(name).unique().tolist() for name in ("embedding.weight", "frozen.weight", "frozen.bias")]
+        seen["written"] = [
+            engine.parameter(name).unique().tolist() for name in ("embedding.weight", "frozen.weight", "frozen.bias")
+        ]
         with torch.no_grad():
             logits = engine.eval()(x).logits.float()
             seen["spread"] = float(logits.max() - logits.min())
@@ -368,11 +394,13 @@ def test_tied_frozen_and_unused_parameters(place):
         assert seen["spread"] < 1e-4, "the head and the embedding are constant, so every logit must be the same"
 
 
-# -- dropping a window ----------------------------------------------------------------------------------------------------------------
+# -- dropping a window
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def dropped(*place):
-    """What a loop by hand sees: steps after each discard, and losses of what follows beside those without what was dropped."""
+    """What a loop by hand sees: steps after each discard, and losses of what follows beside those without what was
+    dropped."""
     with prepare(configured(place)) as engine:
         engine.discard()  # nothing is pending
         batches = own_share(6)
@@ -398,7 +426,8 @@ def dropped(*place):
 
 
 def validated_after_a_discard(engine):
-    """Which batches a loop sees when every window is dropped at its first, and how many a validation loop inside it sees."""
+    """Which batches a loop sees when every window is dropped at its first, and how many a validation loop inside it
+    sees."""
     seen, validated = [], 0
     for index, micro_batch in enumerate(engine.batches(own_share(4))):
         engine.backward(engine(**micro_batch).loss)
@@ -433,7 +462,8 @@ def test_after_a_discard_the_next_window_is_clean_and_whole(place):
         assert worst(parameters, masters) < bound(*place)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def edit(engine, names, change):
@@ -461,7 +491,9 @@ def refused(backend, strategy):
         said["integers"] = attempt(engine.set_parameter, "head.weight", torch.zeros(shape, dtype=torch.int64))
         said["one name"] = attempt(edit, engine, "head.weight", dict.clear)
         said["names"] = attempt(edit, engine, ["head.weight"], dict.clear)
-        said["replaced"] = attempt(edit, engine, ["head.weight"], lambda tensors: tensors.update({"head.weight": torch.zeros(3)}))
+        said["replaced"] = attempt(
+            edit, engine, ["head.weight"], lambda tensors: tensors.update({"head.weight": torch.zeros(3)})
+        )
         engine.step()
         said["after"] = attempt(engine.grad, "head.weight")
     for call in ("grad", "parameter"):
@@ -515,10 +547,13 @@ AT_TWO = (
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
-    assert error(play(AT_TWO)[frozen_gradient, (backend,)]).startswith("ContractError: set_grad: frozen.weight is frozen")
+    assert error(play(AT_TWO)[frozen_gradient, (backend,)]).startswith(
+        "ContractError: set_grad: frozen.weight is frozen"
+    )
 
 
-# -- complex parameters ---------------------------------------------------------------------------------------------------------------
+# -- complex parameters
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class Turned(nn.Module):
@@ -536,12 +571,17 @@ class Turned(nn.Module):
 
 
 def complex_parameter(*cell):
-    """Before and after edits by both calls: the value, its norm, the loss; and what a real parameter says to a complex value."""
+    """Before and after edits by both calls: the value, its norm, the loss; and what a real parameter says to a complex
+    value."""
     backend, strategy, precision = cell
     with unishard.prepare(Turned(), config(backend, strategy, precision=precision)) as engine, torch.no_grad():
 
         def look():
-            return engine.parameter("turn"), engine.parameter_norms()["turn"], engine.mean(engine(**own_share(1)[0]).loss)
+            return (
+                engine.parameter("turn"),
+                engine.parameter_norms()["turn"],
+                engine.mean(engine(**own_share(1)[0]).loss),
+            )
 
         found = [look()]
         engine.set_parameter("turn", found[0][0] * 1j)

@@ -33,7 +33,8 @@ def word(asked):
 
 
 def cost(backend, strategy, asked):
-    """Of one step: calls of a block's first layer, matrix products in backward, bytes kept for it, and the names of everything."""
+    """Of one step: calls of a block's first layer, matrix products in backward, bytes kept for it, and the names of
+    everything."""
     built = MODELS["mlp"].build()
     names = [name for name, _ in (*built.named_modules(), *built.named_parameters())]
     calls = []
@@ -42,7 +43,9 @@ def cost(backend, strategy, asked):
     (micro_batch,) = own_share(1)
     kept = []
     with unishard.prepare(built, config(backend, strategy, activation_checkpointing=word(asked))) as engine:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        ):
             loss = engine(**micro_batch).loss
         with Products() as products:
             engine.backward(loss)
@@ -123,7 +126,9 @@ def containing_units(backend):
     """A module that recomputes with units inside: they are gathered again."""
     curves = []
     for asked in ("none", ["Block"]):
-        with prepare(config(backend, {"strategy": "full_shard", "units": ["Linear"]}, activation_checkpointing=asked)) as engine:
+        with prepare(
+            config(backend, {"strategy": "full_shard", "units": ["Linear"]}, activation_checkpointing=asked)
+        ) as engine:
             curves.append(train(engine, own_share(3)))
     return curves
 
@@ -144,7 +149,9 @@ def copied(backend):
     """A copy of a model that recomputes and is compiled calls its own parameters, not those it was copied from."""
     model = MODELS["mlp"].build()
     sample = own_share(1)[0]
-    cfg = config(backend, "no_shard", activation_checkpointing="full", compile={"mode": "per_block", "backend": "eager"})
+    cfg = config(
+        backend, "no_shard", activation_checkpointing="full", compile={"mode": "per_block", "backend": "eager"}
+    )
     with unishard.prepare(model, cfg):
         clone = copy.deepcopy(model)
         before = clone(**sample).loss.item()
@@ -186,7 +193,9 @@ SINGLE = (
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_numbers_are_drawn_again_alike(backend):
-    without, full, selective = (values(play(SINGLE)[dropping, (backend, asked)]) for asked in ("none", "full", "selective"))
+    without, full, selective = (
+        values(play(SINGLE)[dropping, (backend, asked)]) for asked in ("none", "full", "selective")
+    )
     assert without == full == selective
 
 
@@ -219,7 +228,8 @@ def test_blocks_are_really_compiled_and_keep_their_names(cell):
             assert step.grad_norm == pytest.approx(wanted_step.grad_norm, rel=1e-5)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# --------------------------------------------------------------------------------------------------------------
 
 
 def refused(case):
@@ -242,9 +252,11 @@ def refused(case):
 
 
 REFUSED = {
-    "unknown class": "activation_checkpointing: no module of class LlamaDecoder in LlamaForCausalLM; did you mean LlamaDecoderLayer?",
+    "unknown class": "activation_checkpointing: no module of class LlamaDecoder in LlamaForCausalLM; did you mean "
+    "LlamaDecoderLayer?",
     "its own": "call model.gradient_checkpointing_disable(), or set activation_checkpointing to none",
-    "no blocks": "activation_checkpointing: Sequential has no repeated blocks; its classes with parameters are Linear (x1, ",
+    "no blocks": "activation_checkpointing: Sequential has no repeated blocks; its classes with parameters are Linear "
+    "(x1, ",
     "compiled inside": "is already compiled; pass the original module, model.layers.1._orig_mod",
     "compiled twice": "compile: model.layers.1 is already compiled (module.compile())",
     "unknown backend": "compile.backend: torch has no backend 'inducter'; choose one of ",

@@ -1,4 +1,5 @@
-"""What a model's code asks about itself has the same answer on each engine: its class, whether it is sharded, a part's weight."""
+"""What a model's code asks about itself has the same answer on each engine: its class, whether it is sharded, a part's
+weight."""
 
 from __future__ import annotations
 
@@ -35,11 +36,27 @@ def speech():
     """Each rank draws which layers it skips."""
     from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "classifier_proj_size": 8}
-    front = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
-    drops = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout"), 0.0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "classifier_proj_size": 8,
+    }
+    front = {
+        "conv_dim": (8,),
+        "conv_stride": (5,),
+        "conv_kernel": (10,),
+        "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 2,
+    }
+    drops = dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout"), 0.0
+    )
     return Wav2Vec2ForSequenceClassification(
-        Wav2Vec2Config(vocab_size=37, **sizes, **front, **drops, num_feat_extract_layers=1, layerdrop=0.5, apply_spec_augment=False)
+        Wav2Vec2Config(
+            vocab_size=37, **sizes, **front, **drops, num_feat_extract_layers=1, layerdrop=0.5, apply_spec_augment=False
+        )
     )
 
 
@@ -47,10 +64,23 @@ def deberta():
     """Reads `rel_embeddings.weight` in the encoder."""
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+    }
     drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout"), 0.0)
     return DebertaV2ForSequenceClassification(
-        DebertaV2Config(vocab_size=37, **sizes, **drops, relative_attention=True, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm")
+        DebertaV2Config(
+            vocab_size=37,
+            **sizes,
+            **drops,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            norm_rel_ebd="layer_norm",
+        )
     )
 
 
@@ -58,11 +88,19 @@ def adapted(**changes):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     model = LlamaForSequenceClassification(LlamaConfig(vocab_size=37, **sizes, pad_token_id=0))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False, **changes))
+        return get_peft_model(
+            model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False, **changes)
+        )
 
 
 def some_tokens():
@@ -99,7 +137,12 @@ def batch(make, update, rank):
 
 def trained(make, backend, sharding=None):
     cfg = unishard.Config.model_validate(
-        {"backend": backend, "sharding": sharding or MODELS[make], "optimizer": {"name": "sgd", "lr": RATE}, "training": {"seed": 4}}
+        {
+            "backend": backend,
+            "sharding": sharding or MODELS[make],
+            "optimizer": {"name": "sgd", "lr": RATE},
+            "training": {"seed": 4},
+        }
     )
     curve = []
     with unishard.prepare(seeded(make), cfg) as engine:
@@ -128,7 +171,9 @@ def plain(make):
             states[rank] = torch.get_rng_state()
             loss.backward()
             total += loss.item()
-        curve.append((total, torch.nn.utils.get_total_norm([each.grad for each in trainable if each.grad is not None]).item()))
+        curve.append(
+            (total, torch.nn.utils.get_total_norm([each.grad for each in trainable if each.grad is not None]).item())
+        )
         optimizer.step()
         optimizer.zero_grad()
     return curve

@@ -1,4 +1,5 @@
-"""Buffers that each rank changes by its own data: what evaluation and checkpoints read is the same on every rank, on both engines."""
+"""Buffers that each rank changes by its own data: what evaluation and checkpoints read is the same on every rank, on
+both engines."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ def test_evaluation_and_checkpoint_read_the_same_buffers_on_every_rank(cell):
 
 
 def read_within_a_window(backend):
-    """A window that an evaluation interrupts between forward and backward, and one that nothing does; then what a save reads."""
+    """A window that an evaluation interrupts between forward and backward, and one that nothing does; then what a save
+    reads."""
     losses = []
     for interrupted in (True, False):
         with unishard.prepare(built(), config(backend, training={"gradient_accumulation_steps": 2})) as engine:
@@ -167,12 +169,16 @@ def read_within_a_window(backend):
 
 
 def costs(backend):
-    """What collectives move: at the first evaluation, at the next without training between them, and without buffers; and the log."""
+    """What collectives move: at the first evaluation, at the next without training between them, and without buffers;
+    and the log."""
     heard = []
     listening = logging.Handler()
     listening.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("unishard").addHandler(listening)
-    recorder, engines = Recorder(), [unishard.prepare(model, config(backend, "no_shard")) for model in (built(), Countable())]
+    recorder, engines = (
+        Recorder(),
+        [unishard.prepare(model, config(backend, "no_shard")) for model in (built(), Countable())],
+    )
     logging.getLogger("unishard").removeHandler(listening)
     trained(engines[0])
     with recorder:
@@ -203,13 +209,22 @@ def test_only_buffers_that_differ_are_sent(backend):
         assert sent["none"] == []
         assert sent["second"] == [hashes]
         assert sorted(sent["first"]) == sorted(
-            [hashes, ("all_reduce", floats[0], "float32"), ("all_reduce", floats[1], "float32"), ("broadcast", 8 * integers, "uint8")]
+            [
+                hashes,
+                ("all_reduce", floats[0], "float32"),
+                ("all_reduce", floats[1], "float32"),
+                ("broadcast", 8 * integers, "uint8"),
+            ]
         )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prepare_names_the_batch_norm_that_normalizes_over_all_ranks(backend):
     (_, first), (_, second) = played(costs, backend)
-    assert [line for line in first if "Tracked normalizes by each rank's own micro-batch in 1 BatchNorm modules (norm)" in line]
+    assert [
+        line
+        for line in first
+        if "Tracked normalizes by each rank's own micro-batch in 1 BatchNorm modules (norm)" in line
+    ]
     assert sum("SyncBatchNorm" in line for line in first) == 1
     assert not any("SyncBatchNorm" in line for line in second)

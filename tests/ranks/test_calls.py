@@ -14,7 +14,8 @@ CELLS = tuple((backend, strategy, blocks) for backend in BACKENDS for strategy i
 
 
 def counted(*cell):
-    """Of steps that take no time: in long ones, as where the other rank is late, the desync check looks at more of them."""
+    """Of steps that take no time: in long ones, as where the other rank is late, the desync check looks at more of
+    them."""
     interval = collective_check.interval
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collective_check, "interval", lambda seconds: interval(0.0))
@@ -41,7 +42,8 @@ PLAIN = {
 }
 """Own calls of one update of the smaller model."""
 A_BLOCK = 7
-"""Own calls that another unit adds, under a strategy that gathers it: which module the forward enters is compared between the ranks."""
+"""Own calls that another unit adds, under a strategy that gathers it: which module the forward enters is compared
+between the ranks."""
 
 
 @pytest.mark.parametrize("engine", PLAIN, ids="-".join)

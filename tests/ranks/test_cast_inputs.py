@@ -1,4 +1,5 @@
-"""`precision.cast_inputs`: which inputs are cast to a 16-bit compute dtype, and the warning about rounded whole numbers."""
+"""`precision.cast_inputs`: which inputs are cast to a 16-bit compute dtype, and the warning about rounded whole
+numbers."""
 
 from __future__ import annotations
 
@@ -39,8 +40,17 @@ class Diffusion(nn.Module):
 
 def predicted(backend, strategy, cast_inputs, train):
     """What the model has seen and returned, and the warnings of two forwards."""
-    cfg = config(backend, strategy, precision={"compute": "bf16", "cast_inputs": cast_inputs}, optimizer=None if not train else {"lr": 0.1})
-    with warnings.catch_warnings(record=True) as caught, unishard.prepare(Diffusion(), cfg, train=train) as engine, torch.no_grad():
+    cfg = config(
+        backend,
+        strategy,
+        precision={"compute": "bf16", "cast_inputs": cast_inputs},
+        optimizer=None if not train else {"lr": 0.1},
+    )
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        unishard.prepare(Diffusion(), cfg, train=train) as engine,
+        torch.no_grad(),
+    ):
         warnings.simplefilter("always")
         sample = torch.ones(4, 8, dtype=torch.bfloat16 if cast_inputs is False else torch.float32)
         for _ in range(2):
@@ -50,7 +60,9 @@ def predicted(backend, strategy, cast_inputs, train):
 
 
 def of(name):
-    return lambda *arguments: predicted(*arguments[:-1], ["sample"] if arguments[-1] == "named" else arguments[-1] == "all", name)
+    return lambda *arguments: predicted(
+        *arguments[:-1], ["sample"] if arguments[-1] == "named" else arguments[-1] == "all", name
+    )
 
 
 def trained(*arguments):
@@ -79,7 +91,8 @@ def test_a_named_argument_is_cast_and_a_timestep_is_not(cell):
         assert bool((out - plain).norm() / plain.norm() < 0.02) is close
         assert len(said) == (which == "all"), "once, although the model ran twice"
     assert values(played[trained, (*cell, "all")])[0][2] == [
-        "precision.cast_inputs rounds whole numbers of timestep, an argument of Diffusion.forward: 997 becomes 996; if they are timesteps "
+        "precision.cast_inputs rounds whole numbers of timestep, an argument of Diffusion.forward: 997 becomes 996; if "
+        "they are timesteps "
         "or positions, name only the other arguments in precision.cast_inputs, or pass integers"
     ]
 
@@ -98,6 +111,7 @@ def unknown(backend):
 def test_a_name_that_no_forward_has_is_refused():
     for backend in BACKENDS:
         assert error(play(tuple((unknown, (each,)) for each in BACKENDS), world=1)[unknown, (backend,)]) == (
-            "ConfigError: precision.cast_inputs: no forward of the model or of its units has an argument 'smaple'; they have sample, "
+            "ConfigError: precision.cast_inputs: no forward of the model or of its units has an argument 'smaple'; "
+            "they have sample, "
             "timestep, scale, input"
         )

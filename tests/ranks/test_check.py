@@ -15,7 +15,8 @@ from unishard.testing import run_ranks
 
 REFUSED = {
     "unsupported": "offload: {params: nvme, nvme_path: files}\n",
-    "approximate": "strict: true\nbackend: deepspeed\nnative: {deepspeed: {zero_optimization: {zero_quantized_weights: true}}}\n",
+    "approximate": "strict: true\nbackend: deepspeed\nnative: {deepspeed: {zero_optimization: {zero_quantized_weights: "
+    "true}}}\n",
     "package": "optimizer: lion\n",
     "compiler": "compile: {mode: full, backend: nothing}\n",
     "batch": "training: {global_batch_size: 6, micro_batch_size: 4}\n",
@@ -44,7 +45,11 @@ def said_of_both(texts):
                 prepared = "\n".join(f"{each.path}: {each.what}" for each in error.problems)
             except unishard.BackendError as error:
                 prepared = f"backend: {error}"
-            said[name] = checked.exit_code, re.sub(r"^\S+:\d+: ", "", checked.stderr, flags=re.MULTILINE).strip(), prepared
+            said[name] = (
+                checked.exit_code,
+                re.sub(r"^\S+:\d+: ", "", checked.stderr, flags=re.MULTILINE).strip(),
+                prepared,
+            )
     return said
 
 

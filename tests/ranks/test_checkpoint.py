@@ -30,11 +30,13 @@ def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("checkpoints"))
 
 
-# -- what comes back --------------------------------------------------------------------------------------------------------------
+# -- what comes back
+# --------------------------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
-    """Dropout, a buffer of this rank's own, one that is not persistent, a frozen weight, a tied one, one of one element."""
+    """Dropout, a buffer of this rank's own, one that is not persistent, a frozen weight, a tied one, one of one
+    element."""
 
     def __init__(self, seed):
         super().__init__()
@@ -56,7 +58,14 @@ class Model(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
-STATE = {"epoch": 3, "best": float("inf"), "names": ["a", "b"], "counts": {7: (1, 2)}, "ema": torch.arange(5.0), "raw": b"\x00\xff"}
+STATE = {
+    "epoch": 3,
+    "best": float("inf"),
+    "names": ["a", "b"],
+    "counts": {7: (1, 2)},
+    "ema": torch.arange(5.0),
+    "raw": b"\x00\xff",
+}
 
 
 def whole_run(backend, strategy, root):
@@ -70,7 +79,14 @@ def whole_run(backend, strategy, root):
     with unishard.prepare(Model(2), cfg) as engine:
         resumed = engine.load(folder, verify="bits")
         again = [loss for loss, _ in train(engine, own_share(4))]
-        return rest, again, resumed, seen, engine.module.seen.tolist(), engine.module.again.weight is engine.module.mid.weight
+        return (
+            rest,
+            again,
+            resumed,
+            seen,
+            engine.module.seen.tolist(),
+            engine.module.again.weight is engine.module.mid.weight,
+        )
 
 
 WHOLE = tuple((backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "shard_grad_op", "full_shard"))
@@ -84,7 +100,9 @@ def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(cell, root):
         assert (resumed.step, resumed.epoch, resumed.notes) == (3, 0, ())
         assert resumed.path == Path(root) / "-".join(cell) / "step-00000003"
         assert resumed.state["ema"].tolist() == [0, 1, 2, 3, 4]
-        assert {key: value for key, value in resumed.state.items() if key != "ema"} == {key: STATE[key] for key in STATE if key != "ema"}
+        assert {key: value for key, value in resumed.state.items() if key != "ema"} == {
+            key: STATE[key] for key in STATE if key != "ema"
+        }
         if rank == 0:
             assert seen_again == seen
         assert tied
@@ -100,7 +118,8 @@ def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(cell, root):
     assert tensors.dtypes["model.mid.weight"] == torch.float32
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# --------------------------------------------------------------------------------------------------------------
 
 
 def misused(backend, root):
@@ -126,7 +145,9 @@ def misused(backend, root):
 @everywhere
 def test_misuse_is_one_clear_error_and_the_engine_trains_on(backend, root):
     for told in values(play(tuple((misused, (each, root)) for each in BACKENDS))[misused, (backend, root)]):
-        assert told["in a window"].startswith("ContractError: save was called inside an accumulation window; call it when")
+        assert told["in a window"].startswith(
+            "ContractError: save was called inside an accumulation window; call it when"
+        )
         assert told["nowhere"].endswith("as in engine.save('checkpoints'), or set checkpoint.dir in the config")
         assert told["latest of nowhere"].startswith("ContractError: load needs a directory")
         assert told["nothing there"].startswith("CheckpointError: ")
@@ -223,7 +244,9 @@ def full_disk(backend, root):
 
 @everywhere
 def test_a_full_disk_on_one_rank_is_told_by_all_and_the_former_checkpoint_stays(backend, root):
-    for told, names, first, last in values(play(tuple((full_disk, (each, root)) for each in BACKENDS))[full_disk, (backend, root)]):
+    for told, names, first, last in values(
+        play(tuple((full_disk, (each, root)) for each in BACKENDS))[full_disk, (backend, root)]
+    ):
         assert told.startswith("CheckpointError: ")
         assert "rank 1" in told
         assert "No space left on device" in told
@@ -231,12 +254,15 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_the_former_checkpoint_stays(
         assert [found.path for found in finding.checkpoints(first.parent)] == [first, last]
 
 
-# -- in the background, by itself, and before the end -------------------------------------------------------------------------------
+# -- in the background, by itself, and before the end
+# -------------------------------------------------------------------------------
 
 
 def in_background(backend, root):
     """Trains on at once after a save, and compares what was saved with what was there at the call."""
-    cfg = config(backend, optimizer=ADAMW, checkpoint={"dir": f"{root}/later-{backend}", "async_save": True, "keep_last": 2})
+    cfg = config(
+        backend, optimizer=ADAMW, checkpoint={"dir": f"{root}/later-{backend}", "async_save": True, "keep_last": 2}
+    )
     with prepare(cfg) as engine:
         kept = {}
         for _ in range(4):
@@ -245,7 +271,10 @@ def in_background(backend, root):
             kept[folder.name] = engine.parameter("inp.weight").clone()
         train(engine, own_share(1))
         engine.wait()
-        saved = {found.path.name: Tensors(found.path).full("model.inp.weight") for found in finding.checkpoints(folder.parent)}
+        saved = {
+            found.path.name: Tensors(found.path).full("model.inp.weight")
+            for found in finding.checkpoints(folder.parent)
+        }
         told = refused(engine.save, __file__)  # in the background, so what goes wrong is raised by the next call
         later = refused(engine.wait)
         same = {name: torch.equal(kept[name], value.to(kept[name])) for name, value in saved.items()}
@@ -255,7 +284,9 @@ def in_background(backend, root):
 
 @everywhere
 def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
-    for same, told, later in values(play(tuple((in_background, (each, root)) for each in BACKENDS))[in_background, (backend, root)]):
+    for same, told, later in values(
+        play(tuple((in_background, (each, root)) for each in BACKENDS))[in_background, (backend, root)]
+    ):
         assert same == {"step-00000003": True, "step-00000004": True}
         assert "nothing" in (told, later)
         assert f"{told}{later}".replace("nothing", "").startswith("CheckpointError: ")
@@ -273,7 +304,10 @@ def two_at_once(backend, root):
             one.export(f"{root}/exported-{backend}-{turn}")
         one.wait()
         other.wait()
-        return [engine.load(f"{root}/{name}-{backend}", verify="bits").step for engine, name in ((one, "one"), (other, "other"))]
+        return [
+            engine.load(f"{root}/{name}-{backend}", verify="bits").step
+            for engine, name in ((one, "one"), (other, "other"))
+        ]
 
 
 @everywhere
@@ -321,18 +355,22 @@ def interrupted(backend, root):
 
 @everywhere
 def test_a_signal_to_one_rank_saves_at_the_end_of_the_update_and_ends_all_with_the_documented_code(backend, root):
-    for started, code, restored in values(play(tuple((interrupted, (each, root)) for each in BACKENDS))[interrupted, (backend, root)]):
+    for started, code, restored in values(
+        play(tuple((interrupted, (each, root)) for each in BACKENDS))[interrupted, (backend, root)]
+    ):
         assert started is None
         assert code == 85
         assert restored
         assert [found.step for found in finding.checkpoints(Path(root) / f"signal-{backend}")] == [4]
 
 
-# -- learning rates, trainability, evaluation ----------------------------------------------------------------------------------------
+# -- learning rates, trainability, evaluation
+# ----------------------------------------------------------------------------------------
 
 
 def changed(backend, root):
-    """Goes on with another learning rate in the config, with one that was set by hand, and with parameters that were frozen midway."""
+    """Goes on with another learning rate in the config, with one that was set by hand, and with parameters that were
+    frozen midway."""
     with prepare(config(backend, optimizer=ADAMW)) as engine:
         train(engine, own_share(1))
         engine.optimizer.param_groups[0]["lr"] = 0.5
@@ -340,7 +378,12 @@ def changed(backend, root):
         train(engine, own_share(1))
         folder = engine.save(f"{root}/changed-{backend}")
     with prepare(config(backend, optimizer=ADAMW)) as engine:
-        by_hand = engine.load(folder), engine.lr, engine.module.head.bias.requires_grad, engine.module.inp.bias.requires_grad
+        by_hand = (
+            engine.load(folder),
+            engine.lr,
+            engine.module.head.bias.requires_grad,
+            engine.module.inp.bias.requires_grad,
+        )
     with prepare(config(backend, optimizer=ADAMW | {"lr": 1e-3, "weight_decay": 0.3})) as engine:
         by_config = engine.load(folder), engine.lr
     with unishard.prepare(mlp(3), config(backend, precision="bf16"), train=False) as engine:
@@ -352,7 +395,9 @@ def changed(backend, root):
 
 @everywhere
 def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root):
-    for by_hand, by_config, evaluated in values(play(tuple((changed, (each, root)) for each in BACKENDS))[changed, (backend, root)]):
+    for by_hand, by_config, evaluated in values(
+        play(tuple((changed, (each, root)) for each in BACKENDS))[changed, (backend, root)]
+    ):
         assert by_hand[1:] == (0.5, False, True)
         assert by_hand[0].notes == ()
         assert by_config[1] == 1e-3
@@ -369,7 +414,10 @@ def test_a_killed_rank_leaves_the_former_checkpoint(root):
     assert found.name == "step-00000001"
     (resumed,) = run_ranks(1, _resumed, root)
     assert resumed[0] == 1
-    assert "saved by 2 ranks, so random generators (dropout and others) are seeded from training.seed, step and rank" in resumed[1]
+    assert (
+        "saved by 2 ranks, so random generators (dropout and others) are seeded from training.seed, step and rank"
+        in resumed[1]
+    )
     assert [path.name for path in (Path(root) / "killed").iterdir() if path.name.startswith(".")] == [".owner"]
 
 
@@ -403,4 +451,8 @@ def other_batch(backend, root):
 def test_another_global_batch_is_noted(backend, root):
     for notes in values(play(tuple((other_batch, (each, root)) for each in BACKENDS))[other_batch, (backend, root)]):
         (note,) = notes
-        assert note == "the global batch size was 4 and is now 8; adjust training.gradient_accumulation_steps to the number of ranks"
+        assert (
+            note
+            == "the global batch size was 4 and is now 8; adjust training.gradient_accumulation_steps to the number of "
+            "ranks"
+        )

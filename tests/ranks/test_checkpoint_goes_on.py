@@ -1,4 +1,5 @@
-"""What goes on counting after a load: updates, minutes, the loss scale; and what a second look at a checkpoint tells."""
+"""What goes on counting after a load: updates, minutes, the loss scale; and what a second look at a checkpoint
+tells."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def steps(folder):
 
 
 def resumed(backend, root):
-    """Saves every third update, also after a resume; parameters that were frozen by hand train again as in the checkpoint."""
+    """Saves every third update, also after a resume; parameters that were frozen by hand train again as in the
+    checkpoint."""
     place = {"dir": f"{root}/{backend}-every", "every_steps": 3}
     with prepare(config(backend, checkpoint=place)) as engine:
         train(engine, own_share(4))
@@ -113,7 +115,8 @@ def test_minutes_count_from_the_last_save(backend, root):
 
 
 def replaced(backend, root):
-    """Saves twice at one step, in the background, and looks whether every bit is as its hash says, with a manifest that lies."""
+    """Saves twice at one step, in the background, and looks whether every bit is as its hash says, with a manifest that
+    lies."""
     cfg = config(backend, checkpoint={"dir": f"{root}/{backend}-twice", "async_save": True})
     with prepare(cfg) as engine:
         engine.save(state="first")
@@ -190,7 +193,9 @@ def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_onc
         assert told["waited"][1:] == ("nothing", "nothing")
         assert told["exported"][0] == "nothing"
         assert "rank 1 could not write its shards" in told["exported"][1]
-        assert len([line for line in lines if line.startswith("the save in the background failed: ")]) == (0 if rank else 3)
+        assert len([line for line in lines if line.startswith("the save in the background failed: ")]) == (
+            0 if rank else 3
+        )
     assert steps(f"{root}/{backend}-failing") == []
 
 
@@ -230,7 +235,8 @@ def stopped(what):
 
 
 def interrupted(backend, root):
-    """Somebody presses Ctrl-C while rank 0 writes its tensors; an exit comes while it writes the manifest, and one while it exports."""
+    """Somebody presses Ctrl-C while rank 0 writes its tensors; an exit comes while it writes the manifest, and one
+    while it exports."""
     folder, told = f"{root}/{backend}-pressed", {}
     with prepare(config(backend)) as engine:
         with pytest.MonkeyPatch.context() as patch:
@@ -261,7 +267,10 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backen
     assert first["tensors"] == first["export"] == "KeyboardInterrupt: "
     assert second["tensors"].startswith("CheckpointError: ")
     assert second["tensors"].endswith("rank 0 could not write its shards: KeyboardInterrupt")
-    assert (first["manifest"], second["manifest"]) == ("SystemExit: 3", "CheckpointError: rank 0: interrupted by SystemExit")
+    assert (first["manifest"], second["manifest"]) == (
+        "SystemExit: 3",
+        "CheckpointError: rank 0: interrupted by SystemExit",
+    )
     assert second["export"] == "CheckpointError: rank 0: interrupted by KeyboardInterrupt"
     assert (first["load"], second["load"]) == ("CheckpointError: rank 1: interrupted by SystemExit", "SystemExit: 3")
     assert [left for _, left in played(interrupted, backend, root)] == [[], []]
@@ -270,7 +279,8 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backen
 
 
 def pressed(backend, root):
-    """A real Ctrl-C on rank 1 while it writes: once, which the save outlives, and twice, where the user does not wait."""
+    """A real Ctrl-C on rank 1 while it writes: once, which the save outlives, and twice, where the user does not
+    wait."""
     folder, told = f"{root}/{backend}-keys", []
     record, before = writing.envelope_of, signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,5 @@
-"""Runs that share a directory of checkpoints: which one is resumed, what a new one does to an older one, what retention leaves."""
+"""Runs that share a directory of checkpoints: which one is resumed, what a new one does to an older one, what retention
+leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def root(tmp_path_factory):
 
 def played(scenario, backend, root):
     """What every rank returned; all scenarios of both engines are played in the same ranks."""
-    return values(play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)])
+    return values(
+        play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)]
+    )
 
 
 def names(root):
@@ -36,7 +39,8 @@ def runs(root):
 
 
 def resumed(backend, root):
-    """The same program three times, without a call that loads; the second time on the other engine, the third with a job killed at once."""
+    """The same program three times, without a call that loads; the second time on the other engine, the third with a
+    job killed at once."""
     found = []
     checkpoint = {"dir": f"{root}/{backend}-resumed", "every_steps": 2, "keep_last": 2, "on_existing": "resume"}
     for kind in (backend, OTHER[backend], backend):
@@ -75,7 +79,15 @@ def begun_beside(backend, root):
     with prepare(cfg) as engine:
         begun = engine.load(newest).path
         train(engine, own_share(1))
-    return resumed, newest.name, both, older, begun == engine.resumed.path, finding.latest(Path(folder)).name, names(folder)
+    return (
+        resumed,
+        newest.name,
+        both,
+        older,
+        begun == engine.resumed.path,
+        finding.latest(Path(folder)).name,
+        names(folder),
+    )
 
 
 @everywhere
@@ -133,7 +145,8 @@ def test_loading_from_another_directory_is_a_new_run(backend, root):
 
 
 def elsewhere(backend, root):
-    """Saves in a directory of another run that the config does not name: what was trained is not lost, and neither is what was there."""
+    """Saves in a directory of another run that the config does not name: what was trained is not lost, and neither is
+    what was there."""
     folder = f"{root}/{backend}-elsewhere"
     saved = []
     for _ in range(2):
@@ -182,7 +195,8 @@ def test_a_run_of_an_earlier_version_is_resumed_as_one_run(backend, root):
 
 
 def judged(backend, root):
-    """Saves with a metric after each update, which is best in the middle; a tensor on the device, and a run without one."""
+    """Saves with a metric after each update, which is best in the middle; a tensor on the device, and a run without
+    one."""
     told = {}
     checkpoint = {"dir": f"{root}/{backend}-judged", "keep_last": 1, "keep_best": 1}
     with prepare(config(backend, checkpoint=checkpoint)) as engine:
@@ -203,8 +217,13 @@ def judged(backend, root):
 def test_the_best_checkpoint_is_kept_and_loaded(backend, root):
     for told, left, best, highest, latest in played(judged, backend, root):
         assert "no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)" in told["none"]
-        assert told["word"] == "ContractError: save: metric must be a number, got '0.5'; pass one such as engine.mean(loss)"
-        assert told["differs"].startswith("RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass")
+        assert (
+            told["word"]
+            == "ContractError: save: metric must be a number, got '0.5'; pass one such as engine.mean(loss)"
+        )
+        assert told["differs"].startswith(
+            "RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass"
+        )
         assert "rank 0 has 0.5, rank 1 has None" in told["missing"]
         assert left == {2: 0.25, 4: None}
         assert (best, highest, latest) == (2, 2, 4)

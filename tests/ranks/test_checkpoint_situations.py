@@ -1,4 +1,5 @@
-"""Saves and loads where runs go wrong silently: several engines, other formats, other schedules, frozen blocks, models that grew."""
+"""Saves and loads where runs go wrong silently: several engines, other formats, other schedules, frozen blocks, models
+that grew."""
 
 from __future__ import annotations
 
@@ -42,12 +43,16 @@ def played(scenario, backend, root):
     return values(play(tuple((scenario, (each, root)) for each in BACKENDS))[scenario, (backend, root)])
 
 
-# -- several engines in one process -----------------------------------------------------------------------------------------------------
+# -- several engines in one process
+# -----------------------------------------------------------------------------------------------------
 
 
 def two_engines(backend, root):
     """Both save in the background after every update, each into its own directory."""
-    cfgs = [config(backend, checkpoint={"dir": f"{root}/{backend}-{name}", "async_save": True, "every_steps": 1}) for name in "ab"]
+    cfgs = [
+        config(backend, checkpoint={"dir": f"{root}/{backend}-{name}", "async_save": True, "every_steps": 1})
+        for name in "ab"
+    ]
     with prepare(cfgs[0]) as first, prepare(cfgs[1]) as second:
         for micro_batch in own_share(4):
             for engine in (first, second):
@@ -71,7 +76,9 @@ def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, ro
 def signalled(backend, root):
     """Two engines wait for the same signal; the second is closed after the first, and neither is left in the way."""
     before = signal.getsignal(signal.SIGUSR1)
-    cfgs = [config(backend, checkpoint={"dir": f"{root}/{backend}-signal-{name}", "on_signal": ["USR1"]}) for name in "ab"]
+    cfgs = [
+        config(backend, checkpoint={"dir": f"{root}/{backend}-signal-{name}", "on_signal": ["USR1"]}) for name in "ab"
+    ]
     first, second = map(prepare, cfgs)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -106,7 +113,7 @@ def test_a_load_of_a_model_that_does_not_train_leaves_the_random_numbers_alone(b
     assert all(played(teacher, backend, root))
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------------------------
+# -- formats -----------------------------------------------------------------------------------------------------------
 
 
 class WideMoments(torch.optim.Optimizer):
@@ -129,12 +136,15 @@ class WideMoments(torch.optim.Optimizer):
 
 
 def pure(backend, root):
-    """From full_shard to shard_grad_op of the other engine in pure bf16, where ranks hold nothing of some parameters."""
+    """From full_shard to shard_grad_op of the other engine in pure bf16, where ranks hold nothing of some
+    parameters."""
     cfg = config(backend, optimizer=None, precision=PURE)
     with unishard.prepare(mlp(), cfg, WideMoments) as engine:
         train(engine, own_share(2))
         folder = engine.save(f"{root}/{backend}-pure")
-    with unishard.prepare(mlp(3), config(OTHER[backend], "shard_grad_op", optimizer=None, precision=PURE), WideMoments) as engine:
+    with unishard.prepare(
+        mlp(3), config(OTHER[backend], "shard_grad_op", optimizer=None, precision=PURE), WideMoments
+    ) as engine:
         notes = engine.load(folder, verify="bits").notes
         again = engine.save(f"{root}/{backend}-pure-again")
     return notes, manifest.read(folder).tensors, manifest.read(again).tensors
@@ -168,7 +178,9 @@ def test_a_run_in_bf16_that_goes_on_in_fp16_begins_with_a_scale(backend, root):
 def empty(backend, root):
     """State with tensors that have no elements."""
     with prepare(config(backend)) as engine:
-        folder = engine.save(f"{root}/{backend}-empty", state={"none": torch.empty(3, 0, dtype=torch.int16), "raw": b""})
+        folder = engine.save(
+            f"{root}/{backend}-empty", state={"none": torch.empty(3, 0, dtype=torch.int16), "raw": b""}
+        )
         return engine.load(folder).state
 
 
@@ -218,7 +230,8 @@ FROZEN = ("wide", "strided", "rows", "turned", "expanded", "conjugate", "negated
 
 
 def odd(backend, root):
-    """Saved by one engine, in its model and in the user's state, loaded by the other, exported by it, from the checkpoint and a copy."""
+    """Saved by one engine, in its model and in the user's state, loaded by the other, exported by it, from the
+    checkpoint and a copy."""
     with unishard.prepare(Collection(1), config(backend)) as engine:
         train(engine, own_share(1))
         for name in DRIFTED if my_rank() else ():
@@ -228,10 +241,14 @@ def odd(backend, root):
     with unishard.prepare(Collection(2), config(OTHER[backend])) as engine:
         resumed = engine.load(folder, verify="bits")
         expected = odd_tensors(1)
-        expected |= {name: (expected[name].to(torch.float64) / 2).to(expected[name].dtype) for name in ("count", "eight")}
+        expected |= {
+            name: (expected[name].to(torch.float64) / 2).to(expected[name].dtype) for name in ("count", "eight")
+        }
         expected |= {f"frozen.{name}": value for name, value in odd_tensors(101).items() if name in FROZEN}
         buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers() if name in expected}
-        shards = {name: engine.parameter(name).cpu() for name in expected if name.startswith("frozen.") and "conj" not in name}
+        shards = {
+            name: engine.parameter(name).cpu() for name in expected if name.startswith("frozen.") and "conj" not in name
+        }
     wrong = [name for name, value in buffers.items() if hash_of(value) != hash_of(expected[name])]
     wrong += [name for name, value in shards.items() if not torch.equal(value, expected[name].float())]
     wrong += [name for name, value in odd_tensors(7).items() if hash_of(resumed.state[name]) != hash_of(value)]
@@ -264,7 +281,8 @@ class Quarters(torch.optim.SGD):
 
 
 def strange_state(backend, root):
-    """A state of the user's or the optimizer's own that cannot be saved is named at the call, not when it is written."""
+    """A state of the user's or the optimizer's own that cannot be saved is named at the call, not when it is
+    written."""
     cfg = config(backend, "no_shard", optimizer=None)
     with unishard.prepare(mlp(), cfg, lambda found: Quarters(found, lr=0.1)) as engine:
         told = [refused(engine.save, f"{root}/{backend}-strange", state={"mask": torch.eye(2).to_sparse()})]
@@ -317,11 +335,12 @@ def test_a_manifest_that_does_not_fit_together_is_one_error_on_every_rank(backen
             assert part in message
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------------------------
+# -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 def scheduled(backend, root):
-    """A schedule that writes betas beside the rate, gone on with by the other engine; one with another rate; one that cannot be saved."""
+    """A schedule that writes betas beside the rate, gone on with by the other engine; one with another rate; one that
+    cannot be saved."""
     told = {}
 
     def built(kind, which, lr=0.01):
@@ -363,12 +382,15 @@ def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backen
         assert notes == ()
         assert again == pytest.approx(expected, rel=1e-5)
         notes, rate = told["stairs"]
-        assert notes == ("group 0 of the optimizer: initial_lr is 0.5 in the config; the scheduler continues with the saved 0.01",)
+        assert notes == (
+            "group 0 of the optimizer: initial_lr is 0.5 in the config; the scheduler continues with the saved 0.01",
+        )
         assert rate == 0.01
         assert "LambdaLR cannot be saved: " in told["odd"]
 
 
-# -- what fits in part, and calls at odd times ----------------------------------------------------------------------------------
+# -- what fits in part, and calls at odd times
+# ----------------------------------------------------------------------------------
 
 
 class Grown(nn.Module):
@@ -416,7 +438,8 @@ def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backen
 
 
 def at_odd_times(backend, root):
-    """Inside `frozen`, between forward and backward, with a word that is none, with arguments that differ, after another load."""
+    """Inside `frozen`, between forward and backward, with a word that is none, with arguments that differ, after
+    another load."""
     told = {}
     data = [{"x": torch.randn(13), "labels": torch.tensor(index % 11)} for index in range(24)]
     cfg = checked(backend)
@@ -451,7 +474,9 @@ def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_sta
     for told in played(at_odd_times, backend, root):
         for call, problem in zip(("save", "load"), told["frozen"], strict=True):
             assert problem.startswith(f"ContractError: {call} was called inside engine.frozen()")
-        assert told["graph"].startswith("ContractError: load would change a parameter that the backward of an earlier forward still needs")
+        assert told["graph"].startswith(
+            "ContractError: load would change a parameter that the backward of an earlier forward still needs"
+        )
         assert told["word"] == 'ContractError: load: verify is \'bit\'; pass "files", "bits", or None for no check'
         assert told["batches"] == 6
         assert told["assets"].startswith("CheckpointError: rank 0: KeyError: 'of a library")

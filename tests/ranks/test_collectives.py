@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 from playing import STRATEGIES, play, values
 from playing import checked as config
-from recording import ACCUMULATION, BLOCK, HEAD, INPUT, LARGEST, PARAMETERS, Countable, Indexed, moved, record, record_and_train, sizes
+from recording import (
+    ACCUMULATION,
+    BLOCK,
+    HEAD,
+    INPUT,
+    LARGEST,
+    PARAMETERS,
+    Countable,
+    Indexed,
+    moved,
+    record,
+    record_and_train,
+    sizes,
+)
 from recording import TABLE as TABLE_OF_EMBEDDINGS
 
 from unishard import Topology
@@ -36,7 +49,9 @@ OPTIONS = {
 def recorded(backend, strategy, option):
     """The blocks are the units, so that input and head are the root's."""
     sections = dict(OPTIONS[option])
-    sharding = {"strategy": strategy} | ({} if strategy == "no_shard" else {"units": ["Block"]}) | sections.pop("sharding", {})
+    sharding = (
+        {"strategy": strategy} | ({} if strategy == "no_shard" else {"units": ["Block"]}) | sections.pop("sharding", {})
+    )
     return record(config(backend, sharding, training={"gradient_accumulation_steps": ACCUMULATION}, **sections))
 
 
@@ -52,7 +67,12 @@ LAST_KEPT = {"all_gather": 2 * BLOCK} | SCATTER
 TABLE = {
     ("fsdp", "no_shard", "default"): {"backward 1": REDUCE},
     ("fsdp", "shard_optimizer", "default"): {"forward 0": GATHER, "backward 1": SCATTER, "step 1": NORM},
-    ("fsdp", "shard_grad_op", "default"): {"forward 0": GATHER, "backward 0": SCATTER, "backward 1": SCATTER, "step 1": NORM},
+    ("fsdp", "shard_grad_op", "default"): {
+        "forward 0": GATHER,
+        "backward 0": SCATTER,
+        "backward 1": SCATTER,
+        "step 1": NORM,
+    },
     **{
         ("fsdp", "full_shard", option): {
             "forward 0": GATHER,
@@ -61,7 +81,12 @@ TABLE = {
             "backward 1": again,
             "step 1": NORM,
         }
-        for option, again in (("default", LAST_KEPT), ("no prefetch", AGAIN), ("one unit ahead", LAST_KEPT), ("all ahead", LAST_KEPT))
+        for option, again in (
+            ("default", LAST_KEPT),
+            ("no prefetch", AGAIN),
+            ("one unit ahead", LAST_KEPT),
+            ("all ahead", LAST_KEPT),
+        )
     },
     ("fsdp", "shard_optimizer", "zero redundancy"): {"backward 1": REDUCE, "step 1": {"broadcast": P}},
     # Where the end of the window cannot be waited for, since FSDP2 would add up in bf16 what it has not reduced yet.
@@ -114,7 +139,8 @@ CELLS = (
 
 
 FLAGS = "uint8"
-"""Format in which ranks on DeepSpeed ask each other which parameters a window used, a byte each; nothing else travels in it."""
+"""Format in which ranks on DeepSpeed ask each other which parameters a window used, a byte each; nothing else travels
+in it."""
 
 
 def events_of(*cell):
@@ -146,7 +172,8 @@ def test_the_micro_batches_phases_are_all_that_there_are():
     assert seen == {f"{phase} {turn}" for phase in ("forward", "backward") for turn in range(ACCUMULATION)} | {"step 1"}
 
 
-# -- units and prefetching ----------------------------------------------------------------------------------------------------------
+# -- units and prefetching
+# ----------------------------------------------------------------------------------------------------------
 
 LINEARS = [144, 136] * 3
 
@@ -207,7 +234,11 @@ def test_as_much_is_gathered_ahead_as_the_prefetch_bucket_holds(backend, option,
 
 
 def test_where_fsdp_prefetches_all_of_backward_it_does_so_at_once():
-    assert ahead(events_of("fsdp", "full_shard", "all ahead"), "backward 1", -BLOCK) == [2 * BLOCK, BLOCK, 0]  # the last is there
+    assert ahead(events_of("fsdp", "full_shard", "all ahead"), "backward 1", -BLOCK) == [
+        2 * BLOCK,
+        BLOCK,
+        0,
+    ]  # the last is there
     assert ahead(events_of("fsdp", "full_shard", "default"), "backward 1", -BLOCK) == [BLOCK, BLOCK, 0]
     # torch's own prefetch: one unit ahead, after the first
     assert ahead(events_of("fsdp", "full_shard", "no prefetch"), "backward 1", 0) == [BLOCK, BLOCK, 0]
@@ -219,9 +250,13 @@ def test_what_deepspeed_prefetched_for_backward_when_forward_ends_is_not_gathere
     for turn in range(ACCUMULATION):
         both = by_phase[f"forward {turn}"]["all_gather"] + by_phase[f"backward {turn}"]["all_gather"]
         assert both == 2 * P - BLOCK - HEAD
-    cfg = config("deepspeed", {"units": ["Block"]}, training={"gradient_accumulation_steps": ACCUMULATION}, **OPTIONS[option])
+    cfg = config(
+        "deepspeed", {"units": ["Block"]}, training={"gradient_accumulation_steps": ACCUMULATION}, **OPTIONS[option]
+    )
     planned = registry.get("deepspeed").footprint(shape_of(Countable(), cfg.sharding), cfg, Topology(2, 2)).traffic
-    assert sum(each.nbytes for each in planned if each.kind == "all_gather") == 4 * ACCUMULATION * (2 * P - BLOCK - HEAD)
+    assert sum(each.nbytes for each in planned if each.kind == "all_gather") == 4 * ACCUMULATION * (
+        2 * P - BLOCK - HEAD
+    )
 
 
 EMBEDDED = {
@@ -232,7 +267,12 @@ EMBEDDED = {
 
 
 def embedded(option):
-    cfg = config("fsdp", {"units": ["Block", "Embedding"]}, training={"gradient_accumulation_steps": ACCUMULATION}, **EMBEDDED[option])
+    cfg = config(
+        "fsdp",
+        {"units": ["Block", "Embedding"]},
+        training={"gradient_accumulation_steps": ACCUMULATION},
+        **EMBEDDED[option],
+    )
     return record_and_train(cfg, Indexed)
 
 
@@ -258,7 +298,8 @@ def test_the_plan_knows_which_units_backward_gathers(option):
     assert gathers == {"forward": P + TABLE_OF_EMBEDDINGS, "backward": 2 * BLOCK + again}
 
 
-# -- reduction ----------------------------------------------------------------------------------------------------------------------
+# -- reduction
+# ----------------------------------------------------------------------------------------------------------------------
 
 REDUCTIONS = {
     ("fsdp", "no_shard"): ("all_reduce", "backward 1"),

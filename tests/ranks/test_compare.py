@@ -33,7 +33,9 @@ finally:
 
 
 def test_every_candidate_is_measured_and_ended(tmp_path):
-    (tmp_path / "c.yaml").write_text("backend: fsdp\ntraining: {micro_batch_size: 2}\noptimizer: {name: sgd, lr: 0.1}\n")
+    (tmp_path / "c.yaml").write_text(
+        "backend: fsdp\ntraining: {micro_batch_size: 2}\noptimizer: {name: sgd, lr: 0.1}\n"
+    )
     (tmp_path / "train.py").write_text(SCRIPT)
     words = "compare c.yaml --processes-per-node 2 --steps 5 --rounds 1 --out logs --json train.py deepspeed"
     done = completed([sys.executable, "-m", "unishard", *words.split()], cwd=tmp_path, capture_output=True, text=True)
@@ -70,10 +72,16 @@ def build():
 
 
 def test_tune_measures_what_fits_and_writes_the_best(tmp_path):
-    """The config as it is accumulates; the plan drops a micro-batch of all samples, which does not fit. One rank: above there are two."""
-    (tmp_path / "c.yaml").write_text("backend: fsdp  # ours\nsharding: no_shard\ntraining: {gradient_accumulation_steps: 8}\n")
+    """The config as it is accumulates; the plan drops a micro-batch of all samples, which does not fit. One rank: above
+    there are two."""
+    (tmp_path / "c.yaml").write_text(
+        "backend: fsdp  # ours\nsharding: no_shard\ntraining: {gradient_accumulation_steps: 8}\n"
+    )
     (tmp_path / "factories.py").write_text(MODEL)
-    words = "tune c.yaml --model factories:build --seq-len 1024 --memory 700KiB --processes-per-node 1 --steps 3 --most 2 --write --json"
+    words = (
+        "tune c.yaml --model factories:build --seq-len 1024 --memory 700KiB --processes-per-node 1 --steps 3 "
+        "--most 2 --write --json"
+    )
     command = [sys.executable, "-m", "unishard", *words.split(), "--backends", "fsdp", "--strategies", "no_shard"]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path)}
     done = completed(command, cwd=tmp_path, env=environ, capture_output=True, text=True)

@@ -12,7 +12,9 @@ from unishard.testing import run_ranks
 ONE_ROUND = Turns(0.0, 1, 1)
 
 
-@pytest.mark.parametrize("settings", [("fsdp", "full_shard", "fp32"), ("deepspeed", "shard_grad_op", "bf16")], ids="-".join)
+@pytest.mark.parametrize(
+    "settings", [("fsdp", "full_shard", "fp32"), ("deepspeed", "shard_grad_op", "bf16")], ids="-".join
+)
 def test_the_loops_train_the_same_and_unishard_sends_what_the_plan_says(settings):
     cell = Cell(*settings, "tiny")
     found = cell_result(cell, 0, theory(cell, 2), run_ranks(2, take_turns, cell, CANDIDATES, ONE_ROUND))

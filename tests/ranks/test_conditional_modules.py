@@ -32,7 +32,9 @@ def built(kind):
 
 
 def prepared(backend, strategy, kind, whole, **sharding):
-    return unishard.prepare(built(kind), config(backend, {"strategy": strategy, "conditional_modules": [whole], **sharding}))
+    return unishard.prepare(
+        built(kind), config(backend, {"strategy": strategy, "conditional_modules": [whole], **sharding})
+    )
 
 
 def units(backend, kind, whole, **sharding):
@@ -41,7 +43,8 @@ def units(backend, kind, whole, **sharding):
 
 
 def held(backend, strategy):
-    """Bytes of parameters on this rank between steps, as a part of all, before and after a step that only rank 1 needs the tower for."""
+    """Bytes of parameters on this rank between steps, as a part of all, before and after a step that only rank 1 needs
+    the tower for."""
     with prepared(backend, strategy, "Pictures", "Tower") as engine:
         whole = sum(parameter.numel() * 4 for parameter in built("Pictures").parameters())
         before = engine.placement().param_bytes / whole
@@ -63,7 +66,8 @@ def told(backend, strategy):
 
 
 def interrupted(backend):
-    """An evaluation that only one rank needs the tower for, between backward and step and between forward and backward."""
+    """An evaluation that only one rank needs the tower for, between backward and step and between forward and
+    backward."""
     losses = []
     for evaluates in (False, True):
         with prepared(backend, "full_shard", "Pictures", "Tower") as engine:
@@ -92,7 +96,9 @@ def checkpointed(backend):
     """Experts behind a router, recomputed in blocks."""
     norms = []
     for asked in ("none", "full"):
-        cfg = config(backend, {"strategy": "full_shard", "conditional_modules": ["Expert"]}, activation_checkpointing=asked)
+        cfg = config(
+            backend, {"strategy": "full_shard", "conditional_modules": ["Expert"]}, activation_checkpointing=asked
+        )
         with unishard.prepare(built("Mixture"), cfg) as engine:
             for _ in range(3):
                 engine.backward(engine(**batch(picture=False)).loss)
@@ -105,7 +111,11 @@ SCENARIOS = (
     *((function, cell) for function in (told, infinite) for cell in CELLS),
     *((function, (backend,)) for function in (interrupted, checkpointed) for backend in BACKENDS),
     *((held, (backend, "full_shard")) for backend in BACKENDS),
-    *((units, (backend, *case)) for backend in BACKENDS for case in (("Mixture", "Expert"), ("Pictures", "Tower"), ("Mixture", "Routed"))),
+    *(
+        (units, (backend, *case))
+        for backend in BACKENDS
+        for case in (("Mixture", "Expert"), ("Pictures", "Tower"), ("Mixture", "Routed"))
+    ),
 )
 
 
@@ -150,7 +160,8 @@ def test_experts_may_be_recomputed(backend):
         assert norms[:3] == norms[3:]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# --------------------------------------------------------------------------------------------------------------
 
 
 def refused(strategy):

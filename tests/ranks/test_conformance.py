@@ -1,4 +1,5 @@
-"""Every backend x strategy x accumulation x clipping x precision against plain torch: the shipped suite, run on our own engines."""
+"""Every backend x strategy x accumulation x clipping x precision against plain torch: the shipped suite, run on our own
+engines."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ QUICK = [cell for cell in PLAIN if (cell.model, cell.clip, cell.precision, cell.
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=str(cell), marks=[pytest.mark.quick] * (cell in QUICK)) for cell in conformance.suite()]
+    "cell",
+    [pytest.param(cell, id=str(cell), marks=[pytest.mark.quick] * (cell in QUICK)) for cell in conformance.suite()],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_property):
     answer = conformance.measure(backend, cell)
     if not isinstance(answer, conformance.Refusal):
         record_property("deviation", conformance.compare(answer, conformance.expected(cell))._asdict())
-        record_property("declared gap", conformance.tolerance(backend, cell) is not conformance.TOLERANCES[cell.precision])
+        record_property(
+            "declared gap", conformance.tolerance(backend, cell) is not conformance.TOLERANCES[cell.precision]
+        )
     assert conformance.check(backend, cell) == []
 
 
@@ -73,11 +77,15 @@ def test_clipping_always_acts_where_a_cell_asks_for_it():
     assert all(min(conformance.expected(cell).norms) > cell.clip for cell in clipped)
 
 
-@pytest.mark.parametrize(("devices", "env"), [(0, {"CUDA_VISIBLE_DEVICES": ""}), (1, {"CUDA_VISIBLE_DEVICES": ""}), (2, None)])
+@pytest.mark.parametrize(
+    ("devices", "env"), [(0, {"CUDA_VISIBLE_DEVICES": ""}), (1, {"CUDA_VISIBLE_DEVICES": ""}), (2, None)]
+)
 def test_the_reference_trains_on_the_cpu_where_the_ranks_do(devices, env, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(conformance, "run_ranks", lambda *given, **named: asked.append((given[0], named["env"])) or [{}])
+    monkeypatch.setattr(
+        conformance, "run_ranks", lambda *given, **named: asked.append((given[0], named["env"])) or [{}]
+    )
     conformance._oracle_group.__wrapped__("mlp fp32", 2)
     assert asked == [(1, env)]
 
@@ -88,7 +96,10 @@ def test_every_declared_gap_is_still_there():
         common = conformance.TOLERANCES[gap.precision].first_losses
         inside = [cell for cell in PLAIN if (cell.model, cell.strategy, cell.precision) == gap[1:4] and cell.world == 2]
         assert inside
-        found = [conformance.compare(conformance.measure(gap.backend, cell), conformance.expected(cell)).first_losses for cell in inside]
+        found = [
+            conformance.compare(conformance.measure(gap.backend, cell), conformance.expected(cell)).first_losses
+            for cell in inside
+        ]
         assert max(found) > common, found
         assert gap.link.startswith("https://")
 
@@ -116,6 +127,12 @@ def test_a_curve_that_deviates_is_seen(curve, field, value):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_check_says_what_is_wrong_when_an_engine_trains_something_else(backend, monkeypatch):
     curve = conformance.expected(QUICK[0])
-    wrong = curve._replace(losses=tuple(loss * 1.01 for loss in curve.losses), norms=(*curve.norms[:-1], curve.norms[-1] * 2))
+    wrong = curve._replace(
+        losses=tuple(loss * 1.01 for loss in curve.losses), norms=(*curve.norms[:-1], curve.norms[-1] * 2)
+    )
     monkeypatch.setattr(conformance, "measure", lambda *_: wrong)
-    assert [line.split(" differ")[0] for line in conformance.check(backend, QUICK[0])] == ["first losses", "losses", "norms"]
+    assert [line.split(" differ")[0] for line in conformance.check(backend, QUICK[0])] == [
+        "first losses",
+        "losses",
+        "norms",
+    ]

@@ -7,14 +7,28 @@ import warnings
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, curve, error, everyones, own_share, play, prepare, share, train, values
+from playing import (
+    SPANNING,
+    STRATEGIES,
+    config,
+    curve,
+    error,
+    everyones,
+    own_share,
+    play,
+    prepare,
+    share,
+    train,
+    values,
+)
 
 import unishard
 from unishard.testing import conformance, oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
 
-# -- training ---------------------------------------------------------------------------------------------------------------------
+# -- training
+# ---------------------------------------------------------------------------------------------------------------------
 
 CLIPS = (..., 0.2, None, 0.4, ..., None)
 
@@ -36,14 +50,18 @@ def clip_by_step_without_one_in_the_config(backend, strategy):
 
 def short_window(backend, strategy, last_window):
     """Two epochs of 5 micro-batches in windows of 3."""
-    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 3, "last_window": last_window})) as engine:
+    with prepare(
+        config(backend, strategy, training={"gradient_accumulation_steps": 3, "last_window": last_window})
+    ) as engine:
         return [train(engine, own_share(5)) for _ in range(2)]
 
 
 def bad_gradient_on_one_rank(backend, strategy, precision):
     """Five windows of 2 under a falling rate; in the third, rank 1's first gradient is infinite."""
     schedule = {"name": "cosine", "warmup_steps": 1, "total_steps": 6}
-    cfg = config(backend, strategy, precision=precision, scheduler=schedule, training={"gradient_accumulation_steps": 2})
+    cfg = config(
+        backend, strategy, precision=precision, scheduler=schedule, training={"gradient_accumulation_steps": 2}
+    )
     rank = unishard.Topology.from_environment().rank
     done = []
     with prepare(cfg) as engine:
@@ -73,9 +91,12 @@ def evaluation_in_between(backend, strategy):
 
 
 def validation_in_between(backend, strategy):
-    """In the middle of a window, a whole loop over other batches in evaluation mode; then how many of them there were."""
+    """In the middle of a window, a whole loop over other batches in evaluation mode; then how many of them there
+    were."""
     seen = 0
-    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2, "last_window": "drop"})) as engine:
+    with prepare(
+        config(backend, strategy, training={"gradient_accumulation_steps": 2, "last_window": "drop"})
+    ) as engine:
         done = []
         for turn, batch in enumerate(engine.batches(own_share(8))):
             loss = engine(**batch).loss
@@ -195,7 +216,8 @@ def test_a_validation_loop_in_the_middle_of_a_window_sees_every_batch_and_does_n
     assert seen == 5
 
 
-# -- the rest of the engine's surface -----------------------------------------------------------------------------------------------
+# -- the rest of the engine's surface
+# -----------------------------------------------------------------------------------------------
 
 
 def context_manager(backend):
@@ -216,7 +238,12 @@ def means(backend):
     rank = unishard.Topology.from_environment().rank
     with prepare(config(backend)) as engine:
         tensor = torch.tensor([rank + 1.0], requires_grad=True)
-        return engine.mean(rank), engine.mean(tensor), tensor.item(), engine.mean(torch.tensor(float(rank), dtype=torch.bfloat16))
+        return (
+            engine.mean(rank),
+            engine.mean(tensor),
+            tensor.item(),
+            engine.mean(torch.tensor(float(rank), dtype=torch.bfloat16)),
+        )
 
 
 def surface(backend):
@@ -239,9 +266,12 @@ def different_lengths(backend):
 
 
 def loaders(backend):
-    """What is said about torch's own loader and about ours, and the size of the window after a short one was left at its end."""
+    """What is said about torch's own loader and about ours, and the size of the window after a short one was left at
+    its end."""
     cfg = config(backend, training={"gradient_accumulation_steps": 3})
-    data = [{name: value[0] for name, value in batch.items()} for batch in share(4, rank=0, world=2)]  # the same on both ranks
+    data = [
+        {name: value[0] for name, value in batch.items()} for batch in share(4, rank=0, world=2)
+    ]  # the same on both ranks
     said = []
     with prepare(cfg) as engine:
         for loader in (torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), unishard.dataloader(data, cfg)):
@@ -295,7 +325,9 @@ def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_loader_that_gives_every_rank_the_same_samples_is_told_of(backend):
     for (torchs, ours), _ in values(shown(backend, loaders)):
-        assert [message.partition(",")[0] for message in torchs] == ["each of the 2 ranks reads the entire dataset through RandomSampler"]
+        assert [message.partition(",")[0] for message in torchs] == [
+            "each of the 2 ranks reads the entire dataset through RandomSampler"
+        ]
         assert ours == []
 
 
@@ -305,7 +337,8 @@ def test_after_a_short_window_a_loop_by_hand_has_full_ones(backend):
         assert by_hand == [False, False, True]
 
 
-# -- the learning rate ----------------------------------------------------------------------------------------------------------------
+# -- the learning rate
+# ----------------------------------------------------------------------------------------------------------------
 
 SCHEDULES = (
     {"name": "cosine", "warmup_steps": 3, "total_steps": 8, "min_lr_ratio": 0.1},
@@ -315,7 +348,8 @@ SCHEDULES = (
 
 
 def rates(backend, schedule):
-    """(rate that `Step` reports, rate in the optimizer when it stepped) of ten updates, past the end of the schedule."""
+    """(rate that `Step` reports, rate in the optimizer when it stepped) of ten updates, past the end of the
+    schedule."""
     cfg = config(
         backend,
         "no_shard",
@@ -337,12 +371,18 @@ def rates(backend, schedule):
 
 
 def rates_of_transformers(schedule):
-    from transformers import get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup, get_linear_schedule_with_warmup
+    from transformers import (
+        get_constant_schedule_with_warmup,
+        get_cosine_with_min_lr_schedule_with_warmup,
+        get_linear_schedule_with_warmup,
+    )
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
     warmup, total = schedule["warmup_steps"], schedule.get("total_steps")
     scheduler = {
-        "cosine": lambda: get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, total, min_lr_rate=schedule["min_lr_ratio"]),
+        "cosine": lambda: get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, total, min_lr_rate=schedule["min_lr_ratio"]
+        ),
         "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, total),
         "constant": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
     }[schedule["name"]]()

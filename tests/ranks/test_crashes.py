@@ -1,4 +1,5 @@
-"""Ranks that are killed while they save, disks that run full and files that rot lose no more than the save that was cut off."""
+"""Ranks that are killed while they save, disks that run full and files that rot lose no more than the save that was cut
+off."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def harness():
         yield Harness(Path(folder))
 
 
-# -- ranks that are killed ----------------------------------------------------------------------------------------------------------
+# -- ranks that are killed
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_there_are_points_in_every_part_of_a_save(harness):
@@ -41,7 +43,9 @@ def test_there_are_points_in_every_part_of_a_save(harness):
     assert len(points) >= 200
     kinds = {point.kind for point in points}
     writing = ("open", "write", "half written", "fsync")
-    assert {f"{kind}, {where}" for kind, where in product(writing, ("tensors", "index", "assets", "manifest", "latest"))} <= kinds
+    assert {
+        f"{kind}, {where}" for kind, where in product(writing, ("tensors", "index", "assets", "manifest", "latest"))
+    } <= kinds
     assert {"rename, index", "rename, manifest", "rename, replacing", "rename, name", "rename, latest"} <= kinds
     assert {"rename, deleting", "unlink, deleting", "rmdir, deleting", "the end"} <= kinds
     for scenario, victims in product(SCENARIOS, ((0,), (1,), (1, 0), (0, 1))):
@@ -64,7 +68,9 @@ def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
     assert "told that the new checkpoint is complete" in found_wrong(root, scenario, promised=True)[0]
     newest = root / "step-00000030"
     if harm == "mixed":
-        shutil.copytree(root / "step-00000020", newest, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__1_0.distcp"))
+        shutil.copytree(
+            root / "step-00000020", newest, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__1_0.distcp")
+        )
     elif harm == "gone":
         shutil.rmtree(newest)
     else:
@@ -72,7 +78,8 @@ def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
     assert found_wrong(root, scenario, promised=False)[0]
 
 
-# -- disks that run full --------------------------------------------------------------------------------------------------------------
+# -- disks that run full
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(harness):
@@ -108,7 +115,8 @@ def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_p
     assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FOUND_BEFORE)
 
 
-# -- with an engine -------------------------------------------------------------------------------------------------------------------
+# -- with an engine
+# -------------------------------------------------------------------------------------------------------------------
 
 KILLS = {
     "while rank 1 writes its tensors": ((1,), Event("half written", "tensors")),
@@ -177,7 +185,8 @@ def test_another_engine_on_another_number_of_ranks_goes_on_where_a_killed_run_ha
     assert losses == pytest.approx(undisturbed[begun:], rel=1e-6)
 
 
-# -- files that rot -------------------------------------------------------------------------------------------------------------------
+# -- files that rot
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def truncate(path, share):
@@ -195,7 +204,8 @@ HARMS += [(flip, (share, bit)) for share, bit in ((0.0, 0), (0.2, 5), (0.5, 3), 
 
 
 def rotten(root):
-    """Harms each file in each way: what `unishard checkpoint verify` finds, and what `load` raises. Loads it when it is whole again."""
+    """Harms each file in each way: what `unishard checkpoint verify` finds, and what `load` raises. Loads it when it is
+    whole again."""
     told = []
     with prepare(config("fsdp", "full_shard", optimizer=ADAMW)) as engine:
         train(engine, own_share(1))

@@ -1,4 +1,5 @@
-"""A damaged checkpoint is one error on every rank of an engine that trains, which then trains on as if nobody had tried to load it."""
+"""A damaged checkpoint is one error on every rank of an engine that trains, which then trains on as if nobody had tried
+to load it."""
 
 from __future__ import annotations
 
@@ -152,20 +153,31 @@ def halved(optimizer):
 def held(engine):
     """This rank's master weights, optimizer state and random numbers, copied."""
     tensors = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
-    tensors += [value for state in engine.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors += [
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     tensors = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    options = [{name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups]
+    options = [
+        {name: value for name, value in group.items() if name != "params"} for group in engine.optimizer.param_groups
+    ]
     return [tensor.detach().clone() for tensor in tensors], torch.get_rng_state(), random.getstate(), repr(options)
 
 
 def same(one, other):
     return (
-        len(one[0]) == len(other[0]) and all(map(torch.equal, one[0], other[0])) and torch.equal(one[1], other[1]) and one[2:] == other[2:]
+        len(one[0]) == len(other[0])
+        and all(map(torch.equal, one[0], other[0]))
+        and torch.equal(one[1], other[1])
+        and one[2:] == other[2:]
     )
 
 
 def loads(backend, root, damages):
-    """Trains, saves, trains on, tries to load what each damage leaves, and trains on: errors, what changed, and losses."""
+    """Trains, saves, trains on, tries to load what each damage leaves, and trains on: errors, what changed, and
+    losses."""
     told, changed = {}, []
     with unishard.prepare(mlp(), config(backend, optimizer=None), adamw, halved) as engine:
         train(engine, own_share(1))
@@ -192,7 +204,8 @@ def unreadable(folder):
 
 
 def loads_halfway(backend, root):
-    """Loads what fails when some weights are loaded, and then what was saved: the error, and losses with and without it."""
+    """Loads what fails when some weights are loaded, and then what was saved: the error, and losses with and without
+    it."""
     with unishard.prepare(mlp(), config(backend, optimizer=None), adamw, halved) as engine:
         train(engine, own_share(1))
         sound = engine.save(f"{root}/{backend}-halfway")
@@ -211,7 +224,9 @@ def played(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("damaged"))
     scenarios = {(backend, "halfway"): (loads_halfway, (backend, root)) for backend in BACKENDS}
     scenarios |= {
-        (backend, tried): (loads, (backend, root, tuple(DAMAGES) if tried else ())) for backend in BACKENDS for tried in (False, True)
+        (backend, tried): (loads, (backend, root, tuple(DAMAGES) if tried else ()))
+        for backend in BACKENDS
+        for tried in (False, True)
     }
     return lambda *which: values(play(tuple(scenarios.values()))[scenarios[which]])
 

@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 
 def config(micro: int = 4, accumulate: int = 1, seed: int = 0) -> Config:
-    return Config.model_validate({"training": {"micro_batch_size": micro, "gradient_accumulation_steps": accumulate, "seed": seed}})
+    return Config.model_validate(
+        {"training": {"micro_batch_size": micro, "gradient_accumulation_steps": accumulate, "seed": seed}}
+    )
 
 
 def ids(loader: Any) -> list[list[int]]:
@@ -41,7 +43,8 @@ def flat(lists: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
-# -- each rank's share ----------------------------------------------------------------------------------------------------
+# -- each rank's share
+# ----------------------------------------------------------------------------------------------------
 
 
 def share(cfg: Config, options: dict[str, Any]) -> list[list[list[int]]]:
@@ -62,7 +65,10 @@ def updates(ranks: list[list[list[int]]], accumulate: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def shares() -> dict[int, list[list[list[list[int]]]]]:
     """By number of ranks; the global batch is 16 samples for each."""
-    return {world: run_ranks(world, share, config(micro=4, accumulate=4 // world), {"drop_last": True}) for world in (1, 2, 4)}
+    return {
+        world: run_ranks(world, share, config(micro=4, accumulate=4 // world), {"drop_last": True})
+        for world in (1, 2, 4)
+    }
 
 
 def test_shares_are_disjoint_and_cover_the_data() -> None:
@@ -152,7 +158,10 @@ def test_resumes_on_another_number_of_ranks() -> None:
     ("state", "message"),
     [
         (unishard.dataloader(range(SAMPLES), config()).state_dict(), "dataset_length was 50, is 51; seed was 0, is 3"),
-        ({"_num_yielded": 3, "_snapshot": {}}, r"the state \(_num_yielded, _snapshot\) is not from a unishard.dataloader"),
+        (
+            {"_num_yielded": 3, "_snapshot": {}},
+            r"the state \(_num_yielded, _snapshot\) is not from a unishard.dataloader",
+        ),
         ({}, r"the state \(\) is not from a unishard.dataloader"),
     ],
 )
@@ -189,7 +198,8 @@ def test_what_cannot_be_divided_is_refused(dataset: Any, options: dict[str, Any]
         unishard.dataloader(dataset, config(), **options)
 
 
-# -- windows --------------------------------------------------------------------------------------------------------------
+# -- windows
+# --------------------------------------------------------------------------------------------------------------
 
 
 def unsized(batches: list[int]) -> Any:
@@ -227,7 +237,10 @@ def mismatch_of(counts: list[int], length: int, sized: list[bool]) -> tuple[list
     batches = list(range(counts[rank]))
     got: list[list[int]] = []
     try:
-        got.extend(list(window) for window in windows(batches if sized[rank] else unsized(batches), repeat(length), CPU, drop=False))
+        got.extend(
+            list(window)
+            for window in windows(batches if sized[rank] else unsized(batches), repeat(length), CPU, drop=False)
+        )
     except RankMismatchError as error:
         return got, str(error)
     return got, ""
@@ -261,7 +274,8 @@ def test_the_length_of_an_iterable_dataset_is_not_believed() -> None:
     assert length_of(DataLoader(range(5), batch_size=2)) == 3  # type: ignore[arg-type]
 
 
-# -- to_device ------------------------------------------------------------------------------------------------------------
+# -- to_device
+# ------------------------------------------------------------------------------------------------------------
 
 META = torch.device("meta")
 
@@ -284,7 +298,13 @@ class Mover:
 
 def test_every_nested_tensor_moves() -> None:
     one = torch.ones(2)
-    batch = {"a": one, "b": [one, "text", {"c": (one, 1)}], "pair": Pair(one, 1), "sample": Sample(one), "mover": Mover()}
+    batch = {
+        "a": one,
+        "b": [one, "text", {"c": (one, 1)}],
+        "pair": Pair(one, 1),
+        "sample": Sample(one),
+        "mover": Mover(),
+    }
     moved = to_device(batch, META)
     assert moved["a"].device == moved["b"][0].device == moved["b"][2]["c"][0].device == META
     assert moved["b"][1] == "text"
@@ -292,7 +312,9 @@ def test_every_nested_tensor_moves() -> None:
     assert (moved["pair"].left.device, moved["pair"].right) == (META, 1)
     assert (moved["sample"].ids.device, moved["sample"].length) == (META, 3)
     assert moved["mover"] == "moved to meta"
-    assert batch["a"].device == batch["b"][0].device == batch["sample"].ids.device == torch.device("cpu"), "the original is left alone"
+    assert batch["a"].device == batch["b"][0].device == batch["sample"].ids.device == torch.device("cpu"), (
+        "the original is left alone"
+    )
 
 
 def test_containers_keep_their_type() -> None:
@@ -306,7 +328,16 @@ def test_containers_keep_their_type() -> None:
 
 
 @pytest.mark.parametrize(
-    "batch", [{"a": [torch.ones(2)], "b": (1, "x")}, [torch.ones(1)], Pair(torch.ones(1), 2), Sample(torch.ones(1)), "x", None, 3]
+    "batch",
+    [
+        {"a": [torch.ones(2)], "b": (1, "x")},
+        [torch.ones(1)],
+        Pair(torch.ones(1), 2),
+        Sample(torch.ones(1)),
+        "x",
+        None,
+        3,
+    ],
 )
 def test_what_is_there_already_is_returned_as_it_is(batch: Any) -> None:
     assert to_device(batch, torch.device("cpu")) is batch
@@ -318,6 +349,8 @@ def test_copies_to_a_gpu_wait_for_nothing(monkeypatch, kind, pinned) -> None:
     asked: list[object] = []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append("pinned") or tensor.clone())
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking=False: asked.append(non_blocking) or tensor.clone())
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, device, non_blocking=False: asked.append(non_blocking) or tensor.clone()
+    )
     to_device(kind({"input_ids": torch.ones(2), "labels": torch.ones(3)}), torch.device("cuda", 0))
     assert asked == ([True, True] if pinned else ["pinned", True, "pinned", True])

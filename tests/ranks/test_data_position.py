@@ -35,10 +35,13 @@ CPU = torch.device("cpu")
 
 
 def sampler(rank: int, world: int, micro: int = MICRO, length: int = SAMPLES, **options: Any) -> ShareSampler:
-    return ShareSampler(length, micro, rank=rank, world_size=world, seed=7, **{"shuffle": True, "drop_last": False} | options)
+    return ShareSampler(
+        length, micro, rank=rank, world_size=world, seed=7, **{"shuffle": True, "drop_last": False} | options
+    )
 
 
-# -- the order ------------------------------------------------------------------------------------------------------------
+# -- the order
+# ------------------------------------------------------------------------------------------------------------
 
 
 def global_order(samplers: Sequence[ShareSampler], rounds: int | None = None) -> list[int]:
@@ -65,10 +68,13 @@ def test_the_rest_follows_for_any_number_of_ranks_and_any_micro_batch_size(lengt
     seen += global_order(after)
     assert seen[:length] == order
     filled = seen[length:]
-    assert filled == (order * (len(filled) // length + 1))[: len(filled)], "the last round is filled up from the beginning"
+    assert filled == (order * (len(filled) // length + 1))[: len(filled)], (
+        "the last round is filled up from the beginning"
+    )
 
 
-# -- updates --------------------------------------------------------------------------------------------------------------
+# -- updates
+# --------------------------------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -79,21 +85,41 @@ class Run(NamedTuple):
 
 
 def run(
-    world: int, *, stop: int | None = None, since: Run | None = None, workers: int = 0, drop_window: bool = False, **options: Any
+    world: int,
+    *,
+    stop: int | None = None,
+    since: Run | None = None,
+    workers: int = 0,
+    drop_window: bool = False,
+    **options: Any,
 ) -> Run:
-    """Train on all ranks in turn, to the end or for `stop` updates, with the same global batch for any number of ranks."""
+    """Train on all ranks in turn, to the end or for `stop` updates, with the same global batch for any number of
+    ranks."""
     accumulate = GLOBAL // (world * MICRO)
-    loaders = [ShareLoader(range(SAMPLES), sampler(rank, world, **options), num_workers=workers) for rank in range(world)]
+    loaders = [
+        ShareLoader(range(SAMPLES), sampler(rank, world, **options), num_workers=workers) for rank in range(world)
+    ]
     done = [0] * world
     if since is not None:
-        done = [position.resume(loader, since.positions, len(since.positions), rank, world) for rank, loader in enumerate(loaders)]
+        done = [
+            position.resume(loader, since.positions, len(since.positions), rank, world)
+            for rank, loader in enumerate(loaders)
+        ]
     epochs: list[list[list[int]]] = []
     for _ in range(loaders[0].epoch, EPOCHS):
-        readings = [LoaderPass(loader, batches, accumulate if drop_window else 1) for loader, batches in zip(loaders, done, strict=True)]
+        readings = [
+            LoaderPass(loader, batches, accumulate if drop_window else 1)
+            for loader, batches in zip(loaders, done, strict=True)
+        ]
         done = [0] * world
         epochs.append([])
-        for turn in zip(*(windows(reading, repeat(accumulate), CPU, drop=drop_window, enter=None) for reading in readings), strict=True):
-            epochs[-1].append([index for batches in zip(*turn, strict=True) for batch in batches for index in batch.tolist()])
+        for turn in zip(
+            *(windows(reading, repeat(accumulate), CPU, drop=drop_window, enter=None) for reading in readings),
+            strict=True,
+        ):
+            epochs[-1].append(
+                [index for batches in zip(*turn, strict=True) for batch in batches for index in batch.tolist()]
+            )
             if stop is not None and sum(map(len, epochs)) == stop:
                 return Run(epochs, json.loads(json.dumps([reading.position() for reading in readings])))
     return Run(epochs, [])
@@ -139,7 +165,8 @@ def test_nothing_that_workers_have_read_ahead_is_lost(workers_then, workers_now)
         assert rest.epochs == ([whole[0][3:], *whole[1:]] if stop == 3 else whole[1:])
 
 
-# -- loaders of others ----------------------------------------------------------------------------------------------------
+# -- loaders of others
+# ----------------------------------------------------------------------------------------------------
 
 
 def foreign(rank: int, world: int, workers: int) -> StatefulDataLoader[Any]:
@@ -197,7 +224,8 @@ def test_a_loader_of_others_is_refused_where_it_cannot_go_on():
         position.resume(loader, [theirs, theirs], 2, 0, 2)
 
 
-# -- the engine -----------------------------------------------------------------------------------------------------------
+# -- the engine
+# -----------------------------------------------------------------------------------------------------------
 
 ROWS = 18
 """On 2 ranks in micro-batches of 2 and windows of 2, an epoch is 3 updates, the last one of half a window."""
@@ -263,7 +291,10 @@ def one(engine: Any, loader: Callable[[], Any], positions: list[Any], stop: int 
 def together(ranks: Sequence[list[list[list[list[int]]]]]) -> list[list[list[int]]]:
     """Rows by epoch and update over all ranks, in the global order."""
     return [
-        [[row for turn in zip(*update, strict=True) for part in turn for row in part] for update in zip(*epoch, strict=True)]
+        [
+            [row for turn in zip(*update, strict=True) for part in turn for row in part]
+            for update in zip(*epoch, strict=True)
+        ]
         for epoch in zip(*ranks, strict=True)
     ]
 
@@ -273,7 +304,9 @@ def test_an_engine_goes_on_where_two_ranks_of_another_were(world):
     stopped = run_ranks(2, several, Engine("fsdp", 2, inline=world == 2), [([], stop) for stop in STOPS])
     cases: list[tuple[list[Any], int | None]] = [([], None)]
     cases += [(json.loads(json.dumps([rank[index][1] for rank in stopped])), None) for index in range(len(STOPS))]
-    whole, *rests = zip(*run_ranks(world, several, Engine("deepspeed", 4 // world, inline=world == 1), cases), strict=True)
+    whole, *rests = zip(
+        *run_ranks(world, several, Engine("deepspeed", 4 // world, inline=world == 1), cases), strict=True
+    )
     epochs = together([updates for updates, _ in whole])
     assert [len(epoch) for epoch in epochs] == [3, 3]
     for stop, rest in zip(STOPS, rests, strict=True):
@@ -322,7 +355,9 @@ def manners() -> dict[str, Any]:
 def test_the_position_is_that_of_the_windows_that_are_done():
     for said in run_ranks(2, manners):
         (warned,) = said.pop("warned")
-        assert warned.startswith("list has no load_state_dict, so it starts from its beginning and not at the checkpoint's data position; ")
+        assert warned.startswith(
+            "list has no load_state_dict, so it starts from its beginning and not at the checkpoint's data position; "
+        )
         assert said == {
             "no loader": None,
             "a list": None,

@@ -1,4 +1,5 @@
-"""A DeepSpeed config under raw `deepspeed.initialize` and its translation under unishard on FSDP train the same, both ways."""
+"""A DeepSpeed config under raw `deepspeed.initialize` and its translation under unishard on FSDP train the same, both
+ways."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def ours(document):
 
 
 def deepspeed_config(stage):
-    """Accumulates, clips, and leaves to DeepSpeed's defaults what most configs leave: AdamW under the name of Adam, a log warm-up."""
+    """Accumulates, clips, and leaves to DeepSpeed's defaults what most configs leave: AdamW under the name of Adam, a
+    log warm-up."""
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "train_batch_size": MICRO_BATCH * WINDOW * WORLD,
@@ -80,7 +82,9 @@ def unishard_config(stage):
         "sharding": {"strategy": strategy},
         "training": {"micro_batch_size": MICRO_BATCH, "gradient_accumulation_steps": WINDOW, "gradient_clipping": CLIP},
         "optimizer": {"name": "adam", "lr": 3e-3, "weight_decay": 0.1, "betas": [0.8, 0.99]},
-        "scheduler": {"name": "linear", **warm} if stage else {"name": "cosine", "total_steps": 11, "min_lr_ratio": 0.1},
+        "scheduler": {"name": "linear", **warm}
+        if stage
+        else {"name": "cosine", "total_steps": 11, "min_lr_ratio": 0.1},
     }
 
 
@@ -89,9 +93,17 @@ def translated(source, to, *overrides):
     return json.dumps(outcome.document)
 
 
-FROM = {stage: (json.dumps(deepspeed_config(stage)), translated(deepspeed_config(stage), "unishard", "backend=fsdp")) for stage in STAGES}
+FROM = {
+    stage: (json.dumps(deepspeed_config(stage)), translated(deepspeed_config(stage), "unishard", "backend=fsdp"))
+    for stage in STAGES
+}
 TO = {stage: (translated(unishard_config(stage), "deepspeed"), json.dumps(unishard_config(stage))) for stage in STAGES}
-PLAYED = tuple(scenario for pairs in (FROM, TO) for theirs, mine in pairs.values() for scenario in ((raw, (theirs,)), (ours, (mine,))))
+PLAYED = tuple(
+    scenario
+    for pairs in (FROM, TO)
+    for theirs, mine in pairs.values()
+    for scenario in ((raw, (theirs,)), (ours, (mine,)))
+)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -99,7 +111,9 @@ PLAYED = tuple(scenario for pairs in (FROM, TO) for theirs, mine in pairs.values
 def test_trains_the_same(pairs, stage):
     theirs, mine = pairs[stage]
     outcomes = play(PLAYED, WORLD)
-    for (expected, expected_norm), (found, norm) in zip(values(outcomes[raw, (theirs,)]), values(outcomes[ours, (mine,)]), strict=True):
+    for (expected, expected_norm), (found, norm) in zip(
+        values(outcomes[raw, (theirs,)]), values(outcomes[ours, (mine,)]), strict=True
+    ):
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
         assert [rate for _, rate in found] == pytest.approx([rate for _, rate in expected], rel=1e-9)
         assert norm > CLIP

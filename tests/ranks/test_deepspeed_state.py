@@ -1,4 +1,5 @@
-"""The training state of a DeepSpeed engine in parts: read after some updates and written into a fresh engine, it trains on bit by bit."""
+"""The training state of a DeepSpeed engine in parts: read after some updates and written into a fresh engine, it trains
+on bit by bit."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Tower(nn.Module):
 
 
 class Model(nn.Module):
-    """A weight that stays frozen, a bias that is frozen midway, a tower that nobody uses, and a parameter of one element."""
+    """A weight that stays frozen, a bias that is frozen midway, a tower that nobody uses, and a parameter of one
+    element."""
 
     def __init__(self, seed):
         super().__init__()
@@ -52,7 +54,9 @@ class Model(nn.Module):
 def in_groups(params):
     """Two groups; SGD with momentum, which keeps no number."""
     params = list(params)
-    return torch.optim.SGD([{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "weight_decay": 0.1}], lr=0.05, momentum=0.9)
+    return torch.optim.SGD(
+        [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "weight_decay": 0.1}], lr=0.05, momentum=0.9
+    )
 
 
 def counting(params):
@@ -98,8 +102,14 @@ def prepared(seed, strategy, precision, variety):
         "scheduler": None,
         **SECTIONS.get(variety, {}),
     }
-    sharding = {"strategy": strategy, "conditional_modules": ["Tower"]} | ({"group_size": 2} if strategy.startswith("hybrid") else {})
-    cfg = config("deepspeed", sharding, **{key: section for key, section in sections.items() if section is not None or key == "optimizer"})
+    sharding = {"strategy": strategy, "conditional_modules": ["Tower"]} | (
+        {"group_size": 2} if strategy.startswith("hybrid") else {}
+    )
+    cfg = config(
+        "deepspeed",
+        sharding,
+        **{key: section for key, section in sections.items() if section is not None or key == "optimizer"},
+    )
     return unishard.prepare(Model(seed), cfg, optimizer=optimizer) if optimizer else unishard.prepare(Model(seed), cfg)
 
 
@@ -132,7 +142,10 @@ def comparable(parts):
     masters, state = parts
     flat = {name: (part.start, part.values) for name, part in masters.items()}
     flat |= {f"{name}.{key}": (part.start, part.values) for name, parts in state.items() for key, part in parts.items()}
-    return {name: (start, list(value.shape), value.dtype, value.double().flatten().tolist()) for name, (start, value) in flat.items()}
+    return {
+        name: (start, list(value.shape), value.dtype, value.double().flatten().tolist())
+        for name, (start, value) in flat.items()
+    }
 
 
 NUMBERS = ("step", "updates")
@@ -182,7 +195,9 @@ def holes(engine, specs):
     for name, parameter in engine.module.named_parameters():
         master = engine._adapter.master_shard(parameter)
         keys = specs[parameter].tensors if parameter in specs else ()
-        held = {"master": master} | {key: part for key, part in engine._adapter.optimizer_shards(parameter).items() if key in keys}
+        held = {"master": master} | {
+            key: part for key, part in engine._adapter.optimizer_shards(parameter).items() if key in keys
+        }
         for key in ("master", *keys):
             if master.group is None:
                 wrong += [f"{name}.{key}"] * (key not in held or held[key].values.shape != master.shape)
@@ -203,7 +218,8 @@ def begin(engine):
 
 
 def resumed(strategy, precision, variety):
-    """Losses after the first updates and the state at the end: never interrupted, after it was read, and on a fresh engine."""
+    """Losses after the first updates and the state at the end: never interrupted, after it was read, and on a fresh
+    engine."""
     with prepared(3, strategy, precision, variety) as engine:
         begin(engine)
         uninterrupted = train(engine, BEFORE, BEFORE + AFTER)
@@ -289,11 +305,13 @@ def test_each_group_of_a_hybrid_strategy_holds_all_of_it(cell):
     assert_resumed(values(play(tuple((resumed, each) for each in HYBRID), 4)[resumed, cell]), cell[2])
 
 
-# -- what agrees stays whole ----------------------------------------------------------------------------------------------------------
+# -- what agrees stays whole
+# ----------------------------------------------------------------------------------------------------------
 
 
 def whole(strategy, precision):
-    """A model that is trained as a whole, written into an engine whose masters were in pieces; what DeepSpeed then finds of it."""
+    """A model that is trained as a whole, written into an engine whose masters were in pieces; what DeepSpeed then
+    finds of it."""
     with unishard.prepare(mlp(3), config("deepspeed", strategy, precision=precision, optimizer=ADAMW)) as engine:
         train(engine, 0, BEFORE)
         parts = parts_of(engine)
@@ -337,11 +355,13 @@ def test_masters_whose_parameters_agree_move_as_a_whole_again(cell):
         assert found["losses"][1] == found["losses"][0]
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------------------
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def in_files():
-    """An engine whose parameters lie in files cannot be built without DeepSpeed's op for it; this one only says so of itself."""
+    """An engine whose parameters lie in files cannot be built without DeepSpeed's op for it; this one only says so of
+    itself."""
     with unishard.prepare(mlp(), config("deepspeed")) as engine:
         engine._adapter._in_files = True
         engine._adapter.settle()
@@ -349,5 +369,6 @@ def in_files():
 
 def test_parameters_in_files_are_refused():
     assert error(play(((in_files, ()),))[in_files, ()]).startswith(
-        "CheckpointError: offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write shards"
+        "CheckpointError: offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or "
+        "write shards"
     )

@@ -32,7 +32,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
 
 def test_both_engines_draw_the_same_curve(tmp_path: Path) -> None:
-    done = completed([sys.executable, "-m", "unishard", "demo", "--out", tmp_path, "--steps", "8"], capture_output=True, text=True)
+    done = completed(
+        [sys.executable, "-m", "unishard", "demo", "--out", tmp_path, "--steps", "8"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     one, other = (TrainingCurve.read(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
     assert (one.ranks, other.ranks, len(one.losses), len(other.losses)) == (2, 2, 8, 8)
@@ -54,7 +56,10 @@ def run_script(*calls: tuple[str, ...]) -> list[str]:
     for arguments in calls:
         sys.argv = [str(SCRIPT), *arguments]
         with redirect_stdout(io.StringIO()) as out:
-            exec(compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"), {"__name__": "__main__", "__file__": str(SCRIPT)})
+            exec(
+                compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"),
+                {"__name__": "__main__", "__file__": str(SCRIPT)},
+            )
         printed.append(out.getvalue())
     return printed
 
@@ -65,7 +70,9 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
         return ("--steps", "4", "--out", str(tmp_path / f"{backend}.json"), *given)
 
     saving = f"checkpoint.dir={tmp_path / 'run'}", "checkpoint.on_existing=resume"
-    ((whole, again),) = run_ranks(1, run_script, arguments("fsdp", *saving, "checkpoint.every_steps=2"), arguments("fsdp", *saving))
+    ((whole, again),) = run_ranks(
+        1, run_script, arguments("fsdp", *saving, "checkpoint.every_steps=2"), arguments("fsdp", *saving)
+    )
     assert "after 4 updates" in whole
     assert "holds a finished run" in again
     for newest in (tmp_path / "run").glob("step-*4"):
@@ -98,7 +105,9 @@ def stub(monkeypatch: pytest.MonkeyPatch, curves: dict[str, list[float]]) -> Non
 
 
 @pytest.mark.parametrize("last", [3.0003, float("nan")])
-def test_curves_that_part_are_an_error_that_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float) -> None:
+def test_curves_that_part_are_an_error_that_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float
+) -> None:
     stub(monkeypatch, {"fsdp": [5.0, 4.0, 3.0], "deepspeed": [5.0, 4.0, last]})
     with pytest.raises(DemoError, match=f"at step 3 fsdp has loss 3.000000 and deepspeed has loss {last:.6f}"):
         run_demo(out=tmp_path, steps=3)
@@ -111,7 +120,9 @@ def test_equal_curves_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name in ("deepspeed", "matplotlib") else find_spec(name))
+    monkeypatch.setattr(
+        demo, "find_spec", lambda name: None if name in ("deepspeed", "matplotlib") else find_spec(name)
+    )
     with pytest.raises(BackendError, match=r"needs deepspeed, matplotlib, .*pip install 'unishard\[demo\]'"):
         run_demo(out=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -139,7 +150,9 @@ def trained(folder: Path, text: str) -> tuple[str, list[str]]:
 
 def test_a_failing_run_is_told_with_its_own_last_lines(tmp_path: Path) -> None:
     message, _ = in_a_fork(trained, tmp_path, "raise SystemExit('the reason why')")
-    assert message.startswith(f"training on fsdp failed with exit code 1; its last lines (all are in {tmp_path / 'fsdp.log'}):")
+    assert message.startswith(
+        f"training on fsdp failed with exit code 1; its last lines (all are in {tmp_path / 'fsdp.log'}):"
+    )
     assert message.endswith("the reason why"), "not torchrun's report of it"
     assert "ChildFailedError" in (tmp_path / "fsdp.log").read_text()
 
@@ -181,10 +194,17 @@ def stopped(folder: Path, number: signal.Signals) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str)
-def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str
+)
+def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     out = tmp_path / "out"
-    said = f"interrupted while training on fsdp: {out / 'fsdp.json'} is not written, the output so far is in {out / 'fsdp.log'}\n"
+    said = (
+        f"interrupted while training on fsdp: {out / 'fsdp.json'} is not written, the output so far is in "
+        f"{out / 'fsdp.log'}\n"
+    )
     assert in_a_fork(stopped, tmp_path, number) == (code, said)
     assert [path.name for path in out.iterdir()] == ["fsdp.log"]
 

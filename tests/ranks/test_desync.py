@@ -32,7 +32,8 @@ def outcome(scenario, *arguments):
     return time.monotonic() - start, "nothing", ""
 
 
-# -- misuse: what each rank does after a good update ------------------------------------------------------------------------------
+# -- misuse: what each rank does after a good update
+# ------------------------------------------------------------------------------
 
 
 def step_on_one_rank(engine, rank, batch):
@@ -97,10 +98,19 @@ UPDATE = "(update 2, micro-batch 1 of 1)"
 MISUSE = {
     step_on_one_rank: ("rank 0 is in engine.step " + UPDATE, "rank 1 is in engine.mean " + UPDATE),
     forward_twice_on_one_rank: ("rank 0 is in engine.backward " + UPDATE, "rank 1 is in engine.forward " + UPDATE),
-    one_batch_more: ("rank 0 is in engine.mean (update 4", "rank 1 is in engine.forward (update 4, micro-batch 1 of 1)"),
-    other_window: ("rank 0 is in engine.forward (update 2, micro-batch 1 of 2)", "rank 1 is in engine.forward " + UPDATE),
+    one_batch_more: (
+        "rank 0 is in engine.mean (update 4",
+        "rank 1 is in engine.forward (update 4, micro-batch 1 of 1)",
+    ),
+    other_window: (
+        "rank 0 is in engine.forward (update 2, micro-batch 1 of 2)",
+        "rank 1 is in engine.forward " + UPDATE,
+    ),
     evaluation_on_one_rank: ("rank 0 is in engine.eval (update 2", "rank 1 is in engine.forward " + UPDATE),
-    other_clipping: ("rank 0 is in engine.step (update 2, micro-batch 1 of 1, clip_grad_norm=1.0)", "clip_grad_norm=2.0)"),
+    other_clipping: (
+        "rank 0 is in engine.step (update 2, micro-batch 1 of 1, clip_grad_norm=1.0)",
+        "clip_grad_norm=2.0)",
+    ),
     leaves_the_loop: ("rank 0 is in engine.forward (update 3", "rank 1 is in engine.mean (update 3"),
     prepares_again: ("rank 0 is in engine.forward " + UPDATE, "rank 1 is in unishard.prepare"),
 }
@@ -113,7 +123,12 @@ def misuse(scenario, backend, strategy):
         return outcome(scenario, engine, dist.get_rank(), batch)
 
 
-CELLS = tuple((scenario, backend, strategy) for scenario in MISUSE for backend in BACKENDS for strategy in ("no_shard", "full_shard"))
+CELLS = tuple(
+    (scenario, backend, strategy)
+    for scenario in MISUSE
+    for backend in BACKENDS
+    for strategy in ("no_shard", "full_shard")
+)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join((cell[0].__name__, *cell[1:])))
@@ -129,7 +144,8 @@ def test_different_calls_are_one_error_on_every_rank(cell):
     assert len({message for _, _, message in found}) == 1
 
 
-# -- ranks that leave, die, or wait elsewhere -------------------------------------------------------------------------------------
+# -- ranks that leave, die, or wait elsewhere
+# -------------------------------------------------------------------------------------
 
 
 def fails_alone(backend):
@@ -222,7 +238,8 @@ def reads_elsewhere():
 
 
 def takes_long_updates(backend):
-    """Healthy updates that together take longer than the time after which one long call is named, none of them checked."""
+    """Healthy updates that together take longer than the time after which one long call is named, none of them
+    checked."""
     with prepare(config(backend, communication={"desync_timeout": 0.5})) as engine, warnings_of_unishard() as said:
         train(engine, own_share(10))
         engine.module.blocks[0].register_forward_hook(lambda *_: time.sleep(0.4))
@@ -249,7 +266,8 @@ def test_an_error_of_one_rank_is_told_to_the_others(backend):
     assert own[1:] == ("ValueError", "a broken sample")
     assert other[1] == "RankMismatchError"
     assert re.match(
-        r"rank 1 raised ValueError: a broken sample \(test_desync.py:\d+ in \w+\) and has closed the engine; rank 0 is", other[2]
+        r"rank 1 raised ValueError: a broken sample \(test_desync.py:\d+ in \w+\) and has closed the engine; rank 0 is",
+        other[2],
     )
     assert "rank 0 is in engine.forward (update 2" in other[2]
 
@@ -288,7 +306,10 @@ def test_a_rank_that_waits_in_a_collective_inside_a_call_is_found(backend):
     error = failure.value.errors[0]
     assert error.type == "RankMismatchError"
     assert "rank 0 is in engine.backward (update 2, micro-batch 1 of 1)" in error.message
-    assert "rank 1 is in engine.forward (update 2, micro-batch 1 of 1), waits in torch.distributed at test_desync.py" in error.message
+    assert (
+        "rank 1 is in engine.forward (update 2, micro-batch 1 of 1), waits in torch.distributed at test_desync.py"
+        in error.message
+    )
 
 
 def test_a_late_rank_is_waited_for_and_a_warning_says_where_it_is_now():
@@ -344,7 +365,8 @@ def test_the_watch_is_told_where_the_host_waits_for_the_device(backend):
 
 
 def exchanges_of_short_updates(backend):
-    """Times that ranks wait for each other in the check: in an update of the first ten, in eight later ones, and in a mean between them."""
+    """Times that ranks wait for each other in the check: in an update of the first ten, in eight later ones, and in a
+    mean between them."""
     exchange, made = collective_check.DesyncCheck._exchange, []
     collective_check.DesyncCheck._exchange = lambda *args: made.append(1) or exchange(*args)
     collective_check.interval = lambda seconds: 10  # as if none took longer than 0.1 s
@@ -371,7 +393,8 @@ def test_ranks_wait_for_each_other_in_few_short_updates(backend):
     assert answers(exchanges_of_short_updates, backend) == [(3, [0] * 8, 1)] * 2
 
 
-# -- switched off, and free of charge with one rank -------------------------------------------------------------------------------
+# -- switched off, and free of charge with one rank
+# -------------------------------------------------------------------------------
 
 
 def groups_made(enabled):

@@ -1,4 +1,5 @@
-"""Preference training with adapters: PEFT's `disable_adapter` freezes them for the reference, and they train on as in plain torch."""
+"""Preference training with adapters: PEFT's `disable_adapter` freezes them for the reference, and they train on as in
+plain torch."""
 
 from __future__ import annotations
 
@@ -14,8 +15,18 @@ from unishard.testing import oracle
 from unishard.testing.features.lora import lora
 
 WORLD = 2
-KINDS = ("reference first", "plain", "policy first", "after an evaluation", "plain", "reference with a graph", "plain", "plain")
-"""What each micro-batch does: in every order with the others that changes what is frozen or gathered. Two are one window."""
+KINDS = (
+    "reference first",
+    "plain",
+    "policy first",
+    "after an evaluation",
+    "plain",
+    "reference with a graph",
+    "plain",
+    "plain",
+)
+"""What each micro-batch does: in every order with the others that changes what is frozen or gathered. Two are one
+window."""
 
 
 def likelihood(output, batch):
@@ -48,7 +59,9 @@ def base(compute):
 
 
 def settings(backend, strategy, compute):
-    return config(backend, strategy, precision=compute, training={"gradient_accumulation_steps": 2, "gradient_clipping": 0.5})
+    return config(
+        backend, strategy, precision=compute, training={"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    )
 
 
 def adapted(backend, strategy, compute):
@@ -63,7 +76,9 @@ def adapted(backend, strategy, compute):
             loss = loss_of(kind, engine, engine.module, batch)
             engine.backward(loss)
             done.append((engine.mean(loss), engine.step()))
-        return curve(done), all(parameter.requires_grad for name, parameter in engine.module.named_parameters() if "lora_" in name)
+        return curve(done), all(
+            parameter.requires_grad for name, parameter in engine.module.named_parameters() if "lora_" in name
+        )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""`engine.ema`: the average of plain torch, on every engine, number of ranks and strategy, in evaluation, checkpoints and exports."""
+"""`engine.ema`: the average of plain torch, on every engine, number of ranks and strategy, in evaluation, checkpoints
+and exports."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def averaged(backend, strategy, how):
     batches = own_share(UPDATES + 2)
     with prepare(configured(backend, strategy, how)) as engine:
         ema = engine.ema(DECAY)
-        wanted = torch.tensor(flat(parameter.bfloat16() if how == PURE else parameter for parameter in mlp().parameters()))
+        wanted = torch.tensor(
+            flat(parameter.bfloat16() if how == PURE else parameter for parameter in mlp().parameters())
+        )
         for batch in batches[:UPDATES]:
             train(engine, [batch])
             own = masters(engine)
@@ -113,7 +116,9 @@ def test_the_average_is_that_of_plain_torch(backend, world):
         assert found["average"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("cell", [(2, *cell) for cell in (("full_shard", "fp32"), *SPANNING)], ids=lambda cell: "-".join(map(str, cell)))
+@pytest.mark.parametrize(
+    "cell", [(2, *cell) for cell in (("full_shard", "fp32"), *SPANNING)], ids=lambda cell: "-".join(map(str, cell))
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(backend, cell):
     world, strategy, how = cell
@@ -128,7 +133,8 @@ def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(back
     assert outcomes[0]["inside"][1] == pytest.approx(mean, rel=1e-5 if how in ("fp32", "offload") else 1e-2)
 
 
-# -- checkpoints and exports ----------------------------------------------------------------------------------------------------------
+# -- checkpoints and exports
+# ----------------------------------------------------------------------------------------------------------
 
 
 def saved(backend, strategy, folder):
@@ -188,7 +194,9 @@ def test_a_checkpoint_and_an_export_hold_the_average_for_any_engine(there, here,
         assert (found, trained, said) == (wanted, True, [])
     said = [lines for _, _, lines in values(played[without])]
     assert [len(lines) for lines in said] == [1] + [0] * (world - 1)
-    assert said[0][0].endswith("is not resumed; to resume it, call engine.ema(decay) before the first training forward, and before a save")
+    assert said[0][0].endswith(
+        "is not resumed; to resume it, call engine.ema(decay) before the first training forward, and before a save"
+    )
 
 
 def interrupted(backend, strategy, folder, batches, *, stops):
@@ -218,23 +226,31 @@ def test_a_run_that_prepare_resumes_continues_its_average(backend, tmp_path):
 
 
 def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path):
-    scenario, again = (saved_without, ("fsdp", str(tmp_path))), (resumed, ("deepspeed", "full_shard", str(tmp_path), "before"))
+    scenario, again = (
+        (saved_without, ("fsdp", str(tmp_path))),
+        (resumed, ("deepspeed", "full_shard", str(tmp_path), "before")),
+    )
     wanted = values(play((scenario,))[scenario])[0]
     found, _, said = values(play((again,), 1)[again])[0]
     assert found == wanted
-    assert [line.partition(": ")[2] for line in said] == ["it lacks a moving average of the weights; they start at the loaded weights"]
+    assert [line.partition(": ")[2] for line in said] == [
+        "it lacks a moving average of the weights; they start at the loaded weights"
+    ]
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 MISUSE = {
     "decay": "ContractError: ema: decay must be a number from 0 to 1, such as 0.999, got 1.5",
     "twice": "ContractError: ema was called before; keep what it returned",
     "in a window": "ContractError: ema was called inside an accumulation window...",
-    "save inside": "ContractError: save was called inside ema.weights(), where the model has averaged weights; call it after the block",
+    "save inside": "ContractError: save was called inside ema.weights(), where the model has averaged weights; call it "
+    "after the block",
     "edit inside": "ContractError: set_parameter was called inside ema.weights()...",
-    "train inside": "ContractError: forward was called in training mode inside ema.weights(); call engine.eval() first, or train...",
-    "no such name": "ContractError: ema.parameter: 'nothing' is not the first name of a parameter that was trainable in prepare",
+    "train inside": "ContractError: forward was called in training mode inside ema.weights(); call engine.eval() "
+    "first, or train...",
+    "no such name": "ContractError: ema.parameter: 'nothing' is not the first name of a parameter that was trainable "
+    "in prepare",
 }
 
 

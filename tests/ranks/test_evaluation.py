@@ -23,7 +23,8 @@ def played(scenario, cell, cells=CELLS, world=2):
     return values(play(tuple((scenario, each) for each in cells), world)[scenario, cell])
 
 
-# -- no graph ---------------------------------------------------------------------------------------------------------------------
+# -- no graph
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def evaluated(backend, strategy):
@@ -52,7 +53,8 @@ def test_evaluation_needs_no_no_grad_leaves_no_graph_and_disturbs_no_training(ce
             assert max(kept) <= 0 or cell[0] == "fsdp"
 
 
-# -- loops of different length ----------------------------------------------------------------------------------------------------
+# -- loops of different length
+# ----------------------------------------------------------------------------------------------------
 
 LENGTHS = (3, 0, 1)
 
@@ -102,7 +104,8 @@ def test_lockstep_in_the_middle_of_a_window_disturbs_no_training(cell):
         assert_conforms(trained, wanted, tolerance(*cell, "fp32"))
 
 
-# -- generation -------------------------------------------------------------------------------------------------------------------
+# -- generation
+# -------------------------------------------------------------------------------------------------------------------
 
 NEW_TOKENS = (3, 9)
 
@@ -115,7 +118,15 @@ def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(7)
-    sizes = {"vocab_size": 97, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 3, "decoder_start_token_id": 0}
+    sizes = {
+        "vocab_size": 97,
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 20,
+        "num_layers": 2,
+        "num_heads": 3,
+        "decoder_start_token_id": 0,
+    }
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, eos_token_id=1)).eval()
 
 
@@ -126,7 +137,9 @@ def adapted():
         # peft 0.21.2 asks transformers 5.23 by an old name (peft/peft_model.py).
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         torch.manual_seed(5)
-        return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")).eval()
+        return get_peft_model(
+            llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        ).eval()
 
 
 GENERATING = {"llama": llama, "t5": t5, "adapted": adapted}
@@ -143,27 +156,38 @@ def generated(backend, strategy, model):
             for generate in (engine.generate, engine.module.generate)
         ]
         with engine.lockstep():
-            often = [engine.generate(tokens, max_new_tokens=NEW_TOKENS[rank], do_sample=False).tolist() for _ in range(2 * rank)]
+            often = [
+                engine.generate(tokens, max_new_tokens=NEW_TOKENS[rank], do_sample=False).tolist()
+                for _ in range(2 * rank)
+            ]
         engine.train()
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         return once, often, engine.step().updated, vars(engine.module).get("generate") is not own
 
 
-GENERATED = tuple((*cell, model) for cell in CELLS for model in GENERATING if model != "adapted" or cell[1] == "full_shard")
+GENERATED = tuple(
+    (*cell, model) for cell in CELLS for model in GENERATING if model != "adapted" or cell[1] == "full_shard"
+)
 
 
 @pytest.mark.parametrize("cell", GENERATED, ids="-".join)
 def test_generate_gives_the_sequences_of_the_plain_model(cell):
     for rank, (once, often, updated, replaced) in enumerate(played(generated, cell, GENERATED)):
         with torch.no_grad():
-            wanted = GENERATING[cell[2]]().eval().generate(prompt(rank), max_new_tokens=NEW_TOKENS[rank], do_sample=False).tolist()
+            wanted = (
+                GENERATING[cell[2]]()
+                .eval()
+                .generate(prompt(rank), max_new_tokens=NEW_TOKENS[rank], do_sample=False)
+                .tolist()
+            )
         assert [*once, *often] == [wanted] * (2 + 2 * rank)
         assert updated
         assert not replaced
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------------------
+# -- metrics
+# ----------------------------------------------------------------------------------------------------------------------
 
 SAMPLES = 7
 
@@ -171,7 +195,10 @@ SAMPLES = 7
 def gathered(backend, filled):
     """Seven samples in micro-batches of two, on any number of ranks."""
     cfg = config(backend, "full_shard")
-    data = [{name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": torch.tensor(index)} for index in range(SAMPLES)]
+    data = [
+        {name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": torch.tensor(index)}
+        for index in range(SAMPLES)
+    ]
     found = []
     with prepare(cfg) as engine:
         if not filled:
@@ -195,7 +222,14 @@ def gathered(backend, filled):
                 engine.backward(output.loss)
                 engine.step()
     return [
-        (entry["index"].tolist(), entry["pair"][0].shape, entry["pair"][1], entry["right"].tolist(), entry["loss"].shape) for entry in found
+        (
+            entry["index"].tolist(),
+            entry["pair"][0].shape,
+            entry["pair"][1],
+            entry["right"].tolist(),
+            entry["loss"].shape,
+        )
+        for entry in found
     ]
 
 
@@ -227,7 +261,7 @@ def test_ranks_may_have_different_numbers_of_rows_and_lengths(backend):
     assert values(play((scenario,), 3)[scenario]) == [(rows, ["1", "2", "2"])] * 3
 
 
-# -- misuse -----------------------------------------------------------------------------------------------------------------------
+# -- misuse ------------------------------------------------------------------------------------------------------------
 
 
 def lockstep_in_training(engine):
@@ -271,11 +305,13 @@ MISUSE = {
     lockstep_in_training: "ContractError: lockstep is only for evaluation",
     nested_lockstep: "ContractError: lockstep was entered inside lockstep",
     training_in_lockstep: "ContractError: the model was put in training mode inside engine.lockstep()",
-    backward_in_evaluation: "ContractError: backward was called in evaluation mode, where engine(...) builds no graph; call engine.train()",
+    backward_in_evaluation: "ContractError: backward was called in evaluation mode, where engine(...) builds no graph; "
+    "call engine.train()",
     generate_without: "ContractError: the model has no method generate",
     other_structure: "rank 1 is in engine.gather_for_metrics (update 1, micro-batch 1 of 1, logits: float32[*, 4])",
     not_one_row_a_sample: "ContractError: gather_for_metrics cannot drop the samples that fill up",
-    not_a_tensor: "ContractError: gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists and tuples, but",
+    not_a_tensor: "ContractError: gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists "
+    "and tuples, but",
 }
 
 
@@ -303,4 +339,6 @@ def kinds_differ(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forward_and_a_generate_in_one_turn_are_refused(backend):
     scenario = (kinds_differ, (backend,))
-    assert "in turn 1 of engine.lockstep ranks [1] call the model and ranks [0] call generate" in error(play((scenario,))[scenario])
+    assert "in turn 1 of engine.lockstep ranks [1] call the model and ranks [0] call generate" in error(
+        play((scenario,))[scenario]
+    )

@@ -41,7 +41,13 @@ def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(1)
-    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 1, "num_attention_heads": 3}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 41,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+    }
     return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2))
 
 
@@ -50,7 +56,13 @@ def gpt_neox():
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     torch.manual_seed(1)
-    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 1, "num_attention_heads": 3}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 41,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+    }
     return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes))
 
 
@@ -60,11 +72,18 @@ def classifier():
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(1)
-    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 1, "num_attention_heads": 3}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 41,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return get_peft_model(
-            LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=3)), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])
+            LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=3)),
+            LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]),
         )
 
 
@@ -79,7 +98,11 @@ def held(engine):
     found = {}
     for name, tensor in tensors_of(engine.module).items():
         if sources_of(engine.module)[name] == name:
-            part = engine._adapter.master_shard(tensor) if isinstance(tensor, nn.Parameter) else Shard(tensor.shape, tensor)
+            part = (
+                engine._adapter.master_shard(tensor)
+                if isinstance(tensor, nn.Parameter)
+                else Shard(tensor.shape, tensor)
+            )
             found[name] = lazy_shard_of(part)
     return found
 
@@ -126,7 +149,10 @@ def expected():
     for name, make in MODELS.items():
         model = make()
         tensors = tensors_of(model)
-        first = {source: lazy_shard_of(Shard(tensors[source].shape, tensors[source])) for source in sources_of(model).values()}
+        first = {
+            source: lazy_shard_of(Shard(tensors[source].shape, tensors[source]))
+            for source in sources_of(model).values()
+        }
         export(Path(FOLDER) / name, model, first, dtype="bf16", max_shard_size="30KB")
         found[name] = files(Path(FOLDER) / name)
     return found

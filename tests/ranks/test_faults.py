@@ -1,4 +1,5 @@
-"""Whatever one rank does, all end within seconds, the first line of the output is the cause, and the others write one line.
+"""Whatever one rank does, all end within seconds, the first line of the output is the cause, and the others write one
+line.
 
 `make faults` plays every fault on both engines; here are some that span them.
 """
@@ -29,7 +30,11 @@ ABORT = (branch, ("fsdp", 13, True))
 STUCK = [(signalled, ("fsdp", "SIGINT", ())), (signalled, ("deepspeed", "SIGTERM", ("SIGTERM",)))]
 ELSEWHERE = [row for subject in SUBJECTS for row in subject.rows if isinstance(row, Elsewhere)]
 SPANNING = {subject.title: subject.spanning() for subject in SUBJECTS}
-RUNS = tuple(dict.fromkeys([*(fault.run(backend) for some in SPANNING.values() for fault, backend in some), *BRANCHES, ABORT, *STUCK]))
+RUNS = tuple(
+    dict.fromkeys(
+        [*(fault.run(backend) for some in SPANNING.values() for fault, backend in some), *BRANCHES, ABORT, *STUCK]
+    )
+)
 
 
 def ending(run):
@@ -102,7 +107,10 @@ def test_ranks_in_other_branches_are_told_of_conditional_modules(run):
     assert len(found.lines) == 2, found
     update = run[1][1]
     for rank, module in enumerate(("left", "right")):
-        assert f"rank {rank} enters {module} (Expert) and is in engine.forward (update {update}, micro-batch 1 of 1)" in found.lines[0]
+        assert (
+            f"rank {rank} enters {module} (Expert) and is in engine.forward (update {update}, micro-batch 1 of 1)"
+            in found.lines[0]
+        )
     assert "except those of the classes in sharding.conditional_modules: add Expert there" in found.lines[0]
 
 
@@ -119,10 +127,14 @@ def test_the_second_signal_ends_a_rank_that_is_stuck_in_a_collective(run):
         f"unishard: rank 0 of 2 {stuck}",
         f"unishard: rank 1 of 2 ended in engine.mean (update 1, micro-batch 1 of 1) because rank 0 {stuck}",
     ]
-    assert found.codes[0] == f"Died: the process ended with exit code {128 + {'SIGINT': 2, 'SIGTERM': 15}[run[1][1]]} before it answered"
+    assert (
+        found.codes[0]
+        == f"Died: the process ended with exit code {128 + {'SIGINT': 2, 'SIGTERM': 15}[run[1][1]]} before it answered"
+    )
 
 
-# -- the page --------------------------------------------------------------------------------------------------------------
+# -- the page
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,7 +146,9 @@ def test_the_test_of_a_fault_that_is_tested_elsewhere_exists(row):
 
 
 def test_the_page_is_up_to_date():
-    assert without_times((ROOT / "docs/reliability.md").read_text()) == page({}), "run `make faults` and commit docs/reliability.md"
+    assert without_times((ROOT / "docs/reliability.md").read_text()) == page({}), (
+        "run `make faults` and commit docs/reliability.md"
+    )
 
 
 def test_times_make_the_page_no_other_one():

@@ -1,4 +1,5 @@
-"""The planned bytes of persistent state equal the counted ones of real ranks; the planned traffic equals that of the collectives."""
+"""The planned bytes of persistent state equal the counted ones of real ranks; the planned traffic equals that of the
+collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from unishard.tools.plan.tracing import trace
 
 PURE = {"compute": "bf16", "master": "bf16"}
 LOW = {"compute": "bf16", "reduce": "bf16", "accumulate": "bf16"}
-GROUPS = {"name": "adam", "weight_decay": 0.1, "no_decay": ["bias", "norm"], "groups": [{"params": ["head"], "lr": 1e-4}], "amsgrad": True}
+GROUPS = {
+    "name": "adam",
+    "weight_decay": 0.1,
+    "no_decay": ["bias", "norm"],
+    "groups": [{"params": ["head"], "lr": 1e-4}],
+    "amsgrad": True,
+}
 PAIRS = {"strategy": "full_shard", "reshard_after_forward": 2}
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 UNCHECKED = {"communication": {"desync_check": False}}
@@ -98,7 +105,9 @@ def _held(engine):
 
 def measured(model, text):
     """What was planned for this rank, and what it holds after a step of two micro-batches."""
-    cfg = Config.model_validate({"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 2}, **UNCHECKED, **eval(text, {})})
+    cfg = Config.model_validate(
+        {"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 2}, **UNCHECKED, **eval(text, {})}
+    )
     topology = unishard.Topology.from_environment()
     begin()
     built = _build(model)
@@ -109,7 +118,8 @@ def measured(model, text):
             engine.backward(engine(**batch(data, 2 * turn + topology.rank, 2)).loss)
             engine.step()
         expected = _expected(planned)
-        # On a busy machine a thread of gloo releases the tensor of a finished collective later than the collective ends.
+        # On a busy machine a thread of gloo releases the tensor of a finished collective later than the collective
+        # ends.
         for _ in range(20):
             if (held := _held(engine)) == expected:
                 break
@@ -128,7 +138,7 @@ def test_planned_state_is_held(world):
     assert not wrong, "\n".join(wrong)
 
 
-# -- the peak -----------------------------------------------------------------------------------------------------------------------
+# -- the peak ----------------------------------------------------------------------------------------------------------
 
 SAMPLES, TOKENS = 2, 128
 LARGER = {
@@ -169,10 +179,17 @@ IN_TURNS = {
 
 
 def _larger(backend, strategy, precision, recomputation, accumulation):
-    sharding = PAIRS if strategy == "pairs" else {"strategy": strategy, "group_size": 2} if strategy in HYBRID else strategy
+    sharding = (
+        PAIRS if strategy == "pairs" else {"strategy": strategy, "group_size": 2} if strategy in HYBRID else strategy
+    )
     training = {"gradient_accumulation_steps": accumulation}
     return config(
-        backend, sharding, precision=precision, activation_checkpointing=recomputation, optimizer={"name": "adamw"}, training=training
+        backend,
+        sharding,
+        precision=precision,
+        activation_checkpointing=recomputation,
+        optimizer={"name": "adamw"},
+        training=training,
     )
 
 
@@ -206,7 +223,9 @@ def ratios_of(cells, world):
             with fake:
                 model = llama(**LARGER)
             shape = shape_of(model, cfg.sharding)
-            traces[cell[2:]] = trace(model, cfg, _tokens, lambda out: out.loss, micro_batch_size=SAMPLES, seq_len=TOKENS, fake=fake)
+            traces[cell[2:]] = trace(
+                model, cfg, _tokens, lambda out: out.loss, micro_batch_size=SAMPLES, seq_len=TOKENS, fake=fake
+            )
         planned = candidate_of(cfg, shape, topology, traces[cell[2:]], cfg.backend, cfg.sharding.strategy)
         measured = planned.footprint.persistent.device + max(values(found[allocated, cell]))
         ratios[cell] = planned.peak.nbytes / measured
@@ -249,7 +268,8 @@ def out_of_memory(backend):
 
 
 def logged(backend):
-    """The lines about the plan that `prepare` logs at levels DEBUG and INFO, and the two numbers that they should hold."""
+    """The lines about the plan that `prepare` logs at levels DEBUG and INFO, and the two numbers that they should
+    hold."""
     logger, lines, handler = logging.getLogger("unishard"), {}, logging.Handler()
     before, cfg = logger.level, config(backend, precision="bf16")
     logger.addHandler(handler)
@@ -259,13 +279,19 @@ def logged(backend):
             said = lines.setdefault(logging.getLevelName(level), [])
             handler.emit = lambda record, said=said: said.append(record.getMessage())
             model = MODELS["mlp"].build()
-            planned = registry.get(backend).footprint(shape_of(model, cfg.sharding), cfg, unishard.Topology.from_environment())
+            planned = registry.get(backend).footprint(
+                shape_of(model, cfg.sharding), cfg, unishard.Topology.from_environment()
+            )
             with unishard.prepare(model, cfg) as engine:
                 held = engine.placement().param_bytes
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-    return {level: [line for line in said if "planned" in line] for level, said in lines.items()}, planned.parameters.total, held
+    return (
+        {level: [line for line in said if "planned" in line] for level, said in lines.items()},
+        planned.parameters.total,
+        held,
+    )
 
 
 NOTES = tuple((scenario, (name,)) for scenario in (out_of_memory, logged) for name in BACKENDS)
@@ -289,7 +315,7 @@ def test_an_out_of_memory_error_shows_the_plan_and_two_changes(backend):
         assert len([line for line in note.splitlines() if line.startswith("  unishard set CFG ")]) == 2
 
 
-# -- traffic ------------------------------------------------------------------------------------------------------------------------
+# -- traffic -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cell", TABLE, ids=" ".join)
@@ -297,7 +323,9 @@ def test_planned_traffic_is_that_of_the_collectives(cell):
     """`test_collectives.py` holds the table to what real ranks send: elements by phase, of which the norm is one."""
     backend, strategy, option = cell
     sections = dict(OPTIONS[option])
-    sharding = {"strategy": strategy} | ({} if strategy == "no_shard" else {"units": ["Block"]}) | sections.pop("sharding", {})
+    sharding = (
+        {"strategy": strategy} | ({} if strategy == "no_shard" else {"units": ["Block"]}) | sections.pop("sharding", {})
+    )
     cfg = config(backend, sharding, training={"gradient_accumulation_steps": ACCUMULATION}, **sections)
     planned: dict[str, int] = {}
     for each in registry.get(backend).footprint(shape_of(Countable(), cfg.sharding), cfg, Topology(2, 2)).traffic:

@@ -1,4 +1,5 @@
-"""Real checkpoints of DeepSpeed, FSDP2 scripts and Accelerate become unishard's, and unishard's become theirs, bit by bit."""
+"""Real checkpoints of DeepSpeed, FSDP2 scripts and Accelerate become unishard's, and unishard's become theirs, bit by
+bit."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from unishard.checkpoint.convert import convert
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.testing import run_ranks
 
-CELLS = [(stage, precision, 2) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")] + [(1, "bf16+fp32", 2), (3, "fp32", 1)]
+CELLS = [(stage, precision, 2) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")] + [
+    (1, "bf16+fp32", 2),
+    (3, "fp32", 1),
+]
 SOURCES = {
     (1, "fp32", 2): (3, "fp32", 2),
     (1, "bf16+fp32", 2): (1, "bf16+fp32", 2),
@@ -19,7 +23,8 @@ SOURCES = {
     (2, "fp32", 2): (2, "fp32", 2),
     (3, "fp32", 1): (3, "fp32", 1),
 }
-"""What loads a Universal Checkpoint, and what it was made from. At stage 3 one group: several, DeepSpeed 0.19.8 takes back wrongly."""
+"""What loads a Universal Checkpoint, and what it was made from. At stage 3 one group: several, DeepSpeed 0.19.8 takes
+back wrongly."""
 LARGE = ["first.weight", "second.weight", "inward.weight"]
 SMALL = ["scale", "first.bias", "second.bias", "third.bias"]
 
@@ -50,7 +55,12 @@ def fsdp(tmp_path_factory, deepspeed):
     convert(root / "ours" / "nested", root / "dcp" / "fsdp", to="dcp")
     convert(deepspeed[1] / name_of((3, "fp32", 2)), root / "dcp" / "deepspeed", to="dcp")
     folders = [str(root / "dcp" / each) for each in ("fsdp", "deepspeed")]
-    return saved, root / "ours", dict(zip(("fsdp", "deepspeed"), folders, strict=True)), run_ranks(2, load_fsdp, folders)
+    return (
+        saved,
+        root / "ours",
+        dict(zip(("fsdp", "deepspeed"), folders, strict=True)),
+        run_ranks(2, load_fsdp, folders),
+    )
 
 
 def check_tensors(folder, expected):
@@ -78,7 +88,11 @@ class TestFromDeepSpeed:
         folder = deepspeed[1] / name_of(cell)
         facts, tensors = manifest.read(folder), Tensors(folder)
         assert (facts.step, facts.world_size, facts.schedule.updates) == (STEPS, 2, STEPS)
-        assert (facts.ties, facts.frozen, facts.buffers) == ({"outward.weight": "inward.weight"}, ["third.weight"], ["shift"])
+        assert (facts.ties, facts.frozen, facts.buffers) == (
+            {"outward.weight": "inward.weight"},
+            ["third.weight"],
+            ["shift"],
+        )
         # At stage 0 in bf16, DeepSpeed 0.19.8 makes an update while it is built (runtime/fp16/unfused_optimizer.py).
         updates = STEPS + (cell[:2] == (0, "bf16"))
         assert all(tensors.full(f"optim.state.{name}.step") == updates for name in (*LARGE, *SMALL))
@@ -86,7 +100,10 @@ class TestFromDeepSpeed:
         groups = facts.optimizer.groups
         if cell[2] == 2:
             assert [group.names for group in groups] == [LARGE, SMALL]
-            assert [(group.options["lr"], group.options["weight_decay"]) for group in groups] == [(1e-2, 0.1), (2e-2, 0.0)]
+            assert [(group.options["lr"], group.options["weight_decay"]) for group in groups] == [
+                (1e-2, 0.1),
+                (2e-2, 0.0),
+            ]
         else:
             assert sorted(groups[0].names) == sorted(LARGE + SMALL)
 
@@ -114,7 +131,9 @@ def test_holds_what_an_fsdp_script_saved(fsdp, name):
     assert {tuple(sorted(group["params"])) for group in groups} == set(held)
     for group in groups:
         options = held[tuple(sorted(group["params"]))]
-        assert {**options, "betas": tuple(options["betas"])} == {key: value for key, value in group.items() if key != "params"}
+        assert {**options, "betas": tuple(options["betas"])} == {
+            key: value for key, value in group.items() if key != "params"
+        }
 
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])

@@ -26,7 +26,15 @@ def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
-    sizes = {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": 97,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_positions": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0))
 
 
@@ -41,7 +49,13 @@ def t5():
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 1, "num_attention_heads": 3}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 41,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+    }
     return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2))
 
 
@@ -75,7 +89,8 @@ def inputs(name):
 
 
 def both_ways(backend, name, where, precision, trained):
-    """Losses and norms of a model from transformers' own loader and from ours, and what ours left on the ranks before prepare."""
+    """Losses and norms of a model from transformers' own loader and from ours, and what ours left on the ranks before
+    prepare."""
     answers = []
     cls = type(SAVED[name][0]())
     cfg = config(backend, precision=precision)
@@ -107,7 +122,8 @@ def adapted(model):
 
 
 def adapters(backend, where):
-    """Losses and norms of LoRA on a pretrained model, built plainly and inside init, and why not on one from our loader."""
+    """Losses and norms of LoRA on a pretrained model, built plainly and inside init, and why not on one from our
+    loader."""
     from transformers import LlamaForCausalLM
 
     cfg, path, answers = config(backend), os.path.join(where, "llama"), []
@@ -140,9 +156,15 @@ CASES = [
     ("full_shard", "gpt2", "bf16", False),
 ]
 REFUSED = {
-    ("Linear", "llama"): "needs a model class of transformers, such as LlamaForCausalLM, got 'Linear'; build any other model inside",
+    (
+        "Linear",
+        "llama",
+    ): "needs a model class of transformers, such as LlamaForCausalLM, got 'Linear'; build any other model inside",
     ("AutoModelForCausalLM", "llama"): "got 'AutoModelForCausalLM'",
-    ("LlamaForCausalLM", "base"): "does not contain a LlamaForCausalLM: missing from the files: lm_head.weight; load it with the class",
+    (
+        "LlamaForCausalLM",
+        "base",
+    ): "does not contain a LlamaForCausalLM: missing from the files: lm_head.weight; load it with the class",
     ("LlamaModel", "llama"): "does not contain a LlamaModel: only in the files: lm_head.weight",
     (
         "LlamaForCausalLM",
@@ -164,7 +186,9 @@ def played(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_as_transformers_own_loader_without_holding_it(backend, case):
     _, name, precision, trained = case
-    for (plain, ours), empty, buffers, ties in values(played(backend)[both_ways, (backend, name, folder(), precision, trained)]):
+    for (plain, ours), empty, buffers, ties in values(
+        played(backend)[both_ways, (backend, name, folder(), precision, trained)]
+    ):
         assert ours == plain
         assert empty
         assert buffers
@@ -197,7 +221,8 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
         unishard.from_pretrained(LlamaForCausalLM, tmp_path, config("fsdp"))
 
 
-# -- what each rank reads ---------------------------------------------------------------------------------------------------------
+# -- what each rank reads
+# ---------------------------------------------------------------------------------------------------------
 
 
 class CountedFile:
@@ -238,7 +263,8 @@ class CountedSlice:
 
 
 def counted(backend, sharding, trained, where):
-    """Bytes that this rank reads of a model's files, those of the whole model, and whether the weights are those in the files."""
+    """Bytes that this rank reads of a model's files, those of the whole model, and whether the weights are those in the
+    files."""
     import safetensors
     from transformers import LlamaForCausalLM
 
@@ -248,7 +274,9 @@ def counted(backend, sharding, trained, where):
     safetensors.safe_open = lambda *rest, **more: CountedFile(plain(*rest, **more), read)
     try:
         with unishard.prepare(unishard.from_pretrained(LlamaForCausalLM, path, cfg), cfg, train=trained) as engine:
-            right = all(torch.equal(engine.parameter(name).cpu(), full[name]) for name, _ in engine.module.named_parameters())
+            right = all(
+                torch.equal(engine.parameter(name).cpu(), full[name]) for name, _ in engine.module.named_parameters()
+            )
     finally:
         safetensors.safe_open = plain
     return sum(read), sum(value.nbytes for value in full.values()), right

@@ -1,4 +1,5 @@
-"""examples/train_gpt.py: learns on both engines, resumes where it was, and logs each step once; the files beside it are valid."""
+"""examples/train_gpt.py: learns on both engines, resumes where it was, and logs each step once; the files beside it are
+valid."""
 
 from __future__ import annotations
 
@@ -24,11 +25,30 @@ SMALL = ("--length", "32", "--width", "32", "--layers", "2", "--evaluate-every",
 
 def train(folder, backend, *changes):
     """Run the script as a launcher would, once for each tuple of overrides."""
-    every = ["scheduler.total_steps=12", "scheduler.warmup_steps=2", "optimizer.lr=0.01", f"checkpoint.dir={folder}/runs"]
-    every += [f"backend={backend}", "checkpoint.every_steps=4", "logging.every_steps=2", f"logging.dir={folder}/runs/logs"]
+    every = [
+        "scheduler.total_steps=12",
+        "scheduler.warmup_steps=2",
+        "optimizer.lr=0.01",
+        f"checkpoint.dir={folder}/runs",
+    ]
+    every += [
+        f"backend={backend}",
+        "checkpoint.every_steps=4",
+        "logging.every_steps=2",
+        f"logging.dir={folder}/runs/logs",
+    ]
     for own in changes:
-        sys.argv = [str(SCRIPT), *SMALL, "--text", f"{folder}/text", *(word for change in (*every, *own) for word in ("--set", change))]
-        exec(compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"), {"__name__": "__main__", "__file__": str(SCRIPT)})
+        sys.argv = [
+            str(SCRIPT),
+            *SMALL,
+            "--text",
+            f"{folder}/text",
+            *(word for change in (*every, *own) for word in ("--set", change)),
+        ]
+        exec(
+            compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"),
+            {"__name__": "__main__", "__file__": str(SCRIPT)},
+        )
 
 
 @cache
@@ -37,7 +57,10 @@ def logged(backend):
     with TemporaryDirectory() as folder:
         Path(folder, "text").write_text("\n".join(topics.values())[:40_000], encoding="utf-8")
         run_ranks(2, train, folder, backend, ["scheduler.total_steps=8"], [], timeout=200)
-        lines = [json.loads(line) for line in Path(folder, "runs", "logs", "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line)
+            for line in Path(folder, "runs", "logs", "log.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         saved = sorted(path.name for path in Path(folder, "runs").glob("step-*"))
     return lines, saved
 

@@ -42,13 +42,17 @@ def edited_by_the_engine(backend, strategy):
 
 
 CLIPPED = tuple((clipped, cell) for cell in SEEN + UNSEEN)
-EDITED = tuple((edited_by_the_engine, (backend, strategy)) for backend in BACKENDS for strategy in ("no_shard", "full_shard"))
+EDITED = tuple(
+    (edited_by_the_engine, (backend, strategy)) for backend in BACKENDS for strategy in ("no_shard", "full_shard")
+)
 
 
 @pytest.mark.parametrize("cell", SEEN, ids="-".join)
 def test_clipping_by_hand_is_refused_where_parameters_hold_gradients(cell):
     said = error(play(CLIPPED + EDITED)[clipped, cell])
-    assert said.startswith("ContractError: gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad")
+    assert said.startswith(
+        "ContractError: gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad"
+    )
 
 
 @pytest.mark.parametrize("cell", UNSEEN, ids="-".join)
@@ -63,7 +67,8 @@ def test_what_the_engine_does_to_gradients_is_not_refused(cell):
     assert values(play(CLIPPED + EDITED)[cell]) == [True, True]
 
 
-# -- a division by hand ---------------------------------------------------------------------------------------------------------------
+# -- a division by hand
+# ---------------------------------------------------------------------------------------------------------------
 
 DIVIDED = {
     "divided": lambda loss: loss / 4,
@@ -102,8 +107,10 @@ def divided(backend, how):
 
 
 WARNING = (
-    "the loss that was passed to engine.backward ends in a division by 4, which is training.gradient_accumulation_steps; engine.backward "
-    "divides by the accumulation window itself: pass the undivided loss, or the gradients are 4 times too small (ignore this if the "
+    "the loss that was passed to engine.backward ends in a division by 4, which is "
+    "training.gradient_accumulation_steps; engine.backward "
+    "divides by the accumulation window itself: pass the undivided loss, or the gradients are 4 times too small "
+    "(ignore this if the "
     "division has another purpose)"
 )
 
@@ -116,12 +123,15 @@ def test_a_loss_that_is_divided_by_hand_is_named_once(backend, how):
     assert values(play(scenarios)[divided, (backend, how)]) == [wanted, []]
 
 
-# -- runs that train nothing ----------------------------------------------------------------------------------------------------------
+# -- runs that train nothing
+# ----------------------------------------------------------------------------------------------------------
 
 MEANS = {
     "mean": lambda output, labels: functional.cross_entropy(output.logits.float(), labels),
     "of the model": lambda output, labels: output.loss,
-    "mean of losses": lambda output, labels: functional.cross_entropy(output.logits.float(), labels, reduction="none").mean(),
+    "mean of losses": lambda output, labels: functional.cross_entropy(
+        output.logits.float(), labels, reduction="none"
+    ).mean(),
     "sum": lambda output, labels: functional.cross_entropy(output.logits.float(), labels, reduction="sum"),
     "mean times items": lambda output, labels: output.loss * len(labels),
 }
@@ -141,11 +151,15 @@ def averaged(backend, how):
 def test_a_mean_with_num_items_is_named_once(backend, how):
     kind = "MeanBackward0" if how == "mean of losses" else "NllLossBackward0"
     warning = (
-        f"the loss that was passed to engine.backward with num_items ends in a mean ({kind}), and the engine divides it by the number of "
+        f"the loss that was passed to engine.backward with num_items ends in a mean ({kind}), and the engine divides "
+        "it by the number of "
         "items again"
     )
     scenarios = tuple((averaged, (each, way)) for each in BACKENDS for way in MEANS)
-    assert values(play(scenarios)[averaged, (backend, how)]) == [[] if how in ("sum", "mean times items") else [warning], []]
+    assert values(play(scenarios)[averaged, (backend, how)]) == [
+        [] if how in ("sum", "mean times items") else [warning],
+        [],
+    ]
 
 
 def trained_in_vain(backend, strategy):
@@ -201,12 +215,14 @@ def test_a_layer_that_is_frozen_by_hand_is_as_one_that_the_engine_freezes(cell):
 def test_distributed_data_parallel_names_a_layer_that_is_frozen_by_hand():
     said = error(play(FROZEN)[frozen_late, (*LATE[3], True)])
     assert said == (
-        "ModelError: head.weight was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not reduce its "
+        "ModelError: head.weight was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did "
+        "not reduce its "
         "bucket; call engine.set_trainable('head.weight', False) instead"
     )
 
 
-# -- after the engine -----------------------------------------------------------------------------------------------------------------
+# -- after the engine
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def closed(backend):
@@ -226,7 +242,12 @@ def closed(backend):
         model.state_dict()
     except unishard.ContractError as refused:
         said = str(refused)
-    return kinds == (type(own), type(scheduler)), named, math.isclose(rate[0], scheduler.get_last_lr()[0] * 10), said.partition(",")[0]
+    return (
+        kinds == (type(own), type(scheduler)),
+        named,
+        math.isclose(rate[0], scheduler.get_last_lr()[0] * 10),
+        said.partition(",")[0],
+    )
 
 
 SHARED = nn.ReLU()

@@ -41,9 +41,24 @@ def play(folder: Path) -> Played:
     config, strategies, losses = (folder / name for name in ("c.yaml", "strategies", "losses"))
     saves = {"dir": str(folder / "runs"), "every_steps": 2, "on_existing": "resume"}
     waits = {"last_call_timeout": 3, "keep_alive_interval": 1}
-    launch = {"nodes": "1:2", "processes_per_node": 2, "endpoint": "left:29500", "max_restarts": 2, "rendezvous_options": waits}
+    launch = {
+        "nodes": "1:2",
+        "processes_per_node": 2,
+        "endpoint": "left:29500",
+        "max_restarts": 2,
+        "rendezvous_options": waits,
+    }
     config.write_text(json.dumps(CONFIG | {"backend": "deepspeed", "checkpoint": saves, "launch": launch}))
-    words = ["-m", "unishard", "launch", str(config), launched_on_hosts.__file__, json.dumps(CONFIG), str(strategies), str(losses)]
+    words = [
+        "-m",
+        "unishard",
+        "launch",
+        str(config),
+        launched_on_hosts.__file__,
+        json.dumps(CONFIG),
+        str(strategies),
+        str(losses),
+    ]
 
     def lines() -> list[tuple[int, int, float]]:
         said = losses.read_text().splitlines() if losses.exists() else []
@@ -81,7 +96,9 @@ def test_every_strategy_trains_across_two_hosts_as_on_one(played):
 def test_a_run_goes_on_with_the_host_that_is_left(played):
     assert played.ended == 0, played.said
     after = [
-        step for world, step, _ in played.lines[played.lines.index(max(line for line in played.lines if line[0] == 4)) :] if world == 2
+        step
+        for world, step, _ in played.lines[played.lines.index(max(line for line in played.lines if line[0] == 4)) :]
+        if world == 2
     ]
     assert after[-1] == 8, played.said
     assert after == list(range(after[0], 9)), played.said

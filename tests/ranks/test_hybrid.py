@@ -1,4 +1,5 @@
-"""Hybrid strategies on 2 x 2 ranks: what each rank holds, what travels inside and between groups, and that it trains the same."""
+"""Hybrid strategies on 2 x 2 ranks: what each rank holds, what travels inside and between groups, and that it trains
+the same."""
 
 from __future__ import annotations
 
@@ -40,10 +41,14 @@ def hybrid(backend, strategy, precision="fp32", **sections):
 
 
 def windows(model="mlp"):
-    return [everyones(start, start + ACCUMULATION, world=WORLD, model=model) for start in range(0, MICRO_BATCHES, ACCUMULATION)]
+    return [
+        everyones(start, start + ACCUMULATION, world=WORLD, model=model)
+        for start in range(0, MICRO_BATCHES, ACCUMULATION)
+    ]
 
 
-# -- the maths ----------------------------------------------------------------------------------------------------------------------
+# -- the maths
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def trained(backend, strategy, precision, reduce):
@@ -71,7 +76,8 @@ TRAINED = tuple((*cell, reduce) for cell in SPANNING for reduce in REDUCED[cell[
 
 @pytest.mark.parametrize("cell", TRAINED, ids="-".join)
 def test_every_copy_is_the_one_that_plain_torch_trains(cell):
-    """With accumulation and clipping; losses and norms are those of all ranks, and every rank says the same to the last bit."""
+    """With accumulation and clipping; losses and norms are those of all ranks, and every rank says the same to the last
+    bit."""
     found = played(trained, TRAINED, cell)
     wanted, logits = expected(cell[2])
     assert found.count(found[0]) == WORLD
@@ -79,7 +85,7 @@ def test_every_copy_is_the_one_that_plain_torch_trains(cell):
     assert torch.tensor(found[0][1]) == pytest.approx(torch.tensor(logits), abs=1e-5 if cell[2] == "fp32" else 0.05)
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def held(backend, strategy):
@@ -90,7 +96,12 @@ def held(backend, strategy):
             engine.step()
         placement, optimizer = engine.placement(), getattr(engine.optimizer, "optimizer", engine.optimizer)
         masters = [part(tensor) for tensor in MASTERS[backend](engine)]
-        state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value) and value.dim()]
+        state = [
+            value
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if torch.is_tensor(value) and value.dim()
+        ]
         return {
             "masters": placement.master_numel,
             "parameters": placement.param_bytes // 4,
@@ -112,9 +123,21 @@ def part(tensor):
 TABLE = {
     ("fsdp", "hybrid_shard"): {"masters": PARAMETERS // GROUP, "parameters": PARAMETERS // GROUP, "state": PARAMETERS},
     # Between steps also the parameters are in parts.
-    ("fsdp", "hybrid_shard_grad_op"): {"masters": PARAMETERS // GROUP, "parameters": PARAMETERS // GROUP, "state": PARAMETERS},
-    ("deepspeed", "hybrid_shard"): {"masters": PARAMETERS // GROUP, "parameters": PARAMETERS // GROUP, "state": PARAMETERS},
-    ("deepspeed", "hybrid_shard_grad_op"): {"masters": PARAMETERS // GROUP, "parameters": PARAMETERS, "state": PARAMETERS},
+    ("fsdp", "hybrid_shard_grad_op"): {
+        "masters": PARAMETERS // GROUP,
+        "parameters": PARAMETERS // GROUP,
+        "state": PARAMETERS,
+    },
+    ("deepspeed", "hybrid_shard"): {
+        "masters": PARAMETERS // GROUP,
+        "parameters": PARAMETERS // GROUP,
+        "state": PARAMETERS,
+    },
+    ("deepspeed", "hybrid_shard_grad_op"): {
+        "masters": PARAMETERS // GROUP,
+        "parameters": PARAMETERS,
+        "state": PARAMETERS,
+    },
 }
 
 
@@ -131,7 +154,8 @@ def test_ranks_in_a_row_form_a_group_and_groups_hold_the_same(cell):
     assert zero != one
 
 
-# -- collectives --------------------------------------------------------------------------------------------------------------------
+# -- collectives
+# --------------------------------------------------------------------------------------------------------------------
 
 
 FLAGS = "uint8"
@@ -151,9 +175,13 @@ class AxisRecorder(Recorder):
         for event in self.events[count:]:
             if event.numel and event.dtype != FLAGS:
                 ranks = next(
-                    dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)) for arg in args if isinstance(arg, torch.ScriptObject)
+                    dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg))
+                    for arg in args
+                    if isinstance(arg, torch.ScriptObject)
                 )
-                axis = {(0, 1): "shard", (2, 3): "shard", (0, 2): "replicate", (1, 3): "replicate"}.get(tuple(ranks), "all")
+                axis = {(0, 1): "shard", (2, 3): "shard", (0, 2): "replicate", (1, 3): "replicate"}.get(
+                    tuple(ranks), "all"
+                )
                 self.moved.setdefault(event.phase, Counter())[event.kind, axis] += event.numel
         return done
 
@@ -218,7 +246,8 @@ def test_parts_of_the_gradients_travel_between_groups_once_a_window_and_nothing_
         assert moved == MOVED[cell]
 
 
-# -- what is not the same on all ranks ----------------------------------------------------------------------------------------------
+# -- what is not the same on all ranks
+# ----------------------------------------------------------------------------------------------
 
 
 def overflowing(backend, strategy, precision):
@@ -248,9 +277,9 @@ ROUTED = {
     "late": lambda turn, rank: turn % 2 == 1,
     "in one group": lambda turn, rank: rank < GROUP and turn in (1, 2, 4),
 }
-ROUTES = tuple((*cell, routed) for cell in SPANNING for routed in ROUTED if cell[0] == "deepspeed" or routed != "in one group") + tuple(
-    ("fsdp", strategy, "fp32", "in one group") for strategy in HYBRID
-)
+ROUTES = tuple(
+    (*cell, routed) for cell in SPANNING for routed in ROUTED if cell[0] == "deepspeed" or routed != "in one group"
+) + tuple(("fsdp", strategy, "fp32", "in one group") for strategy in HYBRID)
 
 
 def routed_batch(turn, rank, routed):
@@ -276,7 +305,8 @@ def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
     assert_conforms(found[0], wanted, TOLERANCES[cell[2]])
 
 
-# -- beside other engines -----------------------------------------------------------------------------------------------------------
+# -- beside other engines
+# -----------------------------------------------------------------------------------------------------------
 
 
 def beside(backend, strategy):

@@ -1,4 +1,5 @@
-"""`torch.inference_mode()` around an evaluation is `no_grad` to an engine, and the training after it that of plain torch."""
+"""`torch.inference_mode()` around an evaluation is `no_grad` to an engine, and the training after it that of plain
+torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def evaluated(engine, folder):
 
 
 def trained(backend, strategy, precision, first, folder=""):
-    """Trains with an evaluation in inference mode before the first update and inside averaged weights, or between two updates."""
+    """Trains with an evaluation in inference mode before the first update and inside averaged weights, or between two
+    updates."""
     with prepare(configured(backend, strategy, precision=precision)) as engine:
         average = engine.ema(0.5)
         done = [] if first else train(engine, own_share(MICRO_BATCHES)[:2])

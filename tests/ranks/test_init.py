@@ -22,7 +22,8 @@ from unishard.testing.models import Mlp, llama, mlp
 
 
 class Awkward(Mlp):
-    """A parameter that two modules take, one that is set twice, a buffer that is computed, and a constructor that computes."""
+    """A parameter that two modules take, one that is set twice, a buffer that is computed, and a constructor that
+    computes."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +55,10 @@ def both_ways(backend, strategy, precision, name):
         if inside:
             with unishard.init(cfg):
                 model = MODELS[name]()
-            devices = {tensor.device.type for tensor in model.parameters()}, {tensor.device.type for tensor in model.buffers()}
+            devices = (
+                {tensor.device.type for tensor in model.parameters()},
+                {tensor.device.type for tensor in model.buffers()},
+            )
         else:
             model = MODELS[name]()
         with unishard.prepare(model, cfg) as engine:
@@ -104,7 +108,9 @@ def played(backend, function, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision", "model"), [arguments for function, arguments in PLAYED if function is both_ways], ids="-".join
+    ("strategy", "precision", "model"),
+    [arguments for function, arguments in PLAYED if function is both_ways],
+    ids="-".join,
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_built_inside_is_bit_for_bit_that_built_outside(backend, strategy, precision, model):
@@ -124,7 +130,8 @@ def test_a_constructor_that_reads_its_parameters_is_told_of():
     assert "only rank 0 has parameter data" in note
 
 
-# -- host memory --------------------------------------------------------------------------------------------------------------------
+# -- host memory
+# --------------------------------------------------------------------------------------------------------------------
 
 WIDTH, BLOCKS = 1024, 50
 MODEL_BYTES = 4 * BLOCKS * WIDTH * WIDTH
@@ -136,7 +143,8 @@ class Large(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(BLOCKS // 2)
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+            for _ in range(BLOCKS // 2)
         )
 
     def forward(self, x):
@@ -153,7 +161,13 @@ def large_llama():
     """A folder with a model of about 200 MiB in four files, and its bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8, "vocab_size": 128}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "vocab_size": 128,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     where = TemporaryDirectory()
     _kept.append(where)

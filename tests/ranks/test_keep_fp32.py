@@ -1,4 +1,5 @@
-"""`precision.keep_fp32`: what stays in fp32 in a 16-bit run trains as in plain torch with the same dtypes, on both engines."""
+"""`precision.keep_fp32`: what stays in fp32 in a 16-bit run trains as in plain torch with the same dtypes, on both
+engines."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def trained(backend, strategy, compute, patterns=PATTERNS):
     with unishard.prepare(Mixture(), config(backend, strategy, **sections(compute, patterns))) as engine:
         block = engine.module.blocks[0]
         for name, module in (("router", block.router), ("expert", block.experts[0])):
-            module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: (module.weight.dtype, out.dtype)}))
+            module.register_forward_hook(
+                lambda module, args, out, name=name: seen.update({name: (module.weight.dtype, out.dtype)})
+            )
         curve = steps(engine, 0, UPDATES)
         return curve, {name: engine.parameter(name) for name, _ in Mixture().named_parameters()}, seen
 
@@ -113,7 +116,9 @@ def oracle(
     masters = Mixture()
     named = dict(masters.named_parameters())
     plain, decayed = ([each for name, each in named.items() if ("bias" in name) is exempt] for exempt in (True, False))
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=RATE)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=RATE
+    )
     found = []
     for update in range(UPDATES):
         losses = []
@@ -122,7 +127,9 @@ def oracle(
                 low = copy.deepcopy(masters)
                 low.zero_grad()
                 for name, parameter in low.named_parameters():
-                    parameter.data = parameter.data.to(torch.float32 if any(each in name for each in patterns) else compute)
+                    parameter.data = parameter.data.to(
+                        torch.float32 if any(each in name for each in patterns) else compute
+                    )
                 own = dict(low.named_parameters())
                 low.final_norm = InFp32(low.final_norm)
                 for block in low.blocks:
@@ -169,7 +176,8 @@ def test_fp16_and_one_rank():
         assert all(torch.allclose(state[name], weight, rtol=1e-5, atol=1e-5) for name, weight in weights.items())
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def resumed(first, second, directory):
@@ -200,15 +208,20 @@ def test_a_run_goes_on_on_the_other_engine(tmp_path_factory):
             assert not list(notes)
 
 
-# -- inference ----------------------------------------------------------------------------------------------------------------------
+# -- inference
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def evaluated(backend, strategy):
-    with unishard.prepare(Mixture(), config(backend, strategy, **sections("bf16") | {"optimizer": None}), train=False) as engine:
+    with unishard.prepare(
+        Mixture(), config(backend, strategy, **sections("bf16") | {"optimizer": None}), train=False
+    ) as engine:
         return engine(inputs(0, 0))
 
 
-EVALUATED = tuple((evaluated, cell) for cell in (*((backend, "full_shard") for backend in BACKENDS), ("fsdp", "no_shard")))
+EVALUATED = tuple(
+    (evaluated, cell) for cell in (*((backend, "full_shard") for backend in BACKENDS), ("fsdp", "no_shard"))
+)
 
 
 def test_inference_keeps_the_same():
@@ -225,7 +238,8 @@ def test_inference_keeps_the_same():
             assert torch.equal(found, plain)
 
 
-# -- what a model's class names -----------------------------------------------------------------------------------------------------
+# -- what a model's class names
+# -----------------------------------------------------------------------------------------------------
 
 
 def t5():
@@ -243,7 +257,12 @@ def t5():
         "vocab_size": 40,
         "dropout_rate": 0.0,
     }
-    how = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0, "use_cache": False}
+    how = {
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "decoder_start_token_id": 0,
+        "use_cache": False,
+    }
     return T5ForConditionalGeneration(T5Config(**shape, **how))
 
 
@@ -275,7 +294,8 @@ def t5_trained(backend, strategy, compute, keep):
 
 
 def plain_t5(compute: torch.dtype, kept: str) -> list[tuple[float, float]]:
-    """The same as transformers computes it: `from_pretrained` leaves these weights in fp32, and the model casts around them.
+    """The same as transformers computes it: `from_pretrained` leaves these weights in fp32, and the model casts around
+    them.
 
     Only at the inputs of a block is everything cast, as `precision.cast_inputs` says.
     """
@@ -311,7 +331,12 @@ def plain_t5(compute: torch.dtype, kept: str) -> list[tuple[float, float]]:
 
 T5 = tuple(
     (t5_trained, (*cell, *how))
-    for cell in (("fsdp", "full_shard"), ("fsdp", "no_shard"), ("deepspeed", "full_shard"), ("deepspeed", "shard_grad_op"))
+    for cell in (
+        ("fsdp", "full_shard"),
+        ("fsdp", "no_shard"),
+        ("deepspeed", "full_shard"),
+        ("deepspeed", "shard_grad_op"),
+    )
     for how in (("fp16", "auto"), ("bf16", r"\.wo\."), ("bf16", "auto"))
 )
 

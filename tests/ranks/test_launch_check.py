@@ -1,4 +1,5 @@
-"""What `unishard launch` checks between hosts before the script: silent when all is well, a line when not, and never the end of a run."""
+"""What `unishard launch` checks between hosts before the script: silent when all is well, a line when not, and never
+the end of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ STORES = []
 
 
 def hosts(folder):
-    """Two hosts: all well, the other one late, no way to the others, and no store; each with the seconds that it took."""
+    """Two hosts: all well, the other one late, no way to the others, and no store; each with the seconds that it
+    took."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
     STORES.append(store)
@@ -79,7 +81,8 @@ def as_main(folder):
     os.chdir(folder)
     with open("said.py", "w") as file:
         file.write(
-            "import beside, json, sys\njson.dump([__name__, sys.argv, beside.x, len(sys.modules['__main__'].__file__)], open('out', 'w'))\n"
+            "import beside, json, sys\njson.dump([__name__, sys.argv, beside.x, "
+            "len(sys.modules['__main__'].__file__)], open('out', 'w'))\n"
         )
     with open("beside.py", "w") as file:
         file.write("x = 3\n")

@@ -1,4 +1,5 @@
-"""`unishard launch` for real: what the user sees and gets when ranks end, are killed or interrupted, and elastic restarts."""
+"""`unishard launch` for real: what the user sees and gets when ranks end, are killed or interrupted, and elastic
+restarts."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ def settings(*changes: str) -> list[str]:
 
 def test_a_killed_rank_is_started_anew_and_the_losses_go_on(folder):
     saves = ("checkpoint.on_existing=resume", "checkpoint.every_steps=2", "checkpoint.dir=runs")
-    ended = launch(folder, *settings(*saves, "training.seed=7", "launch.max_restarts=1"), TRAINS, "losses", "--end", "1:5:kill")
+    ended = launch(
+        folder, *settings(*saves, "training.seed=7", "launch.max_restarts=1"), TRAINS, "losses", "--end", "1:5:kill"
+    )
     assert ended.code == 0, ended.stderr
     assert "unishard launch: starts all ranks anew (restart 1 of 1)" in ended.stderr
     assert "finished with seed 7" in ended.stderr
@@ -105,19 +108,25 @@ def test_the_rank_that_fails_is_what_the_user_sees(folder):
     ended = launch(folder, TRAINS, "losses", "--end", "1:2:raise")
     assert ended.code == 1
     first, *_, last = (line for line in ended.stderr.splitlines() if not WARNING.fullmatch(line))
-    assert re.fullmatch(r"unishard: rank 1 of 2 raised ValueError: a broken sample \(launched_training.py:\d+ in \w+\)", first), (
-        ended.stderr
-    )
+    assert re.fullmatch(
+        r"unishard: rank 1 of 2 raised ValueError: a broken sample \(launched_training.py:\d+ in \w+\)", first
+    ), ended.stderr
     assert ended.stderr.count("Traceback") == 1, ended.stderr
     assert not re.search(r"torch\.distributed\.elastic|ChildFailedError|\*\*\*\*", ended.stderr), ended.stderr
     # Rank 0 may end while rank 1 still releases its memory.
-    named = r"1 has ended with exit code 1|0 has ended with exit code 1 because rank 1 raised ValueError: a broken sample .*"
+    named = (
+        r"1 has ended with exit code 1|0 has ended with exit code 1 because rank 1 raised ValueError: a broken "
+        r"sample .*"
+    )
     assert re.fullmatch(f"unishard launch: rank ({named}); its own message is above", last), last
 
 
 def test_the_exit_status_is_that_of_the_rank(folder):
     ended = launch(folder, SAYS, "exit", "1", "7")
-    assert (ended.code, ended.stderr) == (7, "unishard launch: rank 1 has ended with exit code 7; its own message is above\n")
+    assert (ended.code, ended.stderr) == (
+        7,
+        "unishard launch: rank 1 has ended with exit code 7; its own message is above\n",
+    )
 
 
 def test_ctrl_c_ends_every_rank(folder):
@@ -130,7 +139,9 @@ def test_ctrl_c_ends_every_rank(folder):
 def test_a_signal_lets_the_ranks_save_and_the_exit_status_says_so(folder):
     saves = settings("checkpoint.dir=runs", "checkpoint.on_signal=[USR1]")
     told = settings("launch.environment={TOKEN: a secret}")
-    ended = launch(folder, *saves, *told, TRAINS, "losses", "--end=-1:0:slow", stop=(signal.SIGUSR1, "losses", "[0, 2, "))
+    ended = launch(
+        folder, *saves, *told, TRAINS, "losses", "--end=-1:0:slow", stop=(signal.SIGUSR1, "losses", "[0, 2, ")
+    )
     assert ended.code == 85, ended.stderr
     steps = [json.loads(line)[2] for line in (folder / "losses").read_text().splitlines()]
     assert 2 <= steps[-1] < 8
@@ -141,7 +152,9 @@ def test_a_signal_lets_the_ranks_save_and_the_exit_status_says_so(folder):
 
 def test_the_printed_command_runs_in_a_shell(folder):
     printed = launch(folder, *settings("training.seed=5"), "--dry-run", SAYS).stdout
-    done = subprocess.run(["bash", "-c", printed], env=environment(), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["bash", "-c", printed], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2, seed 5", "rank 1 of 2, seed 5"]
 
 
@@ -171,9 +184,18 @@ def test_the_launcher_of_deepspeed_starts_the_same_script(folder):
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate_launch_starts_the_same_script(folder):
-    words = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+    words = [
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+    ]
     more = {"HF_HOME": str(folder), "ACCELERATE_USE_CPU": "true"}
-    assert started_by(folder, sys.executable, *words, "--dynamo_backend=no", "--main_process_port=0", **more) == TWO_RANKS
+    assert (
+        started_by(folder, sys.executable, *words, "--dynamo_backend=no", "--main_process_port=0", **more) == TWO_RANKS
+    )
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")

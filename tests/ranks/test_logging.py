@@ -1,4 +1,5 @@
-"""What the engine logs: its own values are those of the updates, the user's stand beside them, and a resumed run has no step twice."""
+"""What the engine logs: its own values are those of the updates, the user's stand beside them, and a resumed run has no
+step twice."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def close(one, other):
     return one == pytest.approx(other, rel=1e-6)
 
 
-# -- the engine's own values -----------------------------------------------------------------------------------------------------
+# -- the engine's own values
+# -----------------------------------------------------------------------------------------------------
 
 
 def measured(backend, root):
@@ -78,10 +80,16 @@ def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, r
 
 def modules(backend, root):
     """Two updates with recomputation, whose second has its modules measured, and the same without."""
-    sections = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}, "activation_checkpointing": "full"}
+    sections = {
+        "training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
+        "activation_checkpointing": "full",
+    }
     logged = logging(backend, root, "modules") | {"module_steps": [2]}
     with prepare(config(backend, logging=logged, **sections)) as engine:
-        measured, hooks = train(engine, own_share(6)), sum(len(module._forward_hooks) for module in engine.module.modules())
+        measured, hooks = (
+            train(engine, own_share(6)),
+            sum(len(module._forward_hooks) for module in engine.module.modules()),
+        )
         own = engine.module.blocks[1].up
     with prepare(config(backend, **sections)) as engine:
         return measured, train(engine, own_share(6)), hooks, len(own._forward_hooks)
@@ -96,14 +104,20 @@ def test_modules_are_measured_and_training_stays_bit_equal(backend, root):
     found = {row["module"]: row for row in rows if "module" in row}
     assert list(found)[:5] == ["inp", "blocks.0.norm", "blocks.0.up", "blocks.0.down", "blocks.0"]
     assert list(found)[-2:] == ["head", ""]
-    assert found["head"]["backward_order"] < found["blocks.0"]["backward_order"] < found["blocks.0.up"]["backward_order"]
+    assert (
+        found["head"]["backward_order"] < found["blocks.0"]["backward_order"] < found["blocks.0.up"]["backward_order"]
+    )
     norms = [row["gradient_norm"] for row in rows if "parameter" in row]
     assert close(sum(norm**2 for norm in norms) ** 0.5, measured[3][1].grad_norm)
-    other = [json.loads(line) for line in Path(root, f"{BACKENDS[0]}-modules", "modules.jsonl").read_text().splitlines()]
+    other = [
+        json.loads(line) for line in Path(root, f"{BACKENDS[0]}-modules", "modules.jsonl").read_text().splitlines()
+    ]
     for mine, theirs in zip(rows, other, strict=True):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
-            assert value == (pytest.approx(theirs[name], rel=1e-5, abs=1e-7) if isinstance(value, float) else theirs[name]), mine
+            assert value == (
+                pytest.approx(theirs[name], rel=1e-5, abs=1e-7) if isinstance(value, float) else theirs[name]
+            ), mine
 
 
 def planned_to_send(backend):
@@ -173,7 +187,10 @@ def paused(backend, root):
 @everywhere
 def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root):
     played(paused, backend, root)
-    assert [0.1 < line["samples_per_second"] < 1e5 for line in lines(backend, root, "paused") if "loss" in line] == [True, True]
+    assert [0.1 < line["samples_per_second"] < 1e5 for line in lines(backend, root, "paused") if "loss" in line] == [
+        True,
+        True,
+    ]
 
 
 def tokens(backend, root):
@@ -195,11 +212,13 @@ def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend
         assert line["tokens_per_second"] > line["samples_per_second"] > 0
 
 
-# -- the user's values -----------------------------------------------------------------------------------------------------------
+# -- the user's values
+# -----------------------------------------------------------------------------------------------------------
 
 
 def own_values(backend, root):
-    """One rank logs more than the other, an evaluation after the step of a record and its save, and values after the last record."""
+    """One rank logs more than the other, an evaluation after the step of a record and its save, and values after the
+    last record."""
     section = logging(backend, root, "own", every=2)
     cfg = config(backend, logging=section, checkpoint={"dir": f"{root}/{backend}-own-saved", "every_steps": 2})
     with prepare(cfg) as engine:
@@ -237,7 +256,8 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
     assert "mine" in found[4]
 
 
-# -- resuming --------------------------------------------------------------------------------------------------------------------
+# -- resuming
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def resumed(backend, root):
@@ -256,7 +276,8 @@ def test_a_resumed_run_has_each_step_once(backend, root):
     assert found == list(range(1, 12))
 
 
-# -- nothing asked ---------------------------------------------------------------------------------------------------------------
+# -- nothing asked
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def unasked(backend, root):
@@ -264,7 +285,9 @@ def unasked(backend, root):
     called = []
 
     def profile(frame, event, argument):
-        if event == "call" and ("/engine/metrics/" in frame.f_code.co_filename or "/integrations/" in frame.f_code.co_filename):
+        if event == "call" and (
+            "/engine/metrics/" in frame.f_code.co_filename or "/integrations/" in frame.f_code.co_filename
+        ):
             called.append(frame.f_code.co_name)
 
     with prepare(config(backend)) as engine:
@@ -300,7 +323,9 @@ def unwritable(backend, root):
 def test_what_cannot_be_written_is_an_error_of_prepare(backend, root):
     needs = "tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove tensorboard"
     assert error(outcomes(missing, backend, root)) == f"ConfigError: logging.to: {needs}"
-    assert error(outcomes(unwritable, backend, root)).startswith("ConfigError: logging.to: jsonl cannot be started: NotADirectoryError")
+    assert error(outcomes(unwritable, backend, root)).startswith(
+        "ConfigError: logging.to: jsonl cannot be started: NotADirectoryError"
+    )
 
 
 SCENARIOS = (measured, modules, weighted, skipped, paused, tokens, own_values, resumed, unasked, missing, unwritable)

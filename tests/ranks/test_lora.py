@@ -1,4 +1,5 @@
-"""Frozen, adapted, tied and toggled parameters: what stays, what it costs, what is refused. Curves are held by the conformance suite."""
+"""Frozen, adapted, tied and toggled parameters: what stays, what it costs, what is refused. Curves are held by the
+conformance suite."""
 
 from __future__ import annotations
 
@@ -35,17 +36,25 @@ def own(parameter):
 def state_bytes(engine):
     """Of the optimizer, step counts left out."""
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    tensors = {id(tensor): tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)}
+    tensors = {
+        id(tensor): tensor
+        for state in optimizer.state.values()
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor)
+    }
     return sum(own(tensor).nbytes for tensor in tensors.values() if tensor.dim())
 
 
-# -- a bf16 base with fp32 adapters -----------------------------------------------------------------------------------------------
+# -- a bf16 base with fp32 adapters
+# -----------------------------------------------------------------------------------------------
 
 
 def adapted(backend, strategy, compute):
     """Losses of 3 updates, and what a rank holds after them and moves in them."""
     model = lora(torch.bfloat16)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    before = {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters() if not parameter.requires_grad
+    }
     optimizer = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
     with unishard.prepare(model, config(backend, strategy, precision=compute, optimizer=optimizer)) as engine:
         recorder = Recorder()
@@ -56,7 +65,11 @@ def adapted(backend, strategy, compute):
                 loss = engine(**micro_batch).loss
                 recorder.phase = "backward"
                 engine.backward(loss)
-                gradients = [name for name, parameter in engine.module.named_parameters() if name in before and parameter.grad is not None]
+                gradients = [
+                    name
+                    for name, parameter in engine.module.named_parameters()
+                    if name in before and parameter.grad is not None
+                ]
                 step = engine.step()
                 recorder.phase = "after"
                 done.append((engine.mean(loss), step))
@@ -64,7 +77,9 @@ def adapted(backend, strategy, compute):
         reduced = sum(
             event.numel
             for event in recorder.events
-            if event.phase == "backward" and event.kind in ("reduce_scatter", "all_reduce", "reduce") and event.dtype != "uint8"
+            if event.phase == "backward"
+            and event.kind in ("reduce_scatter", "all_reduce", "reduce")
+            and event.dtype != "uint8"
         )
         unchanged = engine_values(engine, before)
         return {
@@ -152,7 +167,8 @@ def test_adapters_train_as_in_plain_torch_in_the_formats_that_each_layer_has(cel
     assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
 
 
-# -- stopping and starting ----------------------------------------------------------------------------------------------------------
+# -- stopping and starting
+# ----------------------------------------------------------------------------------------------------------
 
 TOGGLES = {1: ("blocks.1", False), 3: ("blocks.1", True), 4: ("inp", False)}
 """Before which update, what: something trains, stops, and trains again with the state it had."""
@@ -160,7 +176,8 @@ UPDATES = 5
 
 
 def toggled(backend, strategy):
-    """What stands still while it is frozen, and Adam's first moments of all parameters at the end where the engine shows them."""
+    """What stands still while it is frozen, and Adam's first moments of all parameters at the end where the engine
+    shows them."""
     with unishard.prepare(mlp(), config(backend, strategy, optimizer=ADAMW)) as engine:
         still = []
         for update, micro_batch in enumerate(engine.batches(own_share(UPDATES))):
@@ -170,7 +187,11 @@ def toggled(backend, strategy):
             engine.backward(engine(**micro_batch).loss)
             engine.step()
             still.append(
-                {name for name, parameter in engine.module.named_parameters() if torch.equal(own(parameter), before[name])}
+                {
+                    name
+                    for name, parameter in engine.module.named_parameters()
+                    if torch.equal(own(parameter), before[name])
+                }
                 - {name for name, part in before.items() if not part.numel()}
             )
         return still, moments(engine)
@@ -207,7 +228,9 @@ def plain():
         model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss.backward()
         clip_grad_norm_(model.parameters(), torch.inf)
         optimizer.step()
-    return {name: optimizer.state[parameter]["exp_avg"].flatten().tolist() for name, parameter in model.named_parameters()}
+    return {
+        name: optimizer.state[parameter]["exp_avg"].flatten().tolist() for name, parameter in model.named_parameters()
+    }
 
 
 TOGGLED = tuple((toggled, placed) for placed in PLACED)
@@ -235,7 +258,8 @@ def test_the_optimizers_state_is_that_of_plain_torch_and_is_found_where_the_engi
             assert value == pytest.approx(plain()[name], rel=1e-4, abs=1e-8), name
 
 
-# -- what set_trainable refuses -------------------------------------------------------------------------------------------------------
+# -- what set_trainable refuses
+# -------------------------------------------------------------------------------------------------------
 
 
 def partly_frozen():
@@ -283,7 +307,7 @@ def test_set_trainable_refuses(backend, what):
     assert error(play(REFUSED)[refused, (backend, what)]).startswith(REFUSALS[what])
 
 
-# -- ties -----------------------------------------------------------------------------------------------------------------------------
+# -- ties --------------------------------------------------------------------------------------------------------------
 
 
 def tied(backend, strategy):

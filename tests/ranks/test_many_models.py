@@ -60,7 +60,9 @@ class Plain:
         self.turn = 0
 
     def learn(self, loss):
-        for parameter, gradient in zip(self.parameters, torch.autograd.grad(loss / ACCUMULATION, self.parameters), strict=True):
+        for parameter, gradient in zip(
+            self.parameters, torch.autograd.grad(loss / ACCUMULATION, self.parameters), strict=True
+        ):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.turn += 1
         if self.turn % ACCUMULATION:
@@ -75,11 +77,15 @@ def judge(discriminator, real, fake):
     return functional.softplus(-discriminator(real)).mean() + functional.softplus(discriminator(fake)).mean()
 
 
-# -- two models that are trained against each other ---------------------------------------------------------------------------------
+# -- two models that are trained against each other
+# ---------------------------------------------------------------------------------
 
 
 def gan(backend, strategy, precision, first="generator"):
-    cfg = {"generator": configured(backend, strategy, precision, 0.1), "discriminator": configured(backend, strategy, precision, 0.05)}
+    cfg = {
+        "generator": configured(backend, strategy, precision, 0.1),
+        "discriminator": configured(backend, strategy, precision, 0.05),
+    }
     models = {"generator": seeded(5, 13, 7), "discriminator": seeded(7, 11, 1, seed=4)}
     order = sorted(models, key=lambda name: name != first)
     engines = {name: unishard.prepare(models[name], cfg[name]) for name in order}
@@ -122,7 +128,8 @@ def mixed_up(backend, strategy):
     return None
 
 
-# -- gradients of an output -----------------------------------------------------------------------------------------------------------
+# -- gradients of an output
+# -----------------------------------------------------------------------------------------------------------
 
 
 def sloped(critic, inputs, penalty):
@@ -130,7 +137,11 @@ def sloped(critic, inputs, penalty):
     inputs = inputs.clone().requires_grad_()
     output = critic(inputs)
     (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=penalty)
-    return output.mean() + (slope.norm(dim=1) - 1).square().mean() if penalty else critic((inputs + slope).detach()).square().mean()
+    return (
+        output.mean() + (slope.norm(dim=1) - 1).square().mean()
+        if penalty
+        else critic((inputs + slope).detach()).square().mean()
+    )
 
 
 def slopes(backend, strategy, penalty):
@@ -154,7 +165,8 @@ def plain_slopes(penalty, world=2):
     return found
 
 
-# -- a frozen teacher ---------------------------------------------------------------------------------------------------------------
+# -- a frozen teacher
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def distil(backend, strategy, precision, first="student"):
@@ -176,7 +188,12 @@ def distil(backend, strategy, precision, first="student"):
             student.backward(loss)
             found.append((student.mean(loss), student.step().grad_norm))
         held = teacher.placement()
-        return found, held.master_numel, held.param_bytes, any(parameter.requires_grad for parameter in teacher.module.parameters())
+        return (
+            found,
+            held.master_numel,
+            held.param_bytes,
+            any(parameter.requires_grad for parameter in teacher.module.parameters()),
+        )
 
 
 def plain_distil(world=2):
@@ -188,7 +205,8 @@ def plain_distil(world=2):
     return found
 
 
-# -- a model that is only evaluated -------------------------------------------------------------------------------------------------
+# -- a model that is only evaluated
+# -------------------------------------------------------------------------------------------------
 
 
 def evaluated(backend, strategy, precision):
@@ -211,7 +229,11 @@ def evaluated(backend, strategy, precision):
         engine.set_parameter("blocks.1.up.weight", edited)
         plain.blocks[1].up.weight.data.copy_(edited)
         same &= torch.equal(engine(**batch).logits, plain(batch["x"].to(low), batch["labels"]).logits)
-        return same and not logits.requires_grad and not engine.module.training, torch.equal(inputs[0].grad, inputs[1].grad), placement
+        return (
+            same and not logits.requires_grad and not engine.module.training,
+            torch.equal(inputs[0].grad, inputs[1].grad),
+            placement,
+        )
 
 
 def refused(backend, strategy):
@@ -296,7 +318,8 @@ def test_gradients_of_an_output_are_those_of_plain_torch_or_refused_by_name(back
     works = backend == "fsdp" and (strategy == "no_shard" or not penalty)
     for found in played(backend, slopes, strategy, penalty):
         if works:
-            # The mean of the outputs is subtracted from a penalty of up to 1: a loss of 4e-4 has the rounding of both, over three layers.
+            # The mean of the outputs is subtracted from a penalty of up to 1: a loss of 4e-4 has the rounding of both,
+            # over three layers.
             assert_close(found, plain_slopes(penalty), rel=1e-5, floor=1e-6)
         else:
             assert f"does not work with sharding.strategy {strategy} " in found

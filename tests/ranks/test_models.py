@@ -1,4 +1,5 @@
-"""Families of models that are built unlike Llama: what trains on one engine trains on the other, and as plain torch does."""
+"""Families of models that are built unlike Llama: what trains on one engine trains on the other, and as plain torch
+does."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SIZE, TURNS, WORLD = 2, 3, 2
 WORD, LENGTH = 53, 6
 
 
-# -- data: each sample depends on its global index alone ------------------------------------------------------------------------------
+# -- data: each sample depends on its global index alone
+# ------------------------------------------------------------------------------
 
 
 def tokens(index):
@@ -50,7 +52,7 @@ def own_batches(sample):
     return [micro_batch(sample, turn, rank) for turn in range(TURNS)]
 
 
-# -- models -----------------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 def gpt2():
@@ -76,7 +78,13 @@ def bert():
     return BertForMaskedLM(BertConfig(num_attention_heads=2, **COMMON, **dropouts))
 
 
-COMMON = {"vocab_size": WORD, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "max_position_embeddings": 16}
+COMMON = {
+    "vocab_size": WORD,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+}
 
 
 def mixtral():
@@ -84,7 +92,9 @@ def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return MixtralForCausalLM(MixtralConfig(num_local_experts=4, num_experts_per_tok=2, use_cache=False, **COMMON, **heads))
+    return MixtralForCausalLM(
+        MixtralConfig(num_local_experts=4, num_experts_per_tok=2, use_cache=False, **COMMON, **heads)
+    )
 
 
 class Classifier(nn.Module):
@@ -156,8 +166,12 @@ class Buffered(Layer):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("turn", torch.polar(torch.ones(LENGTH, 6), torch.linspace(0, 3, 6 * LENGTH).reshape(LENGTH, 6)))
-        self.register_buffer("mask", torch.tensor([1.0, 0.5]).reshape(2, 1).expand(2, 6).reshape(12)[:6].expand(LENGTH, 6))
+        self.register_buffer(
+            "turn", torch.polar(torch.ones(LENGTH, 6), torch.linspace(0, 3, 6 * LENGTH).reshape(LENGTH, 6))
+        )
+        self.register_buffer(
+            "mask", torch.tensor([1.0, 0.5]).reshape(2, 1).expand(2, 6).reshape(12)[:6].expand(LENGTH, 6)
+        )
         self.register_buffer("order", torch.arange(11, -1, -1))
 
     def forward(self, x):
@@ -251,7 +265,8 @@ def test_the_engines_gather_the_same_units(family):
     assert ran("deepspeed", "full_shard", family)[1] == units
 
 
-# -- formats of inputs in bf16 ------------------------------------------------------------------------------------------------------
+# -- formats of inputs in bf16
+# ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -263,7 +278,8 @@ class Positions:
 
 
 class Positioned(nn.Module):
-    """Adds an fp32 table before its blocks, so that hidden states are in bf16 only if they are cast at each block, which gets it too."""
+    """Adds an fp32 table before its blocks, so that hidden states are in bf16 only if they are cast at each block,
+    which gets it too."""
 
     def __init__(self):
         super().__init__()
@@ -311,7 +327,8 @@ def test_blocks_get_their_hidden_states_in_bf16_and_tables_as_they_are_on_both_e
     assert done.losses[-1] < done.losses[0]
 
 
-# -- what models and scripts do around modules ---------------------------------------------------------------------------------------
+# -- what models and scripts do around modules
+# ---------------------------------------------------------------------------------------
 
 
 class Borrowing(nn.Module):

@@ -44,7 +44,11 @@ def test_a_model_trains_as_in_plain_torch_and_is_exported_as_transformers_saves_
 
 
 def test_the_page_has_most_models_and_none_is_beyond_its_bounds_without_a_cause():
-    rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [
+        re.split(r" (?<!\\)\| ", line.strip("| "))
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
     names = [name for name, *_ in rows if name != "Model"]
     assert names == [name for name in CASES if name in names], "run make models"
     assert len(names) > len(CASES) // 2

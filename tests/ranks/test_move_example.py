@@ -1,4 +1,5 @@
-"""examples/move_between_engines.sh, shortened: its commands are run in forked ranks, since starting torchrun four times costs a minute."""
+"""examples/move_between_engines.sh, shortened: its commands are run in forked ranks, since starting torchrun four times
+costs a minute."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def run_script(script, *calls):
     sys.path.insert(0, str(EXAMPLES))  # as python does for a script
     for arguments in calls:
         sys.argv = [script, *arguments]
-        exec(compile(Path(script).read_text(encoding="utf-8"), script, "exec"), {"__name__": "__main__", "__file__": script})
+        exec(
+            compile(Path(script).read_text(encoding="utf-8"), script, "exec"),
+            {"__name__": "__main__", "__file__": script},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,9 @@ def drawn(folder):
     said = []
     for stayed, moved in (("two", "one"), ("two", "empty"), ("missing", "two"), ("two", "broken")):
         try:
-            run_script(str(EXAMPLES / "draw_move.py"), [f"{folder}/{stayed}", f"{folder}/{moved}", f"{folder}/picture.png"])
+            run_script(
+                str(EXAMPLES / "draw_move.py"), [f"{folder}/{stayed}", f"{folder}/{moved}", f"{folder}/picture.png"]
+            )
         except SystemExit as end:
             said.append(str(end))
     return said

@@ -1,4 +1,5 @@
-"""What lies in host memory: the user's own optimizer steps there, on the same values, and says no to what an engine cannot do."""
+"""What lies in host memory: the user's own optimizer steps there, on the same values, and says no to what an engine
+cannot do."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def played(scenario, cells, cell):
     return values(play(tuple((scenario, each) for each in cells))[scenario, cell])
 
 
-# -- the user's optimizer -----------------------------------------------------------------------------------------------------------
+# -- the user's optimizer
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Remembering(torch.optim.SGD):
@@ -54,7 +56,12 @@ class Remembering(torch.optim.SGD):
 
     def step(self, closure=None):
         self.steps += 1
-        tensors = [tensor for group in self.param_groups for parameter in group["params"] for tensor in (parameter, parameter.grad)]
+        tensors = [
+            tensor
+            for group in self.param_groups
+            for parameter in group["params"]
+            for tensor in (parameter, parameter.grad)
+        ]
         self.devices |= {(tensor.device.type, type(tensor)) for tensor in tensors if tensor is not None}
         return super().step(closure)
 
@@ -87,7 +94,12 @@ def own(backend, place, name):
             if isinstance(engine._adapter.optimizer, torch.optim.Optimizer)
             else engine._adapter.optimizer.optimizer
         )
-        state = [value for entry in inner.state.values() for value in entry.values() if torch.is_tensor(value) and value.dim()]
+        state = [
+            value
+            for entry in inner.state.values()
+            for value in entry.values()
+            if torch.is_tensor(value) and value.dim()
+        ]
         return {
             "curve": found,
             "the one that was built": inner is kept[-1],
@@ -108,7 +120,8 @@ def test_the_users_optimizer_stays_the_users_optimizer(cell):
     wanted = oracle.train(mlp(), windows(), configured("fsdp", "full_shard", "fp32"), world=2, optimizer=BUILT[cell[2]])
     assert_conforms(found[0]["curve"], wanted, tolerance(cell[0], PLACES[cell[1]][0], "fp32"))
     for each in found:
-        # DeepSpeed builds a torch Adagrad anew, from its defaults, since its state is made for the tensors it is built from.
+        # DeepSpeed builds a torch Adagrad anew, from its defaults, since its state is made for the tensors it is built
+        # from.
         assert each["the one that was built"] or cell[2] == "Adagrad"
         assert each["type"] == {"own class": "Remembering", "groups": "AdamW"}.get(cell[2], cell[2])
         assert each["state"] == {"cpu"}
@@ -123,7 +136,10 @@ def held(backend, place, precision):
         train(engine, own_share(ACCUMULATION))
         if backend == "deepspeed":
             masters = master_tensors(engine._adapter.optimizer, engine._adapter._inner, kind_of(engine._cfg))
-            return {"masters": {(each.device.type, each.dtype) for each in masters}, "numel": sum(each.numel() for each in masters)}
+            return {
+                "masters": {(each.device.type, each.dtype) for each in masters},
+                "numel": sum(each.numel() for each in masters),
+            }
         stepped = [parameter for group in engine._adapter.optimizer.param_groups for parameter in group["params"]]
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in stepped]
         models = {id(parameter) for parameter in engine.module.parameters()}
@@ -135,7 +151,9 @@ def held(backend, place, precision):
 
 
 HELD = tuple(
-    (backend, place, PRECISIONS[(first + number) % 2]) for first, backend in enumerate(BACKENDS) for number, place in enumerate(PLACES)
+    (backend, place, PRECISIONS[(first + number) % 2])
+    for first, backend in enumerate(BACKENDS)
+    for number, place in enumerate(PLACES)
 )
 """Every place of each backend in one precision, and in the other one on the other backend."""
 
@@ -150,7 +168,8 @@ def test_fp32_masters_are_stepped_in_host_memory_each_rank_its_part(cell):
         assert [each["copies"] for each in found] == [cell[1] == "optimizer, full_shard"] * 2
 
 
-# -- windows that are left out, parameters that are left out ------------------------------------------------------------------------
+# -- windows that are left out, parameters that are left out
+# ------------------------------------------------------------------------
 
 
 def overflowing(backend, place, precision):
@@ -228,24 +247,34 @@ def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
     found = played(routes, CELLS, cell)
     assert found[0] == found[1]
     data = [
-        [routed_batch(turn, rank, "on both ranks, in some micro-batches") for turn in range(start, start + ACCUMULATION) for rank in (0, 1)]
+        [
+            routed_batch(turn, rank, "on both ranks, in some micro-batches")
+            for turn in range(start, start + ACCUMULATION)
+            for rank in (0, 1)
+        ]
         for start in range(0, MICRO_BATCHES, ACCUMULATION)
     ]
     wanted = oracle.train(routing(), data, configured("fsdp", "full_shard", "fp32"), world=2)
     assert_conforms(found[0], wanted, tolerance(cell[0], PLACES[cell[1]][0], "fp32"))
 
 
-# -- what cannot be had -------------------------------------------------------------------------------------------------------------
+# -- what cannot be had
+# -------------------------------------------------------------------------------------------------------------
 
 
 def refused(backend, precision, params, optimizer):
-    offload = {"params": params, "optimizer": optimizer} | ({"nvme_path": "files"} if "nvme" in (params, optimizer) else {})
+    offload = {"params": params, "optimizer": optimizer} | (
+        {"nvme_path": "files"} if "nvme" in (params, optimizer) else {}
+    )
     unishard.prepare(mlp(), configured(backend, "full_shard", precision, offload=offload))
 
 
 def strictly(backend, params, optimizer):
     """What is only approximate is refused under strict."""
-    unishard.prepare(mlp(), configured(backend, "full_shard", "fp32", offload={"params": params, "optimizer": optimizer}, strict=True))
+    unishard.prepare(
+        mlp(),
+        configured(backend, "full_shard", "fp32", offload={"params": params, "optimizer": optimizer}, strict=True),
+    )
 
 
 def without_async_io(*arguments):
@@ -266,21 +295,28 @@ def without_fp16(*arguments):
 
 FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 ASYNC_IO = (
-    "BackendError: offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio with its "
+    "BackendError: offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio "
+    "with its "
     "headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
 )
 ROUNDS = (
-    "BackendError: offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); set it to "
+    "BackendError: offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed "
+    "0.19.8); set it to "
     "cpu, or precision to bf16"
 )
 OTHER = "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu"
 REFUSED = {
     (strictly, ("fsdp", "cpu", "none")): (
-        "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy moves parameters, "
-        "gradients and optimizer state together, so the optimizer's state lives in host memory as well, and it steps there: more device "
+        "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy "
+        "moves parameters, "
+        "gradients and optimizer state together, so the optimizer's state lives in host memory as well, and it steps "
+        "there: more device "
         "memory is free, and the update is slower; the same maths"
     ),
-    (refused, ("deepspeed", "fp32", "none", "nvme")): f"TranslationError: offload.optimizer: 'nvme' is not supported by deepspeed: {OTHER}",
+    (
+        refused,
+        ("deepspeed", "fp32", "none", "nvme"),
+    ): f"TranslationError: offload.optimizer: 'nvme' is not supported by deepspeed: {OTHER}",
     (refused, ("fsdp", "fp32", "none", "nvme")): "\n".join(
         [
             f"TranslationError: offload.optimizer: 'nvme' is not supported by fsdp: {FILES}",

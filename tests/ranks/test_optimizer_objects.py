@@ -20,7 +20,8 @@ from unishard.testing.models import MODELS, MlpOutput, mlp
 
 UPDATES = 4
 
-# -- every optimizer of torch that works element by element, as an object with two groups -----------------------------------------
+# -- every optimizer of torch that works element by element, as an object with two groups
+# -----------------------------------------
 
 
 def two_groups(kind: str, parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -56,13 +57,17 @@ def make(name, parameters):
 
 def with_object(backend, strategy, name, **sections):
     model = mlp()
-    with unishard.prepare(model, config(backend, strategy, optimizer=None, **sections), make(name, model.parameters())) as engine:
+    with unishard.prepare(
+        model, config(backend, strategy, optimizer=None, **sections), make(name, model.parameters())
+    ) as engine:
         return curve(train(engine, own_share(UPDATES)))
 
 
 def plain(name):
     windows = [everyones(index, index + 1, world=2) for index in range(UPDATES)]
-    return oracle.train(mlp(), windows, config("fsdp", optimizer=None), world=2, optimizer=lambda params: make(name, params))
+    return oracle.train(
+        mlp(), windows, config("fsdp", optimizer=None), world=2, optimizer=lambda params: make(name, params)
+    )
 
 
 PLAYED = tuple((with_object, (backend, "full_shard", name)) for backend in BACKENDS for name in OBJECTS)
@@ -77,12 +82,19 @@ def test_an_object_is_moved_to_the_shards_with_its_groups_and_options(backend, n
     assert_conforms(found[0], wanted, TOLERANCES["fp32"])
 
 
-# -- what the user holds, and what is live ------------------------------------------------------------------------------------------
+# -- what the user holds, and what is live
+# ------------------------------------------------------------------------------------------
 
 
 def groups_of_an_engine(backend, strategy):
     """Rates of every group over three updates, from the config."""
-    optimizer = {"name": "sgd", "lr": 1.0, "weight_decay": 0.1, "no_decay": ["bias"], "groups": [{"params": ["^head"], "lr": 0.5}]}
+    optimizer = {
+        "name": "sgd",
+        "lr": 1.0,
+        "weight_decay": 0.1,
+        "no_decay": ["bias"],
+        "groups": [{"params": ["^head"], "lr": 0.5}],
+    }
     cfg = config(backend, strategy, optimizer=optimizer, scheduler={"name": "linear", "total_steps": 4})
     with unishard.prepare(mlp(), cfg) as engine:
         rates = []
@@ -109,7 +121,9 @@ def frozen_in_the_object(backend, strategy):
     """`AdamW(model.parameters())` with a frozen layer, as everyone writes it."""
     model = mlp()
     model.inp.requires_grad_(False)
-    with unishard.prepare(model, config(backend, strategy, optimizer=None), torch.optim.AdamW(model.parameters())) as engine:
+    with unishard.prepare(
+        model, config(backend, strategy, optimizer=None), torch.optim.AdamW(model.parameters())
+    ) as engine:
         return [step.updated for _, step in train(engine, own_share(2))]
 
 
@@ -142,7 +156,9 @@ LIVE = tuple(
     for strategy in STRATEGIES
 )
 DECAYING = ("adamw", "lion", "sgd")
-DECAY = tuple((only_decay, (backend, strategy, name)) for backend in BACKENDS for strategy in STRATEGIES for name in DECAYING)
+DECAY = tuple(
+    (only_decay, (backend, strategy, name)) for backend in BACKENDS for strategy in STRATEGIES for name in DECAYING
+)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -174,16 +190,23 @@ def test_without_gradients_only_what_decays_moves(backend, strategy, name):
         assert bias == 4.0
 
 
-# -- schedulers ---------------------------------------------------------------------------------------------------------------------
+# -- schedulers
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def rates_with_a_skipped_update(backend, strategy, given):
     """Rates of six updates, of which the third has an infinite gradient on rank 0."""
     model = mlp()
     own = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    scheduler = LambdaLR(own, lambda update: 1 - update / 10) if given == "object" else lambda built: LambdaLR(built, lambda i: 1 - i / 10)
+    scheduler = (
+        LambdaLR(own, lambda update: 1 - update / 10)
+        if given == "object"
+        else lambda built: LambdaLR(built, lambda i: 1 - i / 10)
+    )
     optimizer = own if given == "object" else lambda params: torch.optim.SGD(params, lr=1.0)
-    cfg = config(backend, strategy, optimizer=None, training={"gradient_accumulation_steps": 2, "gradient_clipping": 1e-3})
+    cfg = config(
+        backend, strategy, optimizer=None, training={"gradient_accumulation_steps": 2, "gradient_clipping": 1e-3}
+    )
     steps = []
     with unishard.prepare(model, cfg, optimizer, scheduler) as engine:
         rank = unishard.Topology.from_environment().rank
@@ -232,11 +255,15 @@ SKIPPED = tuple(
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize(("strategy", "given"), [("no_shard", "object"), ("shard_grad_op", "function"), ("full_shard", "object")])
+@pytest.mark.parametrize(
+    ("strategy", "given"), [("no_shard", "object"), ("shard_grad_op", "function"), ("full_shard", "object")]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_scheduler_steps_once_for_each_real_update_on_any_number_of_ranks(backend, strategy, given, world):
     rates = [(True, 1.0), (True, 0.9), (False, 0.8), (True, 0.8), (True, 0.7), (True, 0.6)]
-    assert values(play(SKIPPED, world)[rates_with_a_skipped_update, (backend, strategy, given)]) == [(rates, 0.5)] * world
+    assert (
+        values(play(SKIPPED, world)[rates_with_a_skipped_update, (backend, strategy, given)]) == [(rates, 0.5)] * world
+    )
 
 
 ZERO_REDUNDANCY = {"fsdp": {"zero_redundancy_optimizer": True}}
@@ -254,7 +281,8 @@ def test_a_scheduler_may_write_more_than_the_rate(backend, whole):
         assert_conforms(found, wanted, TOLERANCES["fp32"])
 
 
-# -- where parameters live elsewhere --------------------------------------------------------------------------------------------------
+# -- where parameters live elsewhere
+# --------------------------------------------------------------------------------------------------
 
 
 def elsewhere(backend, where):
@@ -295,7 +323,8 @@ def test_groups_and_the_state_of_adagrad_hold_where_the_optimizer_lives_elsewher
         assert_conforms(found, wanted, TOLERANCES["fp32"])
 
 
-# -- whole tensors ----------------------------------------------------------------------------------------------------------------
+# -- whole tensors
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def muon(backend, strategy, precision):
@@ -351,9 +380,13 @@ def test_muon_runs_where_each_rank_holds_whole_matrices(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_muon_is_refused_where_engines_hand_it_parts(backend):
-    assert "ConfigError: optimizer: Muon needs full tensors" in error(play(WHOLE)[muon, (backend, "full_shard", "fp32")])
+    assert "ConfigError: optimizer: Muon needs full tensors" in error(
+        play(WHOLE)[muon, (backend, "full_shard", "fp32")]
+    )
 
 
 def test_rprop_is_refused_on_the_shards_that_torch_cannot_step_it_on():
-    assert "ConfigError: optimizer: torch cannot step Rprop on FSDP2's shards; choose no_shard" in error(play(WHOLE)[rprop, ("fsdp",)])
+    assert "ConfigError: optimizer: torch cannot step Rprop on FSDP2's shards; choose no_shard" in error(
+        play(WHOLE)[rprop, ("fsdp",)]
+    )
     assert values(play(WHOLE)[rprop, ("deepspeed",)]) == [[True], [True]]

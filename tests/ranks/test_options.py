@@ -1,4 +1,5 @@
-"""Options that the conformance suite leaves alone: each does what its rule says, and the maths stays that of plain torch.
+"""Options that the conformance suite leaves alone: each does what its rule says, and the maths stays that of plain
+torch.
 
 What they cost in collectives is in test_collectives.py.
 """
@@ -24,7 +25,8 @@ from unishard.testing.models import MlpOutput, batch, mlp
 ADAMW = {"optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}}
 
 
-# -- options that change no result ------------------------------------------------------------------------------------------------
+# -- options that change no result
+# ------------------------------------------------------------------------------------------------
 
 SHARED = {
     "kept after forward": ("full_shard", {"sharding": {"reshard_after_forward": False}}),
@@ -60,7 +62,8 @@ CELLS = {
     for first, backend in enumerate(BACKENDS)
     for number, option in enumerate((*SHARED, *OWN[backend]))
 }
-"""The precision in which a backend runs with an option. Options of both run in one on each; zero redundancy is for fp32 only."""
+"""The precision in which a backend runs with an option. Options of both run in one on each; zero redundancy is for fp32
+only."""
 
 
 def config_of(backend, option):
@@ -72,15 +75,20 @@ def config_of(backend, option):
 def with_option(backend, option):
     with prepare(config_of(backend, option)) as engine:
         found = curve(train(engine, own_share(MICRO_BATCHES)))
-        return {"curve": found, "units": engine.placement().units, "optimizer": type(engine._adapter.optimizer).__name__} | SEEN[backend](
-            engine
-        )
+        return {
+            "curve": found,
+            "units": engine.placement().units,
+            "optimizer": type(engine._adapter.optimizer).__name__,
+        } | SEEN[backend](engine)
 
 
 def seen_in_fsdp(engine):
     """Read off FSDP2's own objects, which say how they will move tensors."""
     groups = [
-        group for part in engine.module.modules() if isinstance(part, FSDPModule) for group in part._get_fsdp_state()._fsdp_param_groups
+        group
+        for part in engine.module.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
     ]
     on_host = {parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params}
     inner = getattr(engine._adapter.optimizer, "optim", engine._adapter.optimizer)
@@ -106,7 +114,9 @@ def seen_in_deepspeed(engine):
 
 def stepping(optimizer):
     """The torch optimizer that steps, and where and in which format its state lies."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     return {
         "steps": type(optimizer),
         "state": {(tensor.device.type, tensor.dtype) for tensor in tensors if tensor.dim()},
@@ -177,7 +187,9 @@ def test_the_units_are_the_outermost_modules_of_the_named_classes_that_are_large
     assert [found["units"] for found in ran(backend, option)] == [units, units]
 
 
-@pytest.mark.parametrize(("option", "overlap"), [("overlap", True), ("no overlap", False), ("no overlap, shard_grad_op", False)])
+@pytest.mark.parametrize(
+    ("option", "overlap"), [("overlap", True), ("no overlap", False), ("no overlap, shard_grad_op", False)]
+)
 def test_overlap_reaches_deepspeed(option, overlap):
     assert [found["overlap"] for found in ran("deepspeed", option)] == [overlap, overlap]
 
@@ -201,16 +213,20 @@ def test_zero_redundancy_divides_the_state_of_the_optimizer_by_whole_parameters(
         assert found["state"] == {("cpu", torch.float32)}
 
 
-# -- precision.reduce: bf16 -------------------------------------------------------------------------------------------------------
+# -- precision.reduce: bf16
+# -------------------------------------------------------------------------------------------------------
 
 ROUNDED = Tolerance(
     1e-3,
     3e-3,
     1e-3,
     3e-3,
-    "each rank's gradients are rounded to 8 bits before they are summed, and the sum once more: 2e-3 in an element, less in the norm",
+    "each rank's gradients are rounded to 8 bits before they are summed, and the sum once more: 2e-3 in an element, "
+    "less in the norm",
 )
-REDUCED = tuple((backend, strategy, reduce) for backend in BACKENDS for strategy in STRATEGIES for reduce in ("fp32", "bf16"))
+REDUCED = tuple(
+    (backend, strategy, reduce) for backend in BACKENDS for strategy in STRATEGIES for reduce in ("fp32", "bf16")
+)
 
 
 def reduced(backend, strategy, reduce):
@@ -230,7 +246,8 @@ def test_reducing_in_bf16_rounds_the_gradients_and_no_more(backend, strategy):
     assert difference.losses > 1e-5
 
 
-# -- parameters that a rank does not always use -----------------------------------------------------------------------------------
+# -- parameters that a rank does not always use
+# -----------------------------------------------------------------------------------
 
 
 class Part(nn.Module):
@@ -295,7 +312,9 @@ def routed_batch(turn, rank, routed):
 def routes(backend, strategy, precision, native, routed):
     rank = unishard.Topology.from_environment().rank
     sharding = {"strategy": strategy} | ({"units": ["Part"]} if strategy != "no_shard" else {})
-    with unishard.prepare(routing(), configured(backend, sharding, precision, native={"fsdp": NATIVE[native]})) as engine:
+    with unishard.prepare(
+        routing(), configured(backend, sharding, precision, native={"fsdp": NATIVE[native]})
+    ) as engine:
         return curve(train(engine, [routed_batch(turn, rank, routed) for turn in range(MICRO_BATCHES)]))
 
 

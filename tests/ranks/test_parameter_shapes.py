@@ -1,4 +1,5 @@
-"""Parameters without dimensions, such as CLIP's `logit_scale`, and without elements train, save and export as in plain torch."""
+"""Parameters without dimensions, such as CLIP's `logit_scale`, and without elements train, save and export as in plain
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torch.nn import functional
 import unishard
 from unishard.testing.cells import BACKENDS
 
-CELLS = tuple((backend, strategy, precision) for backend in BACKENDS for strategy in STRATEGIES for precision in PRECISIONS)
+CELLS = tuple(
+    (backend, strategy, precision) for backend in BACKENDS for strategy in STRATEGIES for precision in PRECISIONS
+)
 OPTIMIZER = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05}
 MOVES = (("fsdp", "full_shard", "deepspeed", "full_shard"), ("deepspeed", "shard_grad_op", "fsdp", "no_shard"))
 _where = TemporaryDirectory()
@@ -76,7 +79,9 @@ def loss_of(model, turn, rank):
 def plain(turns=4):
     """Losses, gradient norms, parameters after two updates, and the gradient of `scale` in the first."""
     model, losses, norms, scales = Numbers(), [], [], []
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-2, weight_decay=0.05
+    )
     for turn in range(turns):
         loss = sum(loss_of(model, turn, rank) for rank in range(2)) / 2
         loss.backward()
@@ -145,9 +150,17 @@ def clip():
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": 8}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "projection_dim": 8,
+    }
     text = {"vocab_size": 32, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return CLIPModel(CLIPConfig(text_config=sizes | text, vision_config=sizes | {"image_size": 8, "patch_size": 4}, projection_dim=8))
+    return CLIPModel(
+        CLIPConfig(text_config=sizes | text, vision_config=sizes | {"image_size": 8, "patch_size": 4}, projection_dim=8)
+    )
 
 
 def exported(backend, strategy, folder):
@@ -163,7 +176,10 @@ def exported(backend, strategy, folder):
 PLAYED = (
     *((trained, cell) for cell in CELLS),
     *((moved, (*move, FOLDER)) for move in MOVES),
-    *((edited, cell) for cell in ((BACKENDS[0], "full_shard"), (BACKENDS[1], "full_shard"), (BACKENDS[1], "shard_grad_op"))),
+    *(
+        (edited, cell)
+        for cell in ((BACKENDS[0], "full_shard"), (BACKENDS[1], "full_shard"), (BACKENDS[1], "shard_grad_op"))
+    ),
     *((exported, (backend, strategy, FOLDER)) for backend in BACKENDS for strategy in ("full_shard", "no_shard")),
 )
 
@@ -175,13 +191,16 @@ def played(function, *arguments):
 @pytest.mark.parametrize(("backend", "strategy", "precision"), CELLS)
 def test_they_train_as_in_plain_torch_and_keep_their_names_and_shapes(backend, strategy, precision):
     losses, norms, parameters, gradient = plain()
-    # In bf16 the first norm is compared: later ones follow updates of weights near zero, whose sign a rounding decides in Adam.
+    # In bf16 the first norm is compared: later ones follow updates of weights near zero, whose sign a rounding decides
+    # in Adam.
     count, exact = (2, 1e-6) if precision == "fp32" else (1, 2e-2)
     for found_losses, found_norms, found, found_gradient, names in played(trained, backend, strategy, precision):
         assert found_losses[:count] == pytest.approx(losses[:count], rel=exact)
         assert found_norms[:count] == pytest.approx(norms[:count], rel=exact)
         assert names == list(parameters)
-        assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in parameters.items()}
+        assert {name: each.shape for name, each in found.items()} == {
+            name: each.shape for name, each in parameters.items()
+        }
         assert found_gradient.shape == ()
         assert float(found_gradient) == pytest.approx(gradient, rel=max(exact, 1e-5))
         if precision == "fp32":
@@ -206,7 +225,9 @@ def test_they_are_read_and_edited_by_name(backend, strategy):
         assert gathered == [(), (), (0, 5)]
 
 
-@pytest.mark.parametrize(("backend", "strategy"), [arguments[:2] for function, arguments in PLAYED if function is exported])
+@pytest.mark.parametrize(
+    ("backend", "strategy"), [arguments[:2] for function, arguments in PLAYED if function is exported]
+)
 def test_an_export_has_the_bytes_of_save_pretrained(backend, strategy, tmp_path):
     clip().save_pretrained(tmp_path)
     for found in played(exported, backend, strategy, FOLDER):

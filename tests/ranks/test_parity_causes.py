@@ -68,7 +68,9 @@ def run_of(tmp_path_factory):
 
     def found(fault, configured, backend="fsdp", *, facts=True):
         records = read_records(Path(root, f"{backend}-{fault}-{configured}", "log.jsonl"))
-        return ComparedRun(f"{backend}-{fault}", Course.of(records), facts_of(settings(backend, fault, configured)) if facts else {})
+        return ComparedRun(
+            f"{backend}-{fault}", Course.of(records), facts_of(settings(backend, fault, configured)) if facts else {}
+        )
 
     return found
 
@@ -100,7 +102,8 @@ def test_the_curves_alone_name_it(run_of, fault, configured):
     assert verdict.causes[0].name == {"seed": "data order"}.get(fault, fault), list(lines_of(verdict))
 
 
-# -- the first module that differs --------------------------------------------------------------------------------------------------
+# -- the first module that differs
+# --------------------------------------------------------------------------------------------------
 
 FAULTY = "blocks.1.down"
 IN_MODULE = ("output", "gradient", "weights")
@@ -178,4 +181,6 @@ def test_an_update_that_differs_is_seen_in_the_weights(modules_of):
     assert (located.first.what, located.first.step) == ("output", 2)
     one, other = (steps[2].parameters[f"{FAULTY}.weight"]["weight_norm"] for steps in (steps, modules_of("none")))
     far = f"{abs(one - other) / other:.1e}"
-    assert located.notes == (f"the weights differ before step 2, most {FAULTY}.weight ({far}): the update after step 1 differs",)
+    assert located.notes == (
+        f"the weights differ before step 2, most {FAULTY}.weight ({far}): the update after step 1 differs",
+    )

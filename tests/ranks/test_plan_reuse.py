@@ -14,7 +14,8 @@ from unishard.testing.cells import BACKENDS
 
 
 def saved(backend, where, background):
-    """For each save: how often rank 0 planned the model, and whether the checkpoint holds the weights of that moment."""
+    """For each save: how often rank 0 planned the model, and whether the checkpoint holds the weights of that
+    moment."""
     planned, found, made = [], [], planning.Assignment
 
     def plan(everyone, chunk):

@@ -33,7 +33,9 @@ class Watched:
     def save(self):
         """What comes of a save: its content, or the error."""
         self.steps += 1
-        outcome = refused(save, self.root, snapshot(self.steps, self.steps, self.rank), Retention(), self.group, cache=self.cache)
+        outcome = refused(
+            save, self.root, snapshot(self.steps, self.steps, self.rank), Retention(), self.group, cache=self.cache
+        )
         dist.barrier(self.group)
         folder = self.root / finding.name_of(self.steps)
         found = content_of(folder) == self.steps if folder.exists() else False
@@ -73,12 +75,15 @@ def closed(run, patch, handler):
 
 
 def undisturbed(root):
-    """Two saves, and the first one without the child; then the disk is full, and the child is killed between two saves."""
+    """Two saves, and the first one without the child; then the disk is full, and the child is killed between two
+    saves."""
     run, patch, handler = watched(root)
     outcomes = [run.save(), run.save()]
     save(Path(f"{root} plain"), snapshot(1, 1, run.rank), Retention(), run.group)
     folders = [each / finding.name_of(1) for each in (run.root, Path(f"{root} plain"))]
-    same = [(folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in (".metadata", "shards.index")]
+    same = [
+        (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in (".metadata", "shards.index")
+    ]
     process = run.cache._process
     run.notes.append("full")
     run.only_first(lambda: _limit(process, 100))
@@ -114,7 +119,8 @@ def killed(root):
 
 
 def with_an_engine(root):
-    """Processes that plan, of an engine that saves in turn and of one that does so in the background, and after its end; the weights."""
+    """Processes that plan, of an engine that saves in turn and of one that does so in the background, and after its
+    end; the weights."""
     start()
     patch, found = pytest.MonkeyPatch(), []
     patch.setattr(plan_cache, "MANY", 1)
@@ -126,7 +132,8 @@ def with_an_engine(root):
             process = engine._checkpoints._plans._process
             stored = Tensors(folder)
             equal = all(
-                torch.equal(stored.full(f"model.{name}"), engine.parameter(name).cpu()) for name, _ in engine.module.named_parameters()
+                torch.equal(stored.full(f"model.{name}"), engine.parameter(name).cpu())
+                for name, _ in engine.module.named_parameters()
             )
             found.append((process is not None, equal))
         found.append(process is None or process._process.poll() is not None)
@@ -178,7 +185,9 @@ def test_where_the_child_has_ended_the_rank_plans_itself_and_says_so_once(played
 def test_a_child_that_ends_during_a_save_ends_it_on_all_ranks_and_nothing_more(played):
     (outcomes, notes, warnings), (others, *_) = played[killed]
     assert outcomes == others
-    assert outcomes[1][0].endswith("rank 0 could not write its shards: the process that plans saves has ended (SIGKILL)")
+    assert outcomes[1][0].endswith(
+        "rank 0 could not write its shards: the process that plans saves has ended (SIGKILL)"
+    )
     assert outcomes[1][1:] == (False, ["latest"])
     assert [outcomes[0], *outcomes[2:]] == [SAVED] * 3
     assert notes[2:] == [("Planning", "planned"), ("Planning", "reused")]

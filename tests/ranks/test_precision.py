@@ -25,7 +25,9 @@ everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def held(module):
     """Copies of what this rank keeps of the parameters."""
     with torch.no_grad():
-        parts = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in module.parameters())
+        parts = (
+            parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in module.parameters()
+        )
         return [getattr(part, "ds_tensor", part).detach().clone() for part in parts]
 
 
@@ -40,7 +42,8 @@ def unchanged(before, after):
     return len(before) == len(after) and all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-# -- products of fp32 tensors -------------------------------------------------------------------------------------------------------
+# -- products of fp32 tensors
+# -------------------------------------------------------------------------------------------------------
 
 
 def products(*asked):
@@ -71,7 +74,8 @@ def test_products_have_one_setting_in_a_process_and_another_is_refused():
         assert "write tf32 or keep, or use another process" in fsdp
 
 
-# -- the loss scale -----------------------------------------------------------------------------------------------------------------
+# -- the loss scale
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def overflowing(backend, strategy):
@@ -134,7 +138,10 @@ def looked_at(backend, strategy):
         return before, after, engine.step().grad_norm
 
 
-SCALED = (*((scaled, (*cell, scale)) for cell in CELLS for scale in (1.0, 64.0)), *((looked_at, cell) for cell in CELLS))
+SCALED = (
+    *((scaled, (*cell, scale)) for cell in CELLS for scale in (1.0, 64.0)),
+    *((looked_at, cell) for cell in CELLS),
+)
 
 
 @everywhere
@@ -178,13 +185,15 @@ def test_an_error_is_raised_once_a_lower_scale_cannot_help(cell):
     assert values(played[raising_of, (*cell, STATIC)]) == [(["raised"] * 3, 4.0)] * 2
 
 
-# -- masters ------------------------------------------------------------------------------------------------------------------------
+# -- masters -----------------------------------------------------------------------------------------------------------
 
 
 def in_format(dtype):
     model = mlp()
     for index, parameter in enumerate(model.parameters()):
-        parameter.data = parameter.data.to(dtype if dtype is not None else (torch.float32, torch.bfloat16, torch.float16)[index % 3])
+        parameter.data = parameter.data.to(
+            dtype if dtype is not None else (torch.float32, torch.bfloat16, torch.float16)[index % 3]
+        )
     return model
 
 
@@ -192,7 +201,9 @@ def masters(backend, strategy, loaded, compute, master):
     """Formats of masters and state, and whether an update too small for the low format is remembered."""
     formats = {"compute": compute, "master": master}
     optimizer = {"name": "adamw", "lr": 1e-6, "weight_decay": 0.0}
-    with unishard.prepare(in_format(loaded), config(backend, strategy, precision=formats, optimizer=optimizer)) as engine:
+    with unishard.prepare(
+        in_format(loaded), config(backend, strategy, precision=formats, optimizer=optimizer)
+    ) as engine:
         train(engine, own_share(2))
         state = {str(tensor.dtype) for tensor in state_of(engine) if tensor.dim()}
         return sorted(engine.placement().master_dtypes), state, str(engine(**own_share(1)[0]).logits.dtype)
@@ -234,7 +245,8 @@ def test_fp16_masters_under_zero_are_refused_with_what_instead():
     assert "write fp32" in found
 
 
-# -- buffers and inputs -------------------------------------------------------------------------------------------------------------
+# -- buffers and inputs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def buffers(backend, strategy, wanted):
@@ -275,7 +287,8 @@ class Normalized(nn.Module):
 
 
 class Looped(nn.Module):
-    """Calls one layer three times, as ALBERT and recurrent cells do: its weight gets three gradients in one backward."""
+    """Calls one layer three times, as ALBERT and recurrent cells do: its weight gets three gradients in one
+    backward."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +304,9 @@ class Looped(nn.Module):
 
 
 def in_bf16(model, backend, strategy):
-    with unishard.prepare(model(), config(backend, strategy, precision={"compute": "bf16", "buffers": "bf16"})) as engine:
+    with unishard.prepare(
+        model(), config(backend, strategy, precision={"compute": "bf16", "buffers": "bf16"})
+    ) as engine:
         return curve(train(engine, own_share(3)))
 
 

@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, train, values
+from playing import (
+    SPANNING,
+    STRATEGIES,
+    config,
+    curve,
+    error,
+    everyones,
+    my_rank,
+    own_share,
+    play,
+    prepare,
+    train,
+    values,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -20,7 +33,8 @@ from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, MlpOutput, mlp
 
-# -- what trains ------------------------------------------------------------------------------------------------------------------
+# -- what trains
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def another_seed_on_each_rank(backend, strategy):
@@ -58,7 +72,9 @@ def formats(backend, strategy, precision):
         return {
             "masters": placement.master_dtypes,
             "computed in": module.head.seen,
-            "buffers": {name: (str(buffer.dtype), buffer.flatten()[0].item()) for name, buffer in module.named_buffers()},
+            "buffers": {
+                name: (str(buffer.dtype), buffer.flatten()[0].item()) for name, buffer in module.named_buffers()
+            },
         }
 
 
@@ -81,7 +97,9 @@ def unused_parameters(backend, strategy):
     """The branch's own output after each of four updates, of which the second and third do not use it."""
     torch.manual_seed(5)
     outputs = []
-    with unishard.prepare(Branching(), config(backend, strategy, optimizer={"name": "sgd", "lr": 0.5, "weight_decay": 0.0})) as engine:
+    with unishard.prepare(
+        Branching(), config(backend, strategy, optimizer={"name": "sgd", "lr": 0.5, "weight_decay": 0.0})
+    ) as engine:
         for turn, batch in enumerate(own_share(4)):
             engine.backward(engine(**batch, branch=turn in (0, 3)).loss)
             assert engine.step().updated
@@ -98,7 +116,9 @@ TRAINED = (
 
 def trained(backend, function, *arguments):
     in_formats = tuple((formats, cell) for cell in SPANNING if cell[0] == backend)
-    return values(play((*((name, (backend, *given)) for name, given in TRAINED), *in_formats))[function, (backend, *arguments)])
+    return values(
+        play((*((name, (backend, *given)) for name, given in TRAINED), *in_formats))[function, (backend, *arguments)]
+    )
 
 
 def assert_curve(found, wanted):
@@ -138,7 +158,8 @@ def test_parameters_that_an_update_did_not_use_do_not_move(backend):
         assert third != fourth
 
 
-# -- the check after prepare --------------------------------------------------------------------------------------------------------
+# -- the check after prepare
+# --------------------------------------------------------------------------------------------------------
 
 
 class Lying:
@@ -166,7 +187,11 @@ LIES = {
         "got blocks.0, blocks.2",
     ),
     "no units": ({"units": ()}, "sharded units: expected inp, blocks.0, blocks.1, blocks.2, head", "got none"),
-    "masters": ({"master_dtypes": frozenset({"bfloat16"})}, "dtype of the master weights: expected float32", "got bfloat16"),
+    "masters": (
+        {"master_dtypes": frozenset({"bfloat16"})},
+        "dtype of the master weights: expected float32",
+        "got bfloat16",
+    ),
     "whole": ({"master_numel": 6013}, "master weights on this rank: expected at most", "got 6,013"),
     "whole parameters": ({"param_bytes": 4 * 6013}, "parameters on this rank: expected at most", "got 24,052"),
     "nothing": ({"master_numel": 0}, "master weights on all ranks: expected at least", "got 0"),
@@ -206,7 +231,8 @@ def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
     assert "got bfloat16" in raised
 
 
-# -- a plain script -----------------------------------------------------------------------------------------------------------------
+# -- a plain script
+# -----------------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -262,13 +288,17 @@ def plain_scripts(tmp_path_factory):
     script = folder / "train.py"
     script.write_text(SCRIPT)
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
-    environment = {name: value for name, value in os.environ.items() if name not in launchers} | {"OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in launchers} | {
+        "OMP_NUM_THREADS": "1"
+    }
     cases = [" ".join(cell) for cell in PLAIN]
     command = [sys.executable, "-c", EACH_IN_A_FORK, str(script), *cases]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])
-    texts = [tuple(Path(f"{script}.{number}.{name}").read_text() for name in ("out", "err")) for number in range(len(cases))]
+    texts = [
+        tuple(Path(f"{script}.{number}.{name}").read_text() for name in ("out", "err")) for number in range(len(cases))
+    ]
     return {cell: (code, *said) for cell, code, said in zip(PLAIN, codes, texts, strict=True)}
 
 

@@ -21,7 +21,9 @@ def root(tmp_path_factory):
 
 def played(scenario, backend, root):
     """What every rank returned; all scenarios of both engines are played in the same ranks."""
-    return values(play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)])
+    return values(
+        play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)]
+    )
 
 
 def traced(backend, root):
@@ -65,7 +67,12 @@ def steps_in(path):
 def test_a_trace_holds_the_chosen_steps(backend, root):
     played(traced, backend, root)
     folder = Path(root, backend)
-    files = [f"steps-{steps}.rank{rank}.{kind}.json" for steps in ("2-3", "5-5") for rank in (0, 1) for kind in ("memory", "trace")]
+    files = [
+        f"steps-{steps}.rank{rank}.{kind}.json"
+        for steps in ("2-3", "5-5")
+        for rank in (0, 1)
+        for kind in ("memory", "trace")
+    ]
     assert sorted(path.name for path in folder.iterdir()) == files
     for rank in (0, 1):
         assert steps_in(folder / f"steps-2-3.rank{rank}.trace.json") == ["ProfilerStep#2", "ProfilerStep#3"]
@@ -96,8 +103,14 @@ SCENARIOS = (ended, traced, untraced)
     ("section", "message"),
     [
         ({"steps": [3]}, "profile.dir: is missing; traces need a directory, such as runs/profile"),
-        ({"steps": [0], "dir": "a"}, "profile.steps: counts from 1, got 0; write numbers of at least 1, such as [10, 11]"),
-        ({"steps": [3, 2], "dir": "a"}, "profile.steps: must rise, without a number twice; sort them, as in [10, 11, 12]"),
+        (
+            {"steps": [0], "dir": "a"},
+            "profile.steps: counts from 1, got 0; write numbers of at least 1, such as [10, 11]",
+        ),
+        (
+            {"steps": [3, 2], "dir": "a"},
+            "profile.steps: must rise, without a number twice; sort them, as in [10, 11, 12]",
+        ),
         ({"memory": True}, "profile.memory: is unused without profile.steps; name the steps, or remove profile.memory"),
     ],
 )

@@ -1,4 +1,5 @@
-"""What a step waits for: nothing on the device, with the default settings on both engines, so that its queue never runs empty."""
+"""What a step waits for: nothing on the device, with the default settings on both engines, so that its queue never runs
+empty."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ AGREED = {
     "compare": "whether gradients of every tenth update were changed, after the next forward is queued",
     "text": "checksums of the weights of every tenth update, added up before its forward",
 }
-"""What is read of pinned memory, by function: copied there while the device still had more to do than the host waits for."""
+"""What is read of pinned memory, by function: copied there while the device still had more to do than the host waits
+for."""
 
 READ_AT_ONCE = {
     "raise": {"fsdp": "_read", "deepspeed": "_read"},  # the error must come from this step
@@ -63,7 +65,9 @@ DEEPSPEED = {
 
 def waits(backend: str, strategy: str, setting: str) -> Counter[Wait]:
     """Of the watched updates."""
-    sections = {name: dict(section) if isinstance(section, dict) else section for name, section in SETTINGS[setting].items()}
+    sections = {
+        name: dict(section) if isinstance(section, dict) else section for name, section in SETTINGS[setting].items()
+    }
     cfg = config(backend, strategy, **{"optimizer": ADAMW, **sections})
     accumulation = cfg.training.gradient_accumulation_steps
     found = Waits()
@@ -101,7 +105,9 @@ def test_a_step_does_not_wait_for_the_device(cell):
     known = [READ_AT_ONCE[cell[2]][cell[0]]] if cell[2] in READ_AT_ONCE else []
     for found in of(cell):
         own = {wait: number / WATCHED for wait, number in found.items() if wait.owner == "unishard"}
-        places = "\n" + "\n".join(f"{wait.phase} {wait.place} in {wait.function}: {number:g} an update" for wait, number in own.items())
+        places = "\n" + "\n".join(
+            f"{wait.phase} {wait.place} in {wait.function}: {number:g} an update" for wait, number in own.items()
+        )
         assert {wait.function for wait in own} <= {*AGREED, *known}, places
         assert all(wait.deferred for wait in own), places
         assert sum(number for wait, number in own.items() if wait.function not in AGREED) == len(known), places
@@ -114,12 +120,17 @@ def test_what_deepspeed_reads_is_listed(cell):
         assert {wait.function for wait in found if wait.owner == "deepspeed"} <= DEEPSPEED.keys()
 
 
-# -- skipped on the device ----------------------------------------------------------------------------------------------------------
+# -- skipped on the device
+# ----------------------------------------------------------------------------------------------------------
 
 
 def trained(backend: str, strategy: str, bad: int | None, reads: bool) -> dict[str, Any]:
-    """Seven updates, of which one meets a NaN on rank 1 or is left out; the outcome of each is read at once, or at the end."""
-    sections = {"training": {"gradient_clipping": 1.0}, "scheduler": {"name": "linear", "warmup_steps": 2, "total_steps": 20}}
+    """Seven updates, of which one meets a NaN on rank 1 or is left out; the outcome of each is read at once, or at the
+    end."""
+    sections = {
+        "training": {"gradient_clipping": 1.0},
+        "scheduler": {"name": "linear", "warmup_steps": 2, "total_steps": 20},
+    }
     steps, rates = [], []
     with prepare(config(backend, strategy, optimizer=ADAMW, **sections)) as engine:
         for turn, batch in enumerate(own_share(7)):
@@ -139,19 +150,26 @@ def trained(backend: str, strategy: str, bad: int | None, reads: bool) -> dict[s
 def test_an_update_that_is_skipped_leaves_no_trace(engine, reads):
     cells = tuple((trained, (*each, *run)) for each in ENGINES for run in ((4, True), (4, False), (None, True)))
     found = play(cells)
-    for with_nan, without in zip(*(values(found[trained, (*engine, *run)]) for run in ((4, reads), (None, True))), strict=True):
+    for with_nan, without in zip(
+        *(values(found[trained, (*engine, *run)]) for run in ((4, reads), (None, True))), strict=True
+    ):
         assert [step[3] for step in with_nan["steps"]] == [turn == 4 for turn in range(7)]
-        assert with_nan["steps"][4] == (False, float("inf"), with_nan["steps"][5][2], True), "the schedule does not move"
+        assert with_nan["steps"][4] == (False, float("inf"), with_nan["steps"][5][2], True), (
+            "the schedule does not move"
+        )
         assert [step for step in with_nan["steps"] if step[0]] == without["steps"]
         assert with_nan["lr"] == without["lr"]
         for name, weight in with_nan["weights"].items():
             assert torch.equal(weight, without["weights"][name]), name
         if reads:
-            assert [rate[:2] for turn, rate in enumerate(with_nan["rates"]) if turn != 4] == [rate[:2] for rate in without["rates"]]
+            assert [rate[:2] for turn, rate in enumerate(with_nan["rates"]) if turn != 4] == [
+                rate[:2] for rate in without["rates"]
+            ]
             assert with_nan["rates"][4][:2] == with_nan["rates"][3][:2]
 
 
-# -- gradients that the script changes ----------------------------------------------------------------------------------------------
+# -- gradients that the script changes
+# ----------------------------------------------------------------------------------------------
 
 
 def edited(backend: str, at: int) -> list[int]:

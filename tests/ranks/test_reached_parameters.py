@@ -1,4 +1,5 @@
-"""Ranks that train different parameters: one error on all of them, and never a sum of gradients of different parameters."""
+"""Ranks that train different parameters: one error on all of them, and never a sum of gradients of different
+parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Heads(nn.Module):
 
     def forward(self, x, tasks):
         features = self.body(x)
-        return sum(functional.cross_entropy(getattr(self, task)(features).float(), torch.tensor([0, 1])) for task in tasks)
+        return sum(
+            functional.cross_entropy(getattr(self, task)(features).float(), torch.tensor([0, 1])) for task in tasks
+        )
 
 
 EQUAL, OTHER = (3, 3), (3, 5)
@@ -90,7 +93,9 @@ def other_order(backend, strategy, precision):
 
 def in_turns(backend, strategy, frozen):
     """Each rank trains both heads in a window, in another order, and perhaps freezes one later."""
-    with prepared(EQUAL, backend, strategy, training={"micro_batch_size": 2, "gradient_accumulation_steps": 2}) as engine:
+    with prepared(
+        EQUAL, backend, strategy, training={"micro_batch_size": 2, "gradient_accumulation_steps": 2}
+    ) as engine:
         for update in range(2):
             for turn in range(2):
                 task = BOTH[0] if frozen and update else BOTH[(turn + my_rank()) % 2]
@@ -153,7 +158,11 @@ def from_a_list(backend, strategy):
 
 
 SCALES = (("deepspeed", "shard_optimizer"), ("fsdp", "full_shard"))
-LATE = (("deepspeed", "shard_optimizer", "fp32"), ("deepspeed", "shard_grad_op", "fp32"), ("fsdp", "full_shard", "fp32"))
+LATE = (
+    ("deepspeed", "shard_optimizer", "fp32"),
+    ("deepspeed", "shard_grad_op", "fp32"),
+    ("fsdp", "full_shard", "fp32"),
+)
 ORDERS = (*LATE, ("deepspeed", "full_shard", "fp32"))
 TURNS = tuple((backend, "shard_optimizer", frozen) for backend in ("deepspeed", "fsdp") for frozen in (False, True))
 SCENARIOS = (
@@ -174,8 +183,13 @@ def test_ranks_that_train_different_parameters_are_told_before_anything_is_reduc
     assert "second (Linear)" in raised
     assert "first (Linear)" in raised
     assert "sharding.conditional_modules: add Linear there" in raised
-    if cell[1] != "full_shard" or cell[0] != "deepspeed":  # which gathers the heads themselves, and so compares them in the forward
-        assert "rank 0 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for second (Linear)" in raised
+    if (
+        cell[1] != "full_shard" or cell[0] != "deepspeed"
+    ):  # which gathers the heads themselves, and so compares them in the forward
+        assert (
+            "rank 0 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for second (Linear)"
+            in raised
+        )
 
 
 @pytest.mark.parametrize("cell", LATE, **IDS)
@@ -187,14 +201,18 @@ def test_ranks_that_train_different_parameters_later_save_nothing(cell):
 @pytest.mark.parametrize("cell", LATE, **IDS)
 def test_a_rank_that_freezes_parameters_by_hand_is_named(cell):
     raised = error(play(SCENARIOS)[frozen_by_hand, cell])
-    assert "rank 1 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for second (Linear)" in raised
+    assert (
+        "rank 1 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for second (Linear)" in raised
+    )
 
 
 @pytest.mark.parametrize("cell", ORDERS, **IDS)
 def test_gradients_in_another_order_are_refused_where_they_are_added_up_in_that_order(cell):
     played = play(SCENARIOS)[other_order, cell]
     if cell[1] == "shard_grad_op":
-        assert "came in another order on each rank; all ranks must run the same modules in the same order" in error(played)
+        assert "came in another order on each rank; all ranks must run the same modules in the same order" in error(
+            played
+        )
     elif cell[:2] == ("deepspeed", "full_shard"):  # gathers them in that order
         assert "rank 0 enters first (Linear)" in error(played)
     else:
@@ -217,18 +235,25 @@ def test_heads_in_turns_are_those_of_plain_torch_where_a_window_is_reduced_once(
 def test_parameters_of_the_root_need_a_module_that_a_rank_may_skip(cell):
     raised = error(play(SCENARIOS)[own_scale, cell])
     assert (
-        "without gradients for second; rank 1 is in engine.backward (update 1, micro-batch 1 of 1), without gradients for first;" in raised
+        "without gradients for second; rank 1 is in engine.backward (update 1, micro-batch 1 of 1), without gradients "
+        "for first;" in raised
     )
-    assert raised.endswith("sharding.conditional_modules: put such parameters into a module with a forward, and add its class")
+    assert raised.endswith(
+        "sharding.conditional_modules: put such parameters into a module with a forward, and add its class"
+    )
 
 
 @pytest.mark.parametrize("cell", SCALES, **IDS)
 def test_a_forward_before_a_backward_is_another_call(cell):
     raised = error(play(SCENARIOS)[one_forward_more, cell])
-    assert raised.startswith("RankMismatchError: ranks made different calls and would deadlock: rank 0 is in engine.backward")
+    assert raised.startswith(
+        "RankMismatchError: ranks made different calls and would deadlock: rank 0 is in engine.backward"
+    )
     assert raised.endswith("rank 1 is in engine.forward (update 1, micro-batch 1 of 1)")
 
 
 def test_a_weight_that_was_taken_from_the_model_before_prepare_is_refused_where_the_engine_replaces_it():
     raised = error(play(SCENARIOS)[from_a_list, SCALES[1]])
-    assert raised.startswith("ModelError: the loss uses a parameter of shape (8, 12) that was taken from the model before unishard.prepare")
+    assert raised.startswith(
+        "ModelError: the loss uses a parameter of shape (8, 12) that was taken from the model before unishard.prepare"
+    )

@@ -14,7 +14,9 @@ from unishard.testing.models import Mlp, mlp
 
 
 def different_configs(backend):
-    cfg = config(backend, training={"gradient_accumulation_steps": 1 + my_rank()}, precision=("fp32", "bf16")[my_rank()])
+    cfg = config(
+        backend, training={"gradient_accumulation_steps": 1 + my_rank()}, precision=("fp32", "bf16")[my_rank()]
+    )
     prepare(cfg)
 
 
@@ -66,7 +68,9 @@ def double_precision_model(backend):
 
 
 def optimizer_given_twice(backend):
-    unishard.prepare(mlp(), config(backend, optimizer={"name": "sgd", "lr": 0.1}), optimizer=lambda params: torch.optim.SGD(params))
+    unishard.prepare(
+        mlp(), config(backend, optimizer={"name": "sgd", "lr": 0.1}), optimizer=lambda params: torch.optim.SGD(params)
+    )
 
 
 def wrapped_already(backend):
@@ -95,7 +99,9 @@ def different_optimizers(backend):
 
 def optimizer_on_one_rank(backend):
     model = mlp()
-    unishard.prepare(model, config(backend, optimizer=None), torch.optim.SGD(model.parameters(), lr=0.1) if my_rank() else None)
+    unishard.prepare(
+        model, config(backend, optimizer=None), torch.optim.SGD(model.parameters(), lr=0.1) if my_rank() else None
+    )
 
 
 def a_pattern_without_match(backend):
@@ -165,20 +171,34 @@ REFUSED = {
         "is 16, but micro_batch_size 2 x gradient_accumulation_steps 3 x 2 ranks is 12",
     ),
     double_precision_model: ("ModelError", "trainable parameters must be fp32, bf16 or fp16", "call model.float()"),
-    optimizer_given_twice: ("ConfigError", "optimizer: is in the config and was also passed to prepare; remove one of them"),
+    optimizer_given_twice: (
+        "ConfigError",
+        "optimizer: is in the config and was also passed to prepare; remove one of them",
+    ),
     wrapped_already: ("ModelError", "DistributedDataParallel is already wrapped; pass model.module instead"),
     prepared_twice: ("ModelError", "this Mlp was already prepared; build a new model"),
     a_path_for_a_config: ("ConfigError", "expected a unishard.Config, got str; load one with unishard.load(path)"),
     an_optimizer_of_another_model: ("ConfigError", "optimizer: SGD has 25 parameters that are not in Mlp"),
-    different_optimizers: ("RankMismatchError", "different optimizers", "lr of group 0: rank 0 has 0.1, rank 1 has 1.1"),
+    different_optimizers: (
+        "RankMismatchError",
+        "different optimizers",
+        "lr of group 0: rank 0 has 0.1, rank 1 has 1.1",
+    ),
     optimizer_on_one_rank: ("RankMismatchError", "optimizer: rank 0 has 'that of the config', rank 1 has 'SGD'"),
     a_pattern_without_match: (
         "ConfigError",
         "optimizer.no_decay: 'LayerNorm' matches no parameter; write part of a name, such as inp",
     ),
-    scheduler_given_twice: ("ConfigError", "scheduler: is in the config and was also passed to prepare; remove one of them"),
+    scheduler_given_twice: (
+        "ConfigError",
+        "scheduler: is in the config and was also passed to prepare; remove one of them",
+    ),
     a_scheduler_that_needs_a_metric: ("ConfigError", "scheduler: ReduceLROnPlateau needs a metric"),
-    no_data_on_rank_0: ("ModelError", "parameter inp.weight of Mlp is on the meta device and has no data", "inside unishard.init(cfg)"),
+    no_data_on_rank_0: (
+        "ModelError",
+        "parameter inp.weight of Mlp is on the meta device and has no data",
+        "inside unishard.init(cfg)",
+    ),
     a_buffer_without_data: ("ModelError", "buffer center of Mlp is on the meta device"),
     trained_on_one_rank: ("RankMismatchError", "train: rank 0 has False, rank 1 has True"),
     an_optimizer_for_what_is_not_trained: ("ConfigError", "optimizer: was passed to prepare with train=False"),

@@ -1,7 +1,7 @@
 """Each private name of DeepSpeed, renamed inside DeepSpeed: only the runs that need it are refused, with a clear error.
 
-Every entry of the table has a run that meets its case, and every name of it is renamed while that run is played. The others train: an
-ordinary run of each stage, with the names of all other cases renamed at once.
+Every entry of the table has a run that meets its case, and every name of it is renamed while that run is played. The
+others train: an ordinary run of each stage, with the names of all other cases renamed at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def update(engine, both=True, **step):
     return engine.step(**step)
 
 
-# -- a run for each case ----------------------------------------------------------------------------------------------------------
+# -- a run for each case
+# ----------------------------------------------------------------------------------------------------------
 
 
 def trains(strategy, precision="fp32", **sections):
@@ -147,7 +148,11 @@ MEETING = {
     "freed-models": (frees, "full_shard"),
     "replica-groups-stages-1-2": (trains, "hybrid_shard_grad_op"),
     "replica-groups-stage-3": (trains, "hybrid_shard"),
-    "second-copies": (trains, "full_shard", {"native": {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}}),
+    "second-copies": (
+        trains,
+        "full_shard",
+        {"native": {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}},
+    ),
     "conditional-modules-bf16-stage-1": (trains, "shard_optimizer", {"precision": "bf16", "whole": ("Linear",)}),
     "conditional-modules-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),
     "conditional-modules-stage-3": (trains, "full_shard", {"whole": ("Linear",)}),
@@ -216,7 +221,8 @@ CALLS = {
 """Cases that a call meets, after a backward: the call, and the engine's strategy and precision."""
 
 
-# -- the renaming -----------------------------------------------------------------------------------------------------------------
+# -- the renaming
+# -----------------------------------------------------------------------------------------------------------------
 
 WITHIN = {
     # Elsewhere in DeepSpeed these are settings, arguments, or methods of strings.
@@ -281,7 +287,8 @@ def call(case):
 
 WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies")) else 1 for case in PATCHES}
 ON_CUDA = ("gathers-stage-3",)
-"""Cases that only a CUDA device meets (tests/device_sim has one); without their names nothing is refused, and the host waits."""
+"""Cases that only a CUDA device meets (tests/device_sim has one); without their names nothing is refused, and the host
+waits."""
 RENAMED = [(case, name) for case, patch in PATCHES.items() if case not in ON_CUDA for name in patch.names]
 
 
@@ -305,7 +312,8 @@ def test_without_one_of_its_names_a_case_is_refused_in_one_sentence(case, name):
     assert PATCHES[case].instead in said
 
 
-# -- ordinary runs ----------------------------------------------------------------------------------------------------------------
+# -- ordinary runs
+# ----------------------------------------------------------------------------------------------------------------
 
 PRECISIONS = {precision: {"precision": precision} for precision in ("fp32", "bf16")}
 ORDINARY = {

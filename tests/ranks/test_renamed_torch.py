@@ -1,4 +1,5 @@
-"""Each private name of torch under another one, as a next release might have it: ordinary runs go on, and only its own case is refused."""
+"""Each private name of torch under another one, as a next release might have it: ordinary runs go on, and only its own
+case is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from unishard_fsdp.patches import PATCHES
 
 PACKAGES = ("torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._C._distributed_c10d")
 NO_RENAMING = ("TrainingState.POST_BACKWARD", "FSDPParam.reduce_dtype", "FSDPParam.param_dtype")
-"""A member of an enum cannot be taken away, and documented arguments of `MixedPrecisionPolicy` have the names of the others."""
+"""A member of an enum cannot be taken away, and documented arguments of `MixedPrecisionPolicy` have the names of the
+others."""
 
 
 def attributes(patch):
@@ -41,7 +43,8 @@ def without(*patches):
         yield
 
 
-# -- ordinary runs ------------------------------------------------------------------------------------------------------------------
+# -- ordinary runs
+# ------------------------------------------------------------------------------------------------------------------
 
 ORDINARY = (
     *(
@@ -71,7 +74,8 @@ def test_an_ordinary_run_needs_no_private_name(cell):
         assert_conforms(each, wanted, TOLERANCES[cell[1]])
 
 
-# -- the cases ----------------------------------------------------------------------------------------------------------------------
+# -- the cases
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -130,7 +134,9 @@ def conditional_modules():
 
 
 def kept_parameters():
-    return refused(unishard.prepare, Branching(), branching("full_shard", {"compute": "bf16", "keep_fp32": ["sometimes"]}))
+    return refused(
+        unishard.prepare, Branching(), branching("full_shard", {"compute": "bf16", "keep_fp32": ["sometimes"]})
+    )
 
 
 def discard():
@@ -197,7 +203,9 @@ def test_every_case_has_a_run_that_meets_it():
 def test_a_case_whose_private_names_are_gone_is_refused_in_one_sentence(name):
     patch = PATCHES[name]
     if not patch.needed:
-        assert told(name, True) == ["nothing"] * len(told(name, True)), f"{patch.package} does it itself from {patch.until} on"
+        assert told(name, True) == ["nothing"] * len(told(name, True)), (
+            f"{patch.package} does it itself from {patch.until} on"
+        )
         return
     for message in told(name, True):
         kind, _, text = message.partition(": ")

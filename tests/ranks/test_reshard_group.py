@@ -54,14 +54,17 @@ def evaluated(engine):
 
 def trained(kept, backend, precision, place=""):
     """The curve, outputs, an evaluation in between, and what is read of a parameter when units hold shards of pairs."""
-    with prepared(backend, kept, precision, frozen=(backend, precision) == ("deepspeed", "bf16"), offload=OFFLOAD[place]) as engine:
+    with prepared(
+        backend, kept, precision, frozen=(backend, precision) == ("deepspeed", "bf16"), offload=OFFLOAD[place]
+    ) as engine:
         first = curve(train(engine, own_share(2 * ACCUMULATION)))
         logits, held = evaluated(engine), engine.parameter_norms()
         return first, logits, held, curve(train(engine, own_share(2 * ACCUMULATION)))
 
 
 def written(kept):
-    """On DeepSpeed, outputs and updates after weights were written in every way, each after a forward that has left shards in pairs."""
+    """On DeepSpeed, outputs and updates after weights were written in every way, each after a forward that has left
+    shards in pairs."""
     found = []
     with prepared("deepspeed", kept, frozen=True) as engine, tempfile.TemporaryDirectory() as own:
         folder = [own]
@@ -241,4 +244,6 @@ def test_deepspeed_gathers_among_all_ranks_only_in_the_first_forward_of_a_window
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_group_that_does_not_divide_the_ranks_is_refused(played, backend):
-    assert "is 3, which does not divide the 4 ranks that share one copy; write 2, true or false" in error(played(of_three, backend))
+    assert "is 3, which does not divide the 4 ranks that share one copy; write 2, true or false" in error(
+        played(of_three, backend)
+    )

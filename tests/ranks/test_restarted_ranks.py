@@ -24,6 +24,13 @@ def losses() -> list[float]:
 
 def test_ranks_that_are_started_anew_do_not_look_for_those_that_are_gone():
     agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    told = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
-    lives = [run_ranks(2, losses, env=told | {"TORCHELASTIC_RESTART_COUNT": str(life)}, timeout=60) for life in range(2)]
+    told = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(agent.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    lives = [
+        run_ranks(2, losses, env=told | {"TORCHELASTIC_RESTART_COUNT": str(life)}, timeout=60) for life in range(2)
+    ]
     assert lives[0] == lives[1]

@@ -1,4 +1,5 @@
-"""A run that moves to another engine, strategy or number of ranks goes on as the one that does not; `make matrix` tries every pair."""
+"""A run that moves to another engine, strategy or number of ranks goes on as the one that does not; `make matrix` tries
+every pair."""
 
 from __future__ import annotations
 
@@ -32,9 +33,13 @@ def test_the_loss_curve_does_not_show_where_the_run_moved(pair: Pair):
 
 def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ranks_and_goes_on_as_itself():
     kinds = list(product(resuming.BACKENDS, STRATEGIES))
-    plain = [pair for pair in PAIRS if (pair.saved.feature, pair.saved.precision) in product(["plain"], ["fp32", "bf16"])]
+    plain = [
+        pair for pair in PAIRS if (pair.saved.feature, pair.saved.precision) in product(["plain"], ["fp32", "bf16"])
+    ]
     for runs in zip(*plain, strict=True):
-        assert {(run.backend, run.strategy, run.world) for run in runs} >= {(*kind, world) for kind in kinds for world in resuming.WORLDS}
+        assert {(run.backend, run.strategy, run.world) for run in runs} >= {
+            (*kind, world) for kind in kinds for world in resuming.WORLDS
+        }
     assert {(one.world, other.world) for one, other in plain} == set(product(resuming.WORLDS, resuming.WORLDS))
     same = [pair.saved for pair in plain if pair.saved == pair.resumed]
     assert {(run.backend, run.strategy) for run in same} == set(kinds)
@@ -42,7 +47,8 @@ def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ran
     assert {run.precision for run in same} == {"fp32", "bf16"}
 
 
-# -- the measure can fail -----------------------------------------------------------------------------------------------------------
+# -- the measure can fail
+# -----------------------------------------------------------------------------------------------------------
 
 
 ADAMW = {"name": "adamw", "lr": 3e-3}
@@ -70,7 +76,9 @@ def forgetful(backend, what):
         resume, fill = restore.resume, restore.CheckpointReader.fill
         if what[0] == "schedule":
             restore.resume = lambda run, manifest, *rest: resume(
-                run, manifest.model_copy(update={"schedule": manifest.schedule.model_copy(update={"updates": 0})}), *rest
+                run,
+                manifest.model_copy(update={"schedule": manifest.schedule.model_copy(update={"updates": 0})}),
+                *rest,
             )
         if what[0] == "moments":
             restore.CheckpointReader.fill = without_moments(fill)
@@ -85,7 +93,9 @@ def forgetful(backend, what):
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_what_is_lost_shows(backend, tmp_path_factory):
     root = str(tmp_path_factory.mktemp("forgetful"))
-    played = play(tuple((forgetful, (backend, (lost, f"{root}/{lost}"))) for lost in ("nothing", "moments", "schedule")))
+    played = play(
+        tuple((forgetful, (backend, (lost, f"{root}/{lost}"))) for lost in ("nothing", "moments", "schedule"))
+    )
     nothing, moments, schedule = (values(outcomes)[0] for outcomes in played.values())
     assert nothing == 0
     assert moments > 1e-4

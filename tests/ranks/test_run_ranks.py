@@ -17,7 +17,13 @@ from unishard.testing import RankFailure, ranks, run_ranks
 
 
 def _where(scale):
-    return os.getpid(), Topology.from_environment(), os.environ["MASTER_ADDR"], torch.get_num_threads(), torch.ones(2) * scale
+    return (
+        os.getpid(),
+        Topology.from_environment(),
+        os.environ["MASTER_ADDR"],
+        torch.get_num_threads(),
+        torch.ones(2) * scale,
+    )
 
 
 def test_results_come_in_the_order_of_ranks_from_processes_that_look_started_by_torchrun():
@@ -84,7 +90,11 @@ def _boom_everywhere():
 def test_every_ranks_error_is_there():
     with pytest.raises(RankFailure) as caught:
         run_ranks(3, _boom_everywhere)
-    assert {rank: error.message for rank, error in caught.value.errors.items()} == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    assert {rank: error.message for rank, error in caught.value.errors.items()} == {
+        0: "rank 0",
+        1: "rank 1",
+        2: "rank 2",
+    }
 
 
 def _hang_on_two():
@@ -135,7 +145,11 @@ how_to_die = {"kill": _kill, "exit": _leave, "sys.exit": sys.exit}
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("kill", "Died: the process ended with SIGKILL"), ("exit", "Died: the process ended with exit code 7"), ("sys.exit", "SystemExit")],
+    [
+        ("kill", "Died: the process ended with SIGKILL"),
+        ("exit", "Died: the process ended with exit code 7"),
+        ("sys.exit", "SystemExit"),
+    ],
 )
 def test_a_dead_rank_is_noticed_at_once_and_not_at_the_timeout(how, said):
     start = time.monotonic()
@@ -179,7 +193,9 @@ def _one_way_on_one(kind):
     return kind() if os.environ["RANK"] == "1" else "done"
 
 
-@pytest.mark.parametrize(("kind", "said"), [(_OneWay, "LookupError: .*: not here"), (_Eof, "EOFError: .*: nothing left")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(_OneWay, "LookupError: .*: not here"), (_Eof, "EOFError: .*: nothing left")]
+)
 def test_a_result_that_cannot_be_read_again_is_that_ranks_error(kind, said):
     start = time.monotonic()
     with pytest.raises(RankFailure, match=f"rank 1 of 2 failed: {said}") as caught:
@@ -227,7 +243,8 @@ def test_ranks_with_a_device_each_see_them_and_are_not_forked(devices, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("count", "env", "cuda"), [(1, {}, False), (2, {}, True), (0, {}, False), (1, "0", True), (2, "", False), (0, "0", False)]
+    ("count", "env", "cuda"),
+    [(1, {}, False), (2, {}, True), (0, {}, False), (1, "0", True), (2, "", False), (0, "0", False)],
 )
 def test_the_caller_may_say_which_devices_the_ranks_see(devices, count, env, cuda):
     devices(count)

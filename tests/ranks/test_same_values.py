@@ -1,4 +1,5 @@
-"""Options of the optimizer and weights that a script writes on one rank only: one error that names the ranks and the values."""
+"""Options of the optimizer and weights that a script writes on one rank only: one error that names the ranks and the
+values."""
 
 from __future__ import annotations
 
@@ -63,7 +64,14 @@ ALONE = {
     "another option, later": ("no_shard", weight_decay, LATE, "weight_decay", "0.0", "0.5"),
     "a weight in place": ("no_shard", in_place, EARLY, "head.weight", CHECKSUM, CHECKSUM),
     "a weight past autograd, later": ("no_shard", through_data, LATE, "head.weight", CHECKSUM, CHECKSUM),
-    "a shard in place, later": ("full_shard", in_place, LATE, "head.weight", "not written by the script", "written by the script"),
+    "a shard in place, later": (
+        "full_shard",
+        in_place,
+        LATE,
+        "head.weight",
+        "not written by the script",
+        "written by the script",
+    ),
 }
 TOGETHER = [("full_shard", learning_rate), *(("no_shard", write) for write in (in_place, through_data, sent_by_rank_0))]
 SCENARIOS = tuple(
@@ -82,7 +90,8 @@ def test_what_one_rank_writes_alone_is_one_error_that_names_ranks_and_values(bac
     done, message = found[0]
     assert done == {EARLY: EARLY, LATE: 20}[after], "in the next update whose calls are compared"
     assert re.match(
-        rf"learning rates, other options or weights differ between ranks in engine.step \(update {done + 1}, micro-batch 1 of 1\): "
+        rf"learning rates, other options or weights differ between ranks in engine.step \(update {done + 1}, "
+        r"micro-batch 1 of 1\): "
         rf"rank 0 has {name} {first}[,;] .*rank 1 has {name} {second}[,;] .*write the same values on every rank",
         message,
     ), message

@@ -1,4 +1,5 @@
-"""Models and loops off the beaten path: frozen and tied parameters, parameter groups, two engines at once, evaluation before a step."""
+"""Models and loops off the beaten path: frozen and tied parameters, parameter groups, two engines at once, evaluation
+before a step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def played(scenario, cell, cells=CELLS):
     return values(play(tuple((scenario, cell) for cell in cells))[scenario, cell])
 
 
-# -- frozen parameters ------------------------------------------------------------------------------------------------------------
+# -- frozen parameters
+# ------------------------------------------------------------------------------------------------------------
 
 
 def frozen_in_part():
@@ -76,7 +78,8 @@ def test_a_frozen_parameter_does_not_move_and_has_no_master(cell):
     for found in ranks:
         assert_conforms(found["curve"], wanted, tolerance(*cell))
     assert set.union(*(found["moved"] for found in ranks)) == set(learning)
-    # DeepSpeed computes with the tensors that it keeps; FSDP2 keeps what it was given and gathers in the compute format.
+    # DeepSpeed computes with the tensors that it keeps; FSDP2 keeps what it was given and gathers in the compute
+    # format.
     low = backend == "deepspeed" and precision == "bf16"
     assert [found["formats"] for found in ranks] == [{torch.bfloat16 if low else torch.float32}] * 2
     padding = 2 * len(list(model.parameters()))  # stage 3 divides each parameter evenly
@@ -98,7 +101,8 @@ def test_a_block_runs_before_the_model_does(cell):
         assert torch.allclose(found["block"], wanted, atol=1e-6 if cell[2] == "fp32" else 3e-2)
 
 
-# -- tied parameters, parameter groups --------------------------------------------------------------------------------------------
+# -- tied parameters, parameter groups
+# --------------------------------------------------------------------------------------------
 
 
 def tied(backend, strategy, precision):
@@ -147,7 +151,8 @@ def test_parameter_groups_keep_their_own_rate_and_weight_decay(cell):
         assert groups == [(pytest.approx(3e-3 / 2), 0.2), (pytest.approx(2e-2 / 2), 0.0)]
 
 
-# -- evaluation between backward and step -----------------------------------------------------------------------------------------
+# -- evaluation between backward and step
+# -----------------------------------------------------------------------------------------
 
 
 def evaluated(backend, strategy, precision):
@@ -175,7 +180,8 @@ def test_evaluation_between_backward_and_step_sees_the_old_parameters_and_distur
         assert [after for _, after in losses] == pytest.approx([before for before, _ in losses], rel=1e-6)
 
 
-# -- two engines in one process ---------------------------------------------------------------------------------------------------
+# -- two engines in one process
+# ---------------------------------------------------------------------------------------------------
 
 PAIRS = {
     "fsdp": (("fsdp", "full_shard", "fp32"), ("fsdp", "no_shard", "fp32")),
@@ -225,7 +231,8 @@ def test_two_engines_train_side_by_side_and_one_outlives_the_other(couple):
             assert_conforms(trained, plain(cell[2], seed, updates), tolerance(*cell))
 
 
-# -- a layer that is called with other tensors in place of its weights ----------------------------------------------------------------
+# -- a layer that is called with other tensors in place of its weights
+# ----------------------------------------------------------------
 
 
 class Tenth(nn.Module):
@@ -257,7 +264,11 @@ def replaced(backend, strategy, way, train_):
         return curve(train(engine, own_share(2))) if train_ else engine(**own_share(1)[0]).loss
 
 
-REPLACED = (("deepspeed", "full_shard", "call"), ("deepspeed", "full_shard", "parametrization"), ("deepspeed", "shard_grad_op", "call"))
+REPLACED = (
+    ("deepspeed", "full_shard", "call"),
+    ("deepspeed", "full_shard", "parametrization"),
+    ("deepspeed", "shard_grad_op", "call"),
+)
 REFUSED = tuple((replaced, (*REPLACED[0], train_)) for train_ in (True, False))
 
 
@@ -265,7 +276,9 @@ def test_a_layer_with_other_tensors_for_its_weights_trains_or_is_named_with_what
     played = play((*REFUSED, *((replaced, (*cell, True)) for cell in REPLACED[1:])))
     for refused in REFUSED:
         said = error(played[refused])
-        assert said.startswith("ModelError: the forward of block was called with other tensors in place of its parameters")
+        assert said.startswith(
+            "ModelError: the forward of block was called with other tensors in place of its parameters"
+        )
         assert said.endswith("register_parametrization, or set sharding to shard_grad_op")
     windows = [everyones(turn, turn + 1, world=2) for turn in range(2)]
     wanted = oracle.train(Replaced("call"), windows, config("fsdp"), world=2)

@@ -15,7 +15,10 @@ import slurm_cluster
 from unishard.cli import app
 from unishard.testing import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(bool(slurm_cluster.unavailable()), reason=slurm_cluster.unavailable())]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(bool(slurm_cluster.unavailable()), reason=slurm_cluster.unavailable()),
+]
 
 CONFIG = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "sharding": "full_shard"}
 
@@ -30,7 +33,9 @@ def test_the_submitted_job_trains(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.chdir(folder)
         app(
-            ["launch", "c.yaml", "--slurm", launched_training.__file__, str(folder / "losses")], prog_name="unishard", standalone_mode=False
+            ["launch", "c.yaml", "--slurm", launched_training.__file__, str(folder / "losses")],
+            prog_name="unishard",
+            standalone_mode=False,
         )
         job = capsys.readouterr().out.removeprefix("submitted job ").strip()
         state = wait(job, environ)
@@ -39,7 +44,9 @@ def test_the_submitted_job_trains(tmp_path, monkeypatch, capsys):
         assert "finished with seed 0" in said
         lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
     expected = run_ranks(2, whole_run)[0]
-    assert {step: (world, loss) for _, world, step, loss in lines} == {step: (2, loss) for step, loss in expected.items()}
+    assert {step: (world, loss) for _, world, step, loss in lines} == {
+        step: (2, loss) for step, loss in expected.items()
+    }
 
 
 def whole_run() -> dict[int, float]:
@@ -50,7 +57,9 @@ def wait(job: str, environ: dict[str, str]) -> str:
     """The state in which a job ends."""
     end = time.monotonic() + 180
     while True:
-        said = subprocess.run(["scontrol", "show", "job", job], env=environ, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            ["scontrol", "show", "job", job], env=environ, capture_output=True, text=True, check=True
+        ).stdout
         state = said.partition("JobState=")[2].split()[0]
         if state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
             return state

@@ -18,7 +18,10 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "finetune_t5_lora.py"
 
 def fine_tune(arguments):
     sys.argv = [str(SCRIPT), *arguments]
-    exec(compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"), {"__name__": "__main__", "__file__": str(SCRIPT)})
+    exec(
+        compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"),
+        {"__name__": "__main__", "__file__": str(SCRIPT)},
+    )
 
 
 WHOLE, SHORT = 55, 15
@@ -58,7 +61,10 @@ def test_it_takes_a_users_file_and_the_names_of_its_columns(tmp_path):
 
 BAD = {
     "empty.csv": ("text,label\n", "empty.csv holds no examples; it needs rows with the columns 'text' and 'label'"),
-    "columns.csv": ("sentence,label\nfine,good\n", "example 1 has nothing in column 'text'; its columns are sentence, label; name another"),
+    "columns.csv": (
+        "sentence,label\nfine,good\n",
+        "example 1 has nothing in column 'text'; its columns are sentence, label; name another",
+    ),
     "hole.jsonl": ('{"text": "fine", "label": "good"}\n{"text": "bad"}\n', "example 2 has nothing in column 'label'"),
     "broken.jsonl": ('{"text": "fine", "label": "good"}\n{"text": \n', "line 2 is not JSON"),
     "list.jsonl": ("[1, 2]\n", "line 1 is no object but a list"),

@@ -44,7 +44,9 @@ class Lines(logging.Handler):
 def modes(backend, which):
     """Modules in evaluation mode after `prepare`, and the lines that it logs."""
     model = Body()
-    {"none": lambda: None, "all": model.eval, "parts": lambda: [part.eval() for part in (model.first, model.norm)]}[which]()
+    {"none": lambda: None, "all": model.eval, "parts": lambda: [part.eval() for part in (model.first, model.norm)]}[
+        which
+    ]()
     handler, logger = Lines(), logging.getLogger("unishard")
     level = logger.level
     logger.addHandler(handler)
@@ -90,7 +92,8 @@ SAID = {
     "parts": [
         (
             "WARNING",
-            "4 of 8 modules of Body were in evaluation mode, such as first; prepare has put them in training mode; call .eval() on a part "
+            "4 of 8 modules of Body were in evaluation mode, such as first; prepare has put them in training mode; "
+            "call .eval() on a part "
             "after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
         )
     ],
@@ -108,7 +111,10 @@ def test_prepare_puts_what_is_trained_in_training_mode_and_says_so_on_one_rank(b
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_part_put_in_evaluation_mode_after_prepare_stays_there(backend):
-    assert values(play(tuple((frozen_statistics, (each,)) for each in BACKENDS))[frozen_statistics, (backend,)]) == [(True, True)] * 2
+    assert (
+        values(play(tuple((frozen_statistics, (each,)) for each in BACKENDS))[frozen_statistics, (backend,)])
+        == [(True, True)] * 2
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

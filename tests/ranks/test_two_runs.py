@@ -1,4 +1,5 @@
-"""Two live runs in one directory of checkpoints, and ranks whose launcher is killed: what users see, and what is left."""
+"""Two live runs in one directory of checkpoints, and ranks whose launcher is killed: what users see, and what is
+left."""
 
 from __future__ import annotations
 
@@ -38,13 +39,22 @@ def lay(root: Path, **said: object) -> None:
 
 
 def beside(root: str, pid: int) -> dict[str, object]:
-    """Runs that come to a directory of a living run, and one whose directory is taken; both engines, in the same ranks."""
+    """Runs that come to a directory of a living run, and one whose directory is taken; both engines, in the same
+    ranks."""
     lease.GRACE, told = 0.5, {}
     for backend in BACKENDS:
         for existing in ("resume", "new"):
             for background in (False, True):
                 folder = Path(root, f"{backend}-{existing}-{background}")
-                cfg = config(backend, checkpoint={"dir": str(folder), "on_existing": existing, "every_steps": 1, "async_save": background})
+                cfg = config(
+                    backend,
+                    checkpoint={
+                        "dir": str(folder),
+                        "on_existing": existing,
+                        "every_steps": 1,
+                        "async_save": background,
+                    },
+                )
                 with prepare(cfg) as engine:
                     train(engine, own_share(2))
                     engine.wait()
@@ -164,11 +174,15 @@ def test_ranks_end_when_their_launcher_is_killed_and_the_next_start_goes_on(kind
     launcher, code, saved_step = in_a_fork(killed_and_started_again, tmp_path, more)
     said = [line for line in (tmp_path / "first").read_text().splitlines() if line.startswith("unishard: ")]
     cause = f"because its launcher (process {launcher}) is gone"
-    assert re.fullmatch(rf"unishard: rank \d of 2 {'saves and ends' if signals else 'ends'} {re.escape(cause)}", said[0])
+    assert re.fullmatch(
+        rf"unishard: rank \d of 2 {'saves and ends' if signals else 'ends'} {re.escape(cause)}", said[0]
+    )
     assert all(cause in line for line in said), "each rank names it"
     assert code == 0, (tmp_path / "second").read_text()
     steps = [json.loads(line)[2] for line in (tmp_path / "losses").read_text().splitlines()]
     assert steps[-1] == 8
     if signals:
-        assert steps == [step for step in range(1, 9) if step != saved_step], "none is made twice; one ended in its save"
+        assert steps == [step for step in range(1, 9) if step != saved_step], (
+            "none is made twice; one ended in its save"
+        )
     assert len({manifest.read(found.path).run for found in finding.checkpoints(tmp_path / "runs")}) == 1

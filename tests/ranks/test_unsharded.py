@@ -1,4 +1,5 @@
-"""Weights that are read outside the forward of their modules: `engine.unsharded` makes every engine train them as plain torch does."""
+"""Weights that are read outside the forward of their modules: `engine.unsharded` makes every engine train them as plain
+torch does."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def chunked(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
     hidden, labels = hidden[:, :-1].flatten(0, 1), words[:, 1:].flatten()
     parts = zip(hidden.chunk(3), labels.chunk(3), strict=True)
     return sum(
-        functional.cross_entropy((part.to(weight.dtype) @ weight.t()).float(), label, reduction="sum") for part, label in parts
+        functional.cross_entropy((part.to(weight.dtype) @ weight.t()).float(), label, reduction="sum")
+        for part, label in parts
     ) / len(labels)
 
 
@@ -79,7 +81,9 @@ def before(call, model, words):
 LOSSES = {
     "inside": lambda call, model, words: call(words, fused=True).loss,
     "outside": lambda call, model, words: chunked(call(words).hidden, model.head.weight, words),
-    "shared": lambda call, model, words: chunked(model.head(call(words).hidden) @ model.head.weight, model.embed.weight, words),
+    "shared": lambda call, model, words: chunked(
+        model.head(call(words).hidden) @ model.head.weight, model.embed.weight, words
+    ),
     "penalty": lambda call, model, words: call(words, fused=True).loss + penalty(model),
     "penalty first": before,
 }
@@ -138,10 +142,13 @@ def expected(precision, kind, world=2):
     """The same in plain torch."""
     model = build()
     windows = [
-        [{"words": words_of(update * WINDOW + turn, rank)} for turn in range(WINDOW) for rank in range(world)] for update in range(UPDATES)
+        [{"words": words_of(update * WINDOW + turn, rank)} for turn in range(WINDOW) for rank in range(world)]
+        for update in range(UPDATES)
     ]
     summed = oracle.Summed(lambda model, batch: LOSSES[kind](model, model, batch["words"]), lambda batch: 1)
-    curve = oracle.train(model, windows, config("fsdp", precision=precision, optimizer=OPTIMIZER), world=world, summed=summed)
+    curve = oracle.train(
+        model, windows, config("fsdp", precision=precision, optimizer=OPTIMIZER), world=world, summed=summed
+    )
     return curve, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -166,7 +173,9 @@ def check(cell, world):
     small = precision == "fp32"
     cells = SCENARIOS if world == 2 else tuple((trained, each) for each in GROUPS)
     for done, found in values(play(cells, world)[trained, cell]):
-        losses = [sum(loss for loss, _ in done[start : start + WINDOW]) / WINDOW for start in range(0, len(done), WINDOW)]
+        losses = [
+            sum(loss for loss, _ in done[start : start + WINDOW]) / WINDOW for start in range(0, len(done), WINDOW)
+        ]
         norms = [norm for _, norm in done if norm is not None]
         assert losses == pytest.approx(curve.losses, abs=1e-6 if small else 2e-3)
         assert norms == pytest.approx(curve.norms, rel=1e-5 if small else 2e-3)
@@ -222,7 +231,10 @@ def inference(backend):
     model = unishard.prepare(build(), configured(backend, "full_shard", "fp32"), train=False)
     with torch.no_grad(), model as engine, engine.unsharded(["head.weight"]) as weights:
         words = words_of(0, engine.rank)
-        return [float(engine(words, fused=True).loss), float(chunked(engine(words).hidden, weights["head.weight"], words))]
+        return [
+            float(engine(words, fused=True).loss),
+            float(chunked(engine(words).hidden, weights["head.weight"], words)),
+        ]
 
 
 def without(backend, kind):

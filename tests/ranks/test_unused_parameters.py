@@ -34,7 +34,9 @@ class Branching(nn.Module):
 def unused(backend, strategy, native):
     """How far the second branch's output moves in an update that does not use it, after one that did."""
     torch.manual_seed(11)
-    with unishard.prepare(Branching(), config(backend, strategy, optimizer=ADAMW, native={"fsdp": NATIVE[native]})) as engine:
+    with unishard.prepare(
+        Branching(), config(backend, strategy, optimizer=ADAMW, native={"fsdp": NATIVE[native]})
+    ) as engine:
         first, second = micro_batches()
 
         def branch():
@@ -73,7 +75,8 @@ def test_ddp_refuses_a_parameter_without_gradient_unless_it_may_look_for_it():
     assert "set native.fsdp.find_unused_parameters to true" in raised
 
 
-# -- what only one rank uses ----------------------------------------------------------------------------------------------------
+# -- what only one rank uses
+# ----------------------------------------------------------------------------------------------------
 
 
 def used_by_one():

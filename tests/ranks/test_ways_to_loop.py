@@ -70,10 +70,13 @@ def told(run):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         value = run()
-    return value, [str(each.message) for each in caught if "engine." in str(each.message) or "position" in str(each.message)]
+    return value, [
+        str(each.message) for each in caught if "engine." in str(each.message) or "position" in str(each.message)
+    ]
 
 
-# -- iterated again -------------------------------------------------------------------------------------------------------------------
+# -- iterated again
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def again(backend):
@@ -140,11 +143,23 @@ def test_the_length_is_that_of_the_next_pass():
     scenarios = tuple((lengths, (each,)) for each in ("step", "drop"))
     played = play(scenarios, 1)
     (step,), (drop,) = (values(played[scenario]) for scenario in scenarios)
-    assert step == {"uneven": (7, 7), "list": (5, 5), "stateful": (5, 5), "stream": ("DataLoader has no length", 8), "evaluation": 7}
-    assert drop == {"uneven": (6, 6), "list": (4, 4), "stateful": (4, 4), "stream": ("DataLoader has no length", 8), "evaluation": 7}
+    assert step == {
+        "uneven": (7, 7),
+        "list": (5, 5),
+        "stateful": (5, 5),
+        "stream": ("DataLoader has no length", 8),
+        "evaluation": 7,
+    }
+    assert drop == {
+        "uneven": (6, 6),
+        "list": (4, 4),
+        "stateful": (4, 4),
+        "stream": ("DataLoader has no length", 8),
+        "evaluation": 7,
+    }
 
 
-# -- wrappers -------------------------------------------------------------------------------------------------------------------------
+# -- wrappers ----------------------------------------------------------------------------------------------------------
 
 KEEPS = {
     "tqdm": quiet,
@@ -163,7 +178,8 @@ LOSES = {
 
 
 def stopped_and_resumed(backend, stateful):
-    """For each wrapper: the rows before a stop in the middle of an epoch and after it, what is left by `len`, and the warnings."""
+    """For each wrapper: the rows before a stop in the middle of an epoch and after it, what is left by `len`, and the
+    warnings."""
     cfg, data = configured(backend), rows()
 
     def make():
@@ -226,12 +242,14 @@ def test_an_iterator_that_is_read_again_is_named():
     for counts, said in values(play(((of_ended_iterator, ("fsdp",)),))[of_ended_iterator, ("fsdp",)]):
         assert counts == [3, 0]
         assert said == [
-            "this pass over engine.batches() read nothing: list_iterator is an iterator, which an earlier pass has read to its end; pass "
+            "this pass over engine.batches() read nothing: list_iterator is an iterator, which an earlier pass has "
+            "read to its end; pass "
             "the loader itself"
         ]
 
 
-# -- a second loader --------------------------------------------------------------------------------------------------------------------
+# -- a second loader
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def validated(backend, when, how):
@@ -275,7 +293,10 @@ def validate(engine, valid, how):
 
 
 VALIDATED = tuple(
-    (validated, (backend, when, how)) for backend in BACKENDS for when in ("after", "before") for how in ("eval", "no", "left")
+    (validated, (backend, when, how))
+    for backend in BACKENDS
+    for when in ("after", "before")
+    for how in ("eval", "no", "left")
 )
 
 
@@ -306,7 +327,9 @@ def in_turn(backend):
     def run():
         with prepare(cfg) as engine:
             for pair in zip(
-                engine.batches(unishard.dataloader(data[:8], cfg)), engine.batches(unishard.dataloader(data[8:], cfg)), strict=True
+                engine.batches(unishard.dataloader(data[:8], cfg)),
+                engine.batches(unishard.dataloader(data[8:], cfg)),
+                strict=True,
             ):
                 train(engine, [pair[0]])
                 train(engine, [pair[1]])
@@ -335,11 +358,15 @@ def test_a_second_training_loader_is_refused_or_named():
     for where, said in values(played[left_by_an_error, ("fsdp",)]):
         assert (where["samples"], where["dataset_length"], said) == (8, 16, [])
     for said in values(played[inside_a_window, ("fsdp",)]):
-        assert said.startswith("ContractError: a loop over engine.batches() in training mode began inside an accumulation window")
+        assert said.startswith(
+            "ContractError: a loop over engine.batches() in training mode began inside an accumulation window"
+        )
     for where, said in values(played[in_turn, ("fsdp",)]):
         assert where is None
         assert len(said) == 1
-        assert said[0].startswith("two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position")
+        assert said[0].startswith(
+            "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position"
+        )
 
 
 def counted(backend):
@@ -350,7 +377,11 @@ def counted(backend):
         engine.eval()
         for name, wrap in (("tqdm", quiet), ("generator", from_generator)):
             loader = wrap(unishard.dataloader(data, cfg, shuffle=False))
-            found[name] = told(lambda loader=loader: sum(len(engine.gather_for_metrics(each["row"])) for each in engine.batches(loader)))
+            found[name] = told(
+                lambda loader=loader: sum(
+                    len(engine.gather_for_metrics(each["row"])) for each in engine.batches(loader)
+                )
+            )
     return found
 
 
@@ -362,7 +393,8 @@ def test_a_metric_counts_each_sample_once_or_a_warning_says_that_it_does_not():
         assert "engine.gather_for_metrics also counts the 2 samples that fill up the last batches" in said
 
 
-# -- without engine.batches -------------------------------------------------------------------------------------------------------------
+# -- without engine.batches
+# -------------------------------------------------------------------------------------------------------------
 
 
 def outside(backend, how):
@@ -396,7 +428,9 @@ def shares():
     return everyones(0, 4, world=2)[my_rank() :: 2]
 
 
-OUTSIDE = tuple((outside, (backend, how)) for backend in BACKENDS for how in ("ours", "theirs", "a look", "own share", "evaluation"))
+OUTSIDE = tuple(
+    (outside, (backend, how)) for backend in BACKENDS for how in ("ours", "theirs", "a look", "own share", "evaluation")
+)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,14 +12,17 @@ from recording import Recorder
 import unishard
 from unishard.testing.cells import BACKENDS
 
-# -- num_items --------------------------------------------------------------------------------------------------------------------
+# -- num_items
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def counted(backend, counts):
     """Norms of windows of two micro-batches whose losses are twice the mean, over `counts[rank]` items each."""
     norms = []
     with prepare(
-        config(backend, "shard_grad_op", training={"gradient_accumulation_steps": 2}, optimizer={"name": "sgd", "lr": 0.0})
+        config(
+            backend, "shard_grad_op", training={"gradient_accumulation_steps": 2}, optimizer={"name": "sgd", "lr": 0.0}
+        )
     ) as engine:
         for batch in engine.batches(own_share(2)):
             engine.backward(2 * engine(**batch).loss, num_items=counts[my_rank()])
@@ -50,7 +53,13 @@ def no_item(backend):
 
 
 COUNTS = ((2, 2), (1, 3), (torch.tensor([0]), torch.tensor(4)))
-BAD = {"some": (1, None), "others": (None, 1), "negative": (-1, 1), "fraction": (1.5, 1), "several": (torch.ones(2, dtype=torch.int64), 1)}
+BAD = {
+    "some": (1, None),
+    "others": (None, 1),
+    "negative": (-1, 1),
+    "fraction": (1.5, 1),
+    "several": (torch.ones(2, dtype=torch.int64), 1),
+}
 
 
 def phases(backend, items):
@@ -111,7 +120,8 @@ def test_a_window_without_items_is_an_error_that_leaves_the_engine_usable(backen
     assert "num_items add up to 0 over the accumulation window" in error(play(ITEMS)[no_item, (backend,)])
 
 
-# -- windows ----------------------------------------------------------------------------------------------------------------------
+# -- windows
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def windowed(backend):
@@ -150,11 +160,14 @@ def test_windows_are_as_long_as_the_config_says_and_the_last_as_the_data(backend
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_length_must_be_positive_and_a_window_be_used_up(backend):
-    assert "an accumulation window needs at least 1 batch, got a length of 0" in error(play(WINDOWS)[bad_length, (backend,)])
+    assert "an accumulation window needs at least 1 batch, got a length of 0" in error(
+        play(WINDOWS)[bad_length, (backend,)]
+    )
     assert "a new accumulation window starts after 1 of 2 micro-batches" in error(play(WINDOWS)[left_early, (backend,)])
 
 
-# -- nonfinite --------------------------------------------------------------------------------------------------------------------
+# -- nonfinite
+# --------------------------------------------------------------------------------------------------------------------
 
 CELLS = tuple(
     (backend, strategy, precision, bad)
@@ -215,7 +228,9 @@ def test_raise_raises_on_every_rank_and_leaves_no_trace(cell):
 
 
 def test_ignore_is_refused_where_deepspeed_cannot():
-    report = unishard.translate(config("deepspeed", "no_shard", precision="bf16", training={"nonfinite": "ignore"})).report
+    report = unishard.translate(
+        config("deepspeed", "no_shard", precision="bf16", training={"nonfinite": "ignore"})
+    ).report
     (line,) = report.of(unishard.Fit.UNSUPPORTED)
     assert line.path == "training.nonfinite"
     assert "choose shard_optimizer" in line.note

@@ -1,4 +1,5 @@
-"""Parameters that are written past the engine, in the forward or between two updates: one error that names them, on every engine."""
+"""Parameters that are written past the engine, in the forward or between two updates: one error that names them, on
+every engine."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def between(backend, strategy, precision):
 
 
 def hooked(backend, strategy, precision):
-    """What a forward says whose hook, registered before `prepare`, writes a weight of its unit: before the unit's forward, and after it."""
+    """What a forward says whose hook, registered before `prepare`, writes a weight of its unit: before the unit's
+    forward, and after it."""
     said = []
     for when in ("register_forward_pre_hook", "register_forward_hook"):
         model = Net()
@@ -135,7 +137,8 @@ def hooked(backend, strategy, precision):
 
 
 def replaced(backend, strategy, precision):
-    """What the first forward says after new data or a new parameter, and after an evaluation and a read that write nothing."""
+    """What the first forward says after new data or a new parameter, and after an evaluation and a read that write
+    nothing."""
     said = []
     with prepared(backend, strategy, precision) as engine:
         by_new_data(engine.module.parts[0].weight)
@@ -205,11 +208,14 @@ ALL = INSIDE + BETWEEN + HOOKED + REPLACED + OTHERS
 
 
 def empty(cell):
-    """Whether a parameter has no elements where its module does not run, so that a write through `data` leaves no trace."""
+    """Whether a parameter has no elements where its module does not run, so that a write through `data` leaves no
+    trace."""
     return cell[:2] == ("deepspeed", "full_shard")
 
 
-@pytest.mark.parametrize(("scenario", "cell"), INSIDE, ids=lambda value: "-".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("scenario", "cell"), INSIDE, ids=lambda value: "-".join(value) if isinstance(value, tuple) else ""
+)
 def test_a_parameter_that_the_forward_writes_is_named(scenario, cell):
     place = cell[-1]
     wanted = f"ContractError: the forward writes parameter {PLACES[place][1]}, of which it has only a shard"
@@ -219,13 +225,17 @@ def test_a_parameter_that_the_forward_writes_is_named(scenario, cell):
                 assert message.startswith(wanted), (way, message)
 
 
-@pytest.mark.parametrize(("scenario", "cell"), BETWEEN, ids=lambda value: "-".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("scenario", "cell"), BETWEEN, ids=lambda value: "-".join(value) if isinstance(value, tuple) else ""
+)
 def test_a_parameter_that_is_written_between_updates_is_named(scenario, cell):
     for said in values(play(ALL)[scenario, cell]):
         for number, (way, message) in enumerate(zip(WAYS, said, strict=True)):
             if not (empty(cell) and way is not in_place):
                 since = "the last update" if number else "unishard.prepare"
-                assert message.startswith(f"ContractError: parameter parts.0.weight changed since {since}, but not by"), (
+                assert message.startswith(
+                    f"ContractError: parameter parts.0.weight changed since {since}, but not by"
+                ), (
                     way,
                     message,
                 )
@@ -243,7 +253,9 @@ def test_a_parameter_that_a_hook_of_its_unit_writes_is_named(cell):
 def test_what_is_replaced_before_the_first_forward_is_named_and_reading_is_no_write(cell):
     for data, parameter, *reading in values(play(ALL)[replaced, cell]):
         assert data.startswith("ContractError: parameter parts.0.weight changed since unishard.prepare")
-        assert parameter.startswith("ContractError: parameter parts.0.weight was added or replaced after unishard.prepare")
+        assert parameter.startswith(
+            "ContractError: parameter parts.0.weight was added or replaced after unishard.prepare"
+        )
         assert reading == ["nothing", "nothing"]
 
 

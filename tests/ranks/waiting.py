@@ -1,8 +1,9 @@
 """Finds where a step waits for the device: seen on the CPU, where each such operation only reads memory.
 
-Seen are reads of a tensor's value (`item`, `float`, `bool`, `tolist`, `cpu`, `numpy`), operations whose result has a size that depends on
-data, and tensors that are made of Python numbers for the engine's device: on CUDA such a copy comes from pageable memory and waits. The
-desync check and `host_numbers` compute on the host, over gloo, on every device, so what they read is not counted.
+Seen are reads of a tensor's value (`item`, `float`, `bool`, `tolist`, `cpu`, `numpy`), operations whose result has a
+size that depends on data, and tensors that are made of Python numbers for the engine's device: on CUDA such a copy
+comes from pageable memory and waits. The desync check and `host_numbers` compute on the host, over gloo, on every
+device, so what they read is not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+_READS = (
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+)
 _METHODS = ("tolist", "cpu", "numpy")
 _ON_THE_HOST = ("unishard/failures/collective_check.py", "unishard/distributed/host_numbers.py")
 DEFERRED = "unishard/distributed/host_read.py"
@@ -48,12 +58,16 @@ class Waits:
 
     def add(self, operation: str) -> None:
         frames = [(*_short(frame.f_code.co_filename), frame) for frame in _frames()]
-        known = [(package, name, frame) for package, name, frame in frames if package not in ("torch", "python", "test")]
+        known = [
+            (package, name, frame) for package, name, frame in frames if package not in ("torch", "python", "test")
+        ]
         if not known or any(name in _ON_THE_HOST for _, name, _ in known[:2]):
             return
         deferred = known[0][1] == DEFERRED
         package, name, frame = next((each for each in known if each[1] != DEFERRED), known[0])
-        self.found[Wait(self.phase, package, f"{name}:{frame.f_lineno} {operation}", frame.f_code.co_name, deferred)] += 1
+        self.found[
+            Wait(self.phase, package, f"{name}:{frame.f_lineno} {operation}", frame.f_code.co_name, deferred)
+        ] += 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -14,7 +14,12 @@ MEGABYTE = 10**6
 
 def nested_key(depth: int = 60) -> bytes:
     """A pickle of a dictionary whose key is a tuple of 2^depth elements, each level being one tuple twice."""
-    return b"\x80\x02}(" + b"K\x01\x85q\x00" + b"".join(b"h%ch%c\x86q%c" % (at, at, at + 1) for at in range(depth)) + b"K\x01u."
+    return (
+        b"\x80\x02}("
+        + b"K\x01\x85q\x00"
+        + b"".join(b"h%ch%c\x86q%c" % (at, at, at + 1) for at in range(depth))
+        + b"K\x01u."
+    )
 
 
 def nested_tuple(depth: int = 60) -> bytes:
@@ -66,7 +71,15 @@ def _renamed(entry: zipfile.ZipInfo, name: str) -> zipfile.ZipInfo:
 def _tensor(size: bytes, function: bytes = b"_rebuild_tensor_v2") -> bytes:
     """A pickle of a dictionary with a tensor of one stored element."""
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
-    return b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n" + function + b"\n(" + storage + b"K\x00" + size + b"K\x00\x85\x89}tRs."
+    return (
+        b"\x80\x02}X\x01\x00\x00\x00actorch._utils\n"
+        + function
+        + b"\n("
+        + storage
+        + b"K\x00"
+        + size
+        + b"K\x00\x85\x89}tRs."
+    )
 
 
 def _safetensors(header: bytes) -> bytes:
@@ -99,7 +112,9 @@ ABSURD: dict[str, Callable[[], bytes]] = {
     "pairs of brackets": lambda: b"[" + b"[]," * (MEGABYTE // 3 - 1) + b"[]]",
     "objects": lambda: b'{"a":[' + b"{}," * (MEGABYTE // 3 - 4) + b"{}]}",
     "keys": lambda: b"{" + b",".join(b'"k%d":1' % number for number in range(80_000)) + b"}",
-    "keys of a section": lambda: b'{"zero_optimization": {' + b",".join(b'"k%d":1' % number for number in range(40_000)) + b"}}",
+    "keys of a section": lambda: (
+        b'{"zero_optimization": {' + b",".join(b'"k%d":1' % number for number in range(40_000)) + b"}}"
+    ),
     "lines of keys": lambda: b"".join(b"k%d: 1\n" % number for number in range(90_000)),
     "digits": lambda: b"9" * MEGABYTE,
     "a key of digits": lambda: b'{"step": ' + b"9" * (MEGABYTE - 20) + b"}",
@@ -113,8 +128,12 @@ ABSURD: dict[str, Callable[[], bytes]] = {
     "comments": lambda: b"# a\n" * (MEGABYTE // 4),
     "a comment": lambda: b"#" * MEGABYTE,
     "aliases": lambda: b"a: &a [x]\nb: [" + b"*a," * (MEGABYTE // 3 - 10) + b"*a]\n",
-    "aliases of aliases": lambda: b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n + 1, n + 1, n, n) for n in range(60)),
-    "merges of merges": lambda: b"a0: &a0 {x: 1}\n" + b"".join(b"a%d: &a%d {<<: [*a%d, *a%d]}\n" % (n + 1, n + 1, n, n) for n in range(60)),
+    "aliases of aliases": lambda: (
+        b"a0: &a0 [x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n + 1, n + 1, n, n) for n in range(60))
+    ),
+    "merges of merges": lambda: (
+        b"a0: &a0 {x: 1}\n" + b"".join(b"a%d: &a%d {<<: [*a%d, *a%d]}\n" % (n + 1, n + 1, n, n) for n in range(60))
+    ),
     "anchors": lambda: b"&a " * (MEGABYTE // 3),
     "question marks": lambda: b"? " * (MEGABYTE // 2),
     "dashes": lambda: b"- " * (MEGABYTE // 2),
@@ -123,7 +142,9 @@ ABSURD: dict[str, Callable[[], bytes]] = {
     "words": lambda: b"a " * (MEGABYTE // 2),
     "dots": lambda: b"a." * (MEGABYTE // 2) + b"a = 1",
     "tables": lambda: b"".join(b"[a%d.b]\nc = 1\n" % number for number in range(50_000)),
-    "tables of tables": lambda: b"[" + b"a." * 90 + b"a]\n" + b"".join(b"[" + b"a." * 90 + b"b%d]\n" % n for n in range(4000)),
+    "tables of tables": lambda: (
+        b"[" + b"a." * 90 + b"a]\n" + b"".join(b"[" + b"a." * 90 + b"b%d]\n" % n for n in range(4000))
+    ),
     "arrays of tables": lambda: b"[[a]]\n" * (MEGABYTE // 6),
     "inline tables": lambda: b"a = " + b"{a = " * 3000,
     "parentheses": lambda: b"(" * MEGABYTE,
@@ -139,7 +160,9 @@ ABSURD: dict[str, Callable[[], bytes]] = {
     "records": lambda: b'{"step": 1, "loss": 1.0}\n' * (MEGABYTE // 25),
     "records of new steps": lambda: b"".join(b'{"step": %d, "loss": 1.0}\n' % n for n in range(30_000)),
     "headers": lambda: _safetensors(
-        b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number for number in range(18_000)) + b"}"
+        b"{"
+        + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number for number in range(18_000))
+        + b"}"
     ),
     "a header of brackets": lambda: _safetensors(b"[" * (MEGABYTE - 8)),
     "NUL bytes": lambda: b"\0" * MEGABYTE,

@@ -22,7 +22,25 @@ __all__ = ["ODD", "PLACES", "WHOLE", "bounded", "damaged", "truncated", "with_od
 SECONDS, ROOM = 5.0, 1 << 30
 """Processor time, and address space in bytes, that a small file may take."""
 
-ODD = (None, True, -1, 2**63, float("inf"), 1.5, "", "\0", "../x", "/etc/passwd", "x" * 5000, [], {}, [[]], {"a": None}, [1, "a"], "inf")
+ODD = (
+    None,
+    True,
+    -1,
+    2**63,
+    float("inf"),
+    1.5,
+    "",
+    "\0",
+    "../x",
+    "/etc/passwd",
+    "x" * 5000,
+    [],
+    {},
+    [[]],
+    {"a": None},
+    [1, "a"],
+    "inf",
+)
 """Values in place of another one. `inf` is read from 1e400, and written as Infinity."""
 WHOLE = (
     b"",
@@ -40,7 +58,8 @@ WHOLE = (
     b'{"a": 1e400, "b": -1e400, "c": NaN}',
     b"- " * 100_000,
     b"a: &a [*a]\n",
-    b"a: &a [x, x]\nb: &b [*a, *a]\n" + b"".join(b"%c: &%c [*%c, *%c]\n" % (c + 1, c + 1, c, c) for c in range(98, 120)),
+    b"a: &a [x, x]\nb: &b [*a, *a]\n"
+    + b"".join(b"%c: &%c [*%c, *%c]\n" % (c + 1, c + 1, c, c) for c in range(98, 120)),
     b"[" + b"a." * 50_000 + b"a]",
     b"(" * 100_000,
     b"$(" * 50_000,
@@ -135,10 +154,20 @@ class _Writes:
     found: list[str]
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.folder and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.system", "subprocess.Popen", "os.symlink"):
+        if self.folder and event in (
+            "open",
+            "os.mkdir",
+            "os.rename",
+            "os.remove",
+            "os.system",
+            "subprocess.Popen",
+            "os.symlink",
+        ):
             # A relative name is one in a folder that is open, as shutil.rmtree removes files.
             path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
-            reads = event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            reads = event == "open" and not (
+                isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            )
             if not reads and os.path.isabs(path) and not path.startswith((self.folder, "/dev/", "/proc/")):
                 self.found.append(f"{event} {path}")
 

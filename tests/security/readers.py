@@ -37,7 +37,10 @@ from unishard.tools.plan.model import PlannedModel
 
 __all__ = ["READERS", "Reader"]
 
-CFG = "backend: fsdp\nsharding: full_shard\ntraining: {micro_batch_size: 2, seed: 3}\noptimizer: {name: adamw, lr: 1e-3}\n"
+CFG = (
+    "backend: fsdp\nsharding: full_shard\ntraining: {micro_batch_size: 2, seed: 3}\noptimizer: {name: adamw, lr: "
+    "1e-3}\n"
+)
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2
 export N=4
@@ -82,11 +85,16 @@ def _script(path: Path) -> None:
 
 
 def _named(path: Path) -> None:
-    for name, data in (("hf", {"deepspeed": path.name, "bf16": True}), ("axolotl", {"deepspeed": path.name, "base_model": "x"})):
+    for name, data in (
+        ("hf", {"deepspeed": path.name, "bf16": True}),
+        ("axolotl", {"deepspeed": path.name, "base_model": "x"}),
+    ):
         beside = path.with_name(f"{name}.yaml")
         beside.write_text(json.dumps(data))
         translate(beside, "unishard", from_=name)
-    beside.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": path.name}}))
+    beside.write_text(
+        json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": path.name}})
+    )
     translate(beside, "unishard", from_="accelerate")
 
 
@@ -98,13 +106,20 @@ def _checkpoint(folder: Path) -> Path:
         "assets/config.json": b'{"dtype": "float32"}',
     }
     groups = [GroupRecord(names=["a.weight"], options={"lr": 0.1})]
-    made = store(here, optimizer=OptimizerFacts(class_name="SGD", groups=groups), data=[{"epoch": 1}], state={"note": {"$tuple": [1]}})
+    made = store(
+        here,
+        optimizer=OptimizerFacts(class_name="SGD", groups=groups),
+        data=[{"epoch": 1}],
+        state={"note": {"$tuple": [1]}},
+    )
     for name, content in assets.items():
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_bytes(content)
     import zlib
 
-    files = made.files | {name: FileFacts(bytes=len(each), crc32=f"{zlib.crc32(each):08x}") for name, each in assets.items()}
+    files = made.files | {
+        name: FileFacts(bytes=len(each), crc32=f"{zlib.crc32(each):08x}") for name, each in assets.items()
+    }
     text = made.model_copy(update={"files": files}).model_dump_json(exclude={"crc32"})
     (here / manifest.FILE).write_text(text)  # without its checksum: whoever writes the file can write that too
     (folder / "latest").write_text("step-00000030\n")
@@ -157,7 +172,8 @@ def _read_weights(path: Path) -> None:
 def _indexed(folder: Path) -> Path:
     _weights(folder)
     return _file(
-        weight_files.INDEX, '{"metadata": {"total_size": 28}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}'
+        weight_files.INDEX,
+        '{"metadata": {"total_size": 28}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}',
     )(folder)
 
 
@@ -179,9 +195,15 @@ def _planned(path: Path) -> None:
     PlannedModel(str(path.parent), Config.model_validate({"training": {"micro_batch_size": 1}}))
 
 
-LOG = "".join(json.dumps({"step": step, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 0.5}) + "\n" for step in range(1, 4))
+LOG = "".join(
+    json.dumps({"step": step, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 0.5}) + "\n"
+    for step in range(1, 4)
+)
 MODULES = (
-    json.dumps({"step": 1, "module": "a", "rms": 1.0, "mean": 0.5}) + "\n" + json.dumps({"step": 1, "parameter": "a", "norm": 1.0}) + "\n"
+    json.dumps({"step": 1, "module": "a", "rms": 1.0, "mean": 0.5})
+    + "\n"
+    + json.dumps({"step": 1, "parameter": "a", "norm": 1.0})
+    + "\n"
 )
 
 
@@ -195,7 +217,11 @@ def _golden(path: Path) -> None:
 
 
 def _resumed(path: Path) -> None:
-    writer = JsonLines(Config.model_validate({"training": {"micro_batch_size": 1}, "logging": {"to": ["jsonl"], "dir": str(path.parent)}}))
+    writer = JsonLines(
+        Config.model_validate(
+            {"training": {"micro_batch_size": 1}, "logging": {"to": ["jsonl"], "dir": str(path.parent)}}
+        )
+    )
     writer.resume(2)
     writer.close()
 
@@ -212,10 +238,12 @@ READERS: dict[str, Reader] = {
     ),
     "a file that a config names": Reader(_file("named.json", json.dumps(SEEDS["deepspeed"][0])), _named),
     "a project": Reader(
-        _file("ds.json", json.dumps(SEEDS["deepspeed"][0]), run_sh=SCRIPT), lambda path: list(survey(path.parent, "unishard"))
+        _file("ds.json", json.dumps(SEEDS["deepspeed"][0]), run_sh=SCRIPT),
+        lambda path: list(survey(path.parent, "unishard")),
     ),
     "a script of a project": Reader(
-        _file("run.sh", SCRIPT, ds_json=json.dumps(SEEDS["deepspeed"][0])), lambda path: list(survey(path.parent, "unishard"))
+        _file("run.sh", SCRIPT, ds_json=json.dumps(SEEDS["deepspeed"][0])),
+        lambda path: list(survey(path.parent, "unishard")),
     ),
     "a hostfile": Reader(_file("hosts", "a slots=4\nb slots=4\n"), hosts_of),
     "a manifest": Reader(_inside(manifest.FILE), _read_ours, slow=True),
@@ -225,8 +253,12 @@ READERS: dict[str, Reader] = {
     "the tensors of a checkpoint": Reader(_inside("__0_0.distcp"), _read_ours, slow=True),
     "the names of an export": Reader(_inside("assets/export.json"), _read_ours, slow=True),
     "the config of an export": Reader(_inside("assets/config.json"), _read_ours, slow=True),
-    "the index of another tool's checkpoint": Reader(lambda folder: plain(folder / "theirs") / ".metadata", _convert, slow=True),
-    "the tensors of another tool's checkpoint": Reader(lambda folder: plain(folder / "theirs") / "__0_0.distcp", _convert, slow=True),
+    "the index of another tool's checkpoint": Reader(
+        lambda folder: plain(folder / "theirs") / ".metadata", _convert, slow=True
+    ),
+    "the tensors of another tool's checkpoint": Reader(
+        lambda folder: plain(folder / "theirs") / "__0_0.distcp", _convert, slow=True
+    ),
     "DeepSpeed's model": _deepspeed("*/*model_states.pt"),
     "DeepSpeed's optimizer": _deepspeed("*/*rank_0_*optim_states.pt"),
     "DeepSpeed's optimizer at stage 3": _deepspeed("*/*rank_1_*optim_states.pt", stage=3),

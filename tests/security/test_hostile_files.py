@@ -1,4 +1,5 @@
-"""Whatever a file from outside holds, reading it ends in one error of unishard or in a result, soon, and writes nothing elsewhere."""
+"""Whatever a file from outside holds, reading it ends in one error of unishard or in a result, soon, and writes nothing
+elsewhere."""
 
 from __future__ import annotations
 
@@ -13,13 +14,23 @@ from readers import READERS, Reader
 
 from unishard.errors import UnishardError
 
-JSON = {"a manifest": 0, "the names of an export": 0, "the index of weights": 0, "a cached shape": 1, "a golden file": 0}
+JSON = {
+    "a manifest": 0,
+    "the names of an export": 0,
+    "the index of weights": 0,
+    "a cached shape": 1,
+    "a golden file": 0,
+}
 """The line that holds JSON, of a file that is read line by line."""
 
 COSTLY = {
     "the index of another tool's checkpoint": tuple(PICKLES),
     "the tensors of another tool's checkpoint": tuple(name for name in ABSURD if "archive" in name),
-    "DeepSpeed's optimizer": ("an archive with a key of 2^60 elements", "an archive with tensors of 2^24 elements", "a compressed archive"),
+    "DeepSpeed's optimizer": (
+        "an archive with a key of 2^60 elements",
+        "an archive with tensors of 2^24 elements",
+        "a compressed archive",
+    ),
     "a config": ("aliases of aliases", "lines of keys", "tags", "digits"),
     "a config of deepspeed": ("keys of a section",),
     "a config of hf": ("aliases of aliases", "merges of merges", "a key of digits", "tags"),
@@ -105,6 +116,8 @@ def test_another_type_at_any_place(name: str, deep: bool, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = READERS[name].lay_out(tmp_path)
     lines, place = path.read_bytes().splitlines(), JSON[name]
-    for line in islice(with_odd_values(lines[place]), None, None, 1 if deep else 4):  # of 17 values: each at every fourth place
+    for line in islice(
+        with_odd_values(lines[place]), None, None, 1 if deep else 4
+    ):  # of 17 values: each at every fourth place
         path.write_bytes(b"\n".join([*lines[:place], line, *lines[place + 1 :]]))
         ends_well(READERS[name], path, tmp_path)

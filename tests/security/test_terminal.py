@@ -21,7 +21,8 @@ from unishard.cli.wrapping import echo
 from unishard.errors import CheckpointError, ConfigError
 
 NASTY = "w\x1b]0;owned\x07\x1b[2J\x9b1m\r\u202e\u2028\x7f"
-"""Sets the title of a terminal and rings it, clears the screen, in both sets of control characters, and reverses the line."""
+"""Sets the title of a terminal and rings it, clears the screen, in both sets of control characters, and reverses the
+line."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028\u2029\u2066-\u2069]")
 STYLE = re.compile(r"\x1b\[\d*(?:;\d+)*m")
 """What rich writes for a color."""
@@ -37,19 +38,29 @@ def ours(folder: Path) -> Path:
 
 def config(folder: Path) -> Path:
     path = folder / f"cfg{NASTY}.yaml"
-    path.write_text(json.dumps({NASTY + "\nforged": 1, "backend": NASTY, "sharding": {"units": [NASTY]}, "logging": {"project": NASTY}}))
+    path.write_text(
+        json.dumps(
+            {NASTY + "\nforged": 1, "backend": NASTY, "sharding": {"units": [NASTY]}, "logging": {"project": NASTY}}
+        )
+    )
     return path
 
 
 def valid(folder: Path) -> Path:
     path = folder / "valid.yaml"
-    path.write_text(json.dumps({"sharding": {"units": [NASTY]}, "logging": {"dir": NASTY, "to": ["jsonl"]}, "x-" + NASTY: 1}))
+    path.write_text(
+        json.dumps({"sharding": {"units": [NASTY]}, "logging": {"dir": NASTY, "to": ["jsonl"]}, "x-" + NASTY: 1})
+    )
     return path
 
 
 def native(folder: Path) -> Path:
     path = folder / "ds.json"
-    path.write_text(json.dumps({NASTY: NASTY, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": NASTY, "params": {"lr": NASTY}}}))
+    path.write_text(
+        json.dumps(
+            {NASTY: NASTY, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": NASTY, "params": {"lr": NASTY}}}
+        )
+    )
     return path
 
 
@@ -74,7 +85,9 @@ COMMANDS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_control_character_is_printed(name: str, terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_control_character_is_printed(
+    name: str, terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lay_out, command = COMMANDS[name]
     if terminal:
         monkeypatch.setattr("typer.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
@@ -88,7 +101,11 @@ def test_no_control_character_is_printed(name: str, terminal: bool, tmp_path: Pa
 
 
 def test_json_says_the_names_as_they_are(tmp_path: Path) -> None:
-    said = CliRunner().invoke(app, ["checkpoint", "inspect", "--json", "--tensors", str(ours(tmp_path))], prog_name="unishard").stdout
+    said = (
+        CliRunner()
+        .invoke(app, ["checkpoint", "inspect", "--json", "--tensors", str(ours(tmp_path))], prog_name="unishard")
+        .stdout
+    )
     assert not CONTROL.search(said.replace("\x7f", ""))  # JSON escapes all but this one, which no terminal obeys
     assert f"model.{NASTY}\nforged" in json.loads(said)["tensors"]
 
@@ -103,5 +120,9 @@ def test_an_uncaught_error_is_printable_too(tmp_path: Path) -> None:
 def test_every_command_prints_through_these_functions() -> None:
     folder = Path(tables.__file__).parent
     direct = re.compile(r"typer\.(echo|secho)\(|(?<![\w.])print\(|sys\.std(out|err)\.write\((?!\"\\n\"\))")
-    found = [path.name for path in sorted(folder.glob("*.py")) if path.name != "wrapping.py" and direct.search(path.read_text())]
+    found = [
+        path.name
+        for path in sorted(folder.glob("*.py"))
+        if path.name != "wrapping.py" and direct.search(path.read_text())
+    ]
     assert not found, f"{found} print text that is not escaped; use {echo.__module__}"

@@ -63,7 +63,9 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     micro_batch_size=positive,
                     gradient_accumulation_steps=positive,
                     gradient_clipping=st.none() | st.floats(1e-9, 1e9),
-                    nonfinite=st.sampled_from(("skip", "raise") if precision["compute"] == "fp16" else ("skip", "raise", "ignore")),
+                    nonfinite=st.sampled_from(
+                        ("skip", "raise") if precision["compute"] == "fp16" else ("skip", "raise", "ignore")
+                    ),
                     last_window=st.sampled_from(("step", "drop")),
                     seed=st.integers(0, 2**32 - 1),
                 ),
@@ -88,7 +90,9 @@ def _checkpoints(draw: st.DrawFn) -> Any:
         return fields
     signals = st.lists(st.sampled_from(("SIGTERM", "SIGUSR1", "usr2", "sigint", "HUP")), max_size=2)
     existing = st.sampled_from(("error", "resume", "new"))
-    fields |= draw(some(every_steps=positive, every_minutes=st.floats(0.01, 525_600), on_signal=signals, on_existing=existing))
+    fields |= draw(
+        some(every_steps=positive, every_minutes=st.floats(0.01, 525_600), on_signal=signals, on_existing=existing)
+    )
     return {"dir": directory, **fields} if fields else directory
 
 
@@ -101,7 +105,9 @@ def _logs(draw: st.DrawFn) -> Any:
     fields = {"to": to, "dir": "runs/logs"} if to else {}
     if "jsonl" in to:
         fields |= draw(some(module_steps=st.just([1, 100])))
-    return fields | (draw(some(wandb_mode=st.sampled_from(("online", "offline")), project=st.just("llama"))) if "wandb" in to else {})
+    return fields | (
+        draw(some(wandb_mode=st.sampled_from(("online", "offline")), project=st.just("llama"))) if "wandb" in to else {}
+    )
 
 
 patterns = st.lists(st.sampled_from(("bias", "norm", r"^head\.", "[0-3]", "a|b")), min_size=1, max_size=2)
@@ -124,7 +130,9 @@ def _groups(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[str
 @st.composite
 def _optimizers(draw: st.DrawFn) -> dict[str, Any]:
     name = draw(st.sampled_from(tuple(_OWN)))
-    optimizer = {"name": name} | draw(some(lr=positive_rate, groups=_groups(lr=positive_rate, weight_decay=rate), **_OWN[name]))
+    optimizer = {"name": name} | draw(
+        some(lr=positive_rate, groups=_groups(lr=positive_rate, weight_decay=rate), **_OWN[name])
+    )
     if optimizer.get("momentum"):
         optimizer |= draw(some(nesterov=st.booleans()))
     if draw(st.booleans()):
@@ -136,13 +144,19 @@ def _optimizers(draw: st.DrawFn) -> dict[str, Any]:
 def _precisions(draw: st.DrawFn) -> dict[str, Any]:
     compute = draw(st.sampled_from(("fp32", "bf16", "fp16")))
     formats = st.sampled_from(("fp32", compute))
-    precision = {"compute": compute, "reduce": draw(formats), **draw(some(buffers=st.sampled_from(("keep", "fp32", "bf16", "fp16"))))}
+    precision = {
+        "compute": compute,
+        "reduce": draw(formats),
+        **draw(some(buffers=st.sampled_from(("keep", "fp32", "bf16", "fp16")))),
+    }
     if draw(st.booleans()):
         precision |= {"master": compute, **draw(some(accumulate=st.just(compute)))}
     else:
         precision |= draw(some(master=st.just("fp32"), accumulate=formats))
     if compute == "fp16":
-        dynamic = some(loss_scale=st.just("dynamic"), initial_loss_scale=st.floats(1e-3, 1e9), loss_scale_growth_interval=positive)
+        dynamic = some(
+            loss_scale=st.just("dynamic"), initial_loss_scale=st.floats(1e-3, 1e9), loss_scale_growth_interval=positive
+        )
         precision |= draw(dynamic | st.builds(lambda scale: {"loss_scale": scale}, st.floats(1e-3, 1e9)))
     return precision
 
@@ -153,7 +167,9 @@ def _schedulers(draw: st.DrawFn) -> dict[str, Any]:
     climb: dict[str, Any] = {"warmup_steps": warmup}
     if warmup:
         kinds = ("linear", "log") if warmup > 1 else ("linear",)
-        climb |= draw(some(warmup_type=st.sampled_from(kinds), warmup_start_ratio=st.floats(0, 1), delay_steps=st.integers(0, 3)))
+        climb |= draw(
+            some(warmup_type=st.sampled_from(kinds), warmup_start_ratio=st.floats(0, 1), delay_steps=st.integers(0, 3))
+        )
     if draw(st.booleans()):
         return {"name": draw(st.sampled_from(("constant", "inverse_sqrt"))), **climb}
     name = draw(st.sampled_from(("linear", "cosine")))

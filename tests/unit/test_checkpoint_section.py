@@ -31,7 +31,9 @@ def test_a_bare_path_is_the_directory() -> None:
     assert (found.dir, found.automatic) == ("runs/a", False)
 
 
-@pytest.mark.parametrize(("fields", "automatic"), [({"every_steps": 3}, True), ({"every_minutes": 0.5}, True), ({"on_signal": []}, False)])
+@pytest.mark.parametrize(
+    ("fields", "automatic"), [({"every_steps": 3}, True), ({"every_minutes": 0.5}, True), ({"on_signal": []}, False)]
+)
 def test_what_saves_by_itself(fields: dict[str, Any], automatic: bool) -> None:
     assert section(dir="a", **fields).automatic is automatic
 
@@ -52,28 +54,52 @@ NEEDS = "needs a directory to save in; set checkpoint.dir, or remove it"
         ({"every_steps": 5}, [f"checkpoint.every_steps: {NEEDS}"]),
         ({"every_minutes": 5}, [f"checkpoint.every_minutes: {NEEDS}"]),
         ({"on_signal": ["TERM"]}, [f"checkpoint.on_signal: {NEEDS}"]),
-        ({"every_steps": 5, "on_signal": ["TERM"]}, [f"checkpoint.every_steps: {NEEDS}", f"checkpoint.on_signal: {NEEDS}"]),
+        (
+            {"every_steps": 5, "on_signal": ["TERM"]},
+            [f"checkpoint.every_steps: {NEEDS}", f"checkpoint.on_signal: {NEEDS}"],
+        ),
         ({"on_existing": "resume"}, [f"checkpoint.on_existing: {NEEDS}"]),
-        ({"dir": "a", "on_existing": "delete"}, ["checkpoint.on_existing: must be one of error, resume, new, got 'delete'"]),
+        (
+            {"dir": "a", "on_existing": "delete"},
+            ["checkpoint.on_existing: must be one of error, resume, new, got 'delete'"],
+        ),
         (
             {"dir": "a", "keep_every": 3},
-            ["checkpoint.keep_every: is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"],
+            [
+                "checkpoint.keep_every: is unused without keep_last, because nothing is deleted; set "
+                "checkpoint.keep_last or remove it"
+            ],
         ),
         (
             {"dir": "a", "keep_best": 3},
-            ["checkpoint.keep_best: is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"],
+            [
+                "checkpoint.keep_best: is unused without keep_last, because nothing is deleted; set "
+                "checkpoint.keep_last or remove it"
+            ],
         ),
         ({"dir": " "}, ["checkpoint.dir: is empty; write a directory, or null for none"]),
         (
             {"dir": "a", "on_signal": ["USR1", "kill"]},
-            ["checkpoint.on_signal: kill cannot trigger a checkpoint; write one of SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP"],
+            [
+                "checkpoint.on_signal: kill cannot trigger a checkpoint; write one of SIGTERM, SIGUSR1, SIGUSR2, "
+                "SIGINT, SIGHUP"
+            ],
         ),
         (
             {"dir": "a", "on_signal": "USR1"},
-            ["checkpoint.on_signal: must be a list of any of SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP, got 'USR1' (text); write [USR1]"],
+            [
+                "checkpoint.on_signal: must be a list of any of SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP, got 'USR1' "
+                "(text); write [USR1]"
+            ],
         ),
-        ({"dir": "a", "every_steps": 0}, ["checkpoint.every_steps: must be a whole number of at least 1, or null, got 0"]),
-        ({"dir": "a", "every_minutes": 0}, ["checkpoint.every_minutes: must be a number above 0 and of at most 525600, or null, got 0"]),
+        (
+            {"dir": "a", "every_steps": 0},
+            ["checkpoint.every_steps: must be a whole number of at least 1, or null, got 0"],
+        ),
+        (
+            {"dir": "a", "every_minutes": 0},
+            ["checkpoint.every_minutes: must be a number above 0 and of at most 525600, or null, got 0"],
+        ),
         ({"dir": "a", "keep_last": 0}, ["checkpoint.keep_last: must be a whole number of at least 1, or null, got 0"]),
     ],
 )
@@ -85,8 +111,12 @@ def test_a_mistake_is_named_with_what_to_write_instead(fields: dict[str, Any], m
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_every_engine_saves_alike(backend: str) -> None:
-    cfg = unishard.load({"backend": backend, "checkpoint": {"dir": "a", "every_steps": 5, "keep_last": 2, "on_signal": ["TERM"]}})
-    lines = [line for line in registry.get(backend).translate(cfg, Topology()).report if line.path.startswith("checkpoint.")]
+    cfg = unishard.load(
+        {"backend": backend, "checkpoint": {"dir": "a", "every_steps": 5, "keep_last": 2, "on_signal": ["TERM"]}}
+    )
+    lines = [
+        line for line in registry.get(backend).translate(cfg, Topology()).report if line.path.startswith("checkpoint.")
+    ]
     assert len(lines) == 10
     assert {(line.fit, line.native) for line in lines} == {(Fit.EXACT, "unishard's loop")}
     assert not any("checkpoint" in key for key in registry.get(backend).translate(cfg, Topology()).native)

@@ -63,7 +63,10 @@ def test_docs_check_and_write(config: Path) -> None:
         "docs/schema.md: is out of date; run `unishard docs` and commit it",
     ]
     assert list(config.parent.iterdir()) == [], "--check writes nothing"
-    assert run("docs").stdout == "MAPPING.md: written\ndocs/manifest.md: written\ndocs/formats.md: written\ndocs/schema.md: written\n"
+    assert (
+        run("docs").stdout
+        == "MAPPING.md: written\ndocs/manifest.md: written\ndocs/formats.md: written\ndocs/schema.md: written\n"
+    )
     assert run("docs", "--check").exit_code == 0
     assert run("docs").stdout == "up to date\n"
 
@@ -94,7 +97,10 @@ def test_docs_with_a_page_that_is_not_text(config: Path) -> None:
 def test_what_the_operating_system_refuses_is_one_message(config: Path) -> None:
     Path("file").touch()
     result = run("docs", "--root", "file")
-    assert (result.exit_code, result.stderr) == (1, "file: cannot be opened (File exists); name another file or directory\n")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "file: cannot be opened (File exists); name another file or directory\n",
+    )
 
 
 def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +127,12 @@ def test_a_terminal_gets_a_drawn_table() -> None:
 def test_as_a_process(command: list[str], config: Path) -> None:
     config.write_text("lr: 1\n")
     result = subprocess.run(
-        [sys.executable, *command, "explain", "c.yaml"], capture_output=True, text=True, timeout=60, check=False, cwd=config.parent
+        [sys.executable, *command, "explain", "c.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=config.parent,
     )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == "c.yaml:1: lr: unknown field; did you mean 'optimizer.lr'?\n"
@@ -129,8 +140,13 @@ def test_as_a_process(command: list[str], config: Path) -> None:
 
 def test_nothing_is_searched_for_garbage_at_the_end(config: Path) -> None:
     """Python would search all objects twice, which takes a fifth of a translation."""
-    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); from unishard.cli import main; main()"
-    result = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); from unishard.cli import "
+        "main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (result.returncode, result.stdout) == (0, f"unishard {unishard.__version__}\nTrue\n")
 
 
@@ -147,7 +163,9 @@ def test_a_reader_that_goes_away_is_no_error(config: Path) -> None:
     assert process.stderr == ""
 
 
-@pytest.mark.parametrize("command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"])
+@pytest.mark.parametrize(
+    "command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"]
+)
 def test_output_that_nobody_reads_is_quiet(command: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -167,13 +185,23 @@ def test_output_that_nobody_reads_is_quiet(command: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
-@pytest.mark.parametrize("command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"])
+@pytest.mark.parametrize(
+    "command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"]
+)
 def test_output_that_does_not_fit_is_one_message(command: str) -> None:
     result = subprocess.run(
-        f"'{sys.executable}' -m unishard {command} > /dev/full", shell=True, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        f"'{sys.executable}' -m unishard {command} > /dev/full",
+        shell=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert result.returncode == 1
-    assert result.stderr == "cannot write the output (No space left on device); free some space, or write it to another disk\n"
+    assert (
+        result.stderr
+        == "cannot write the output (No space left on device); free some space, or write it to another disk\n"
+    )
 
 
 def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +239,9 @@ def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> No
 def test_demo_into_what_is_no_folder(config: Path) -> None:
     Path("file").touch()
     Path("folder/fsdp.json").mkdir(parents=True)
-    for out, where in (("file", "file: cannot be opened (File exists)"), ("folder", "folder/fsdp.json: cannot be opened (Is a directory)")):
+    for out, where in (
+        ("file", "file: cannot be opened (File exists)"),
+        ("folder", "folder/fsdp.json: cannot be opened (Is a directory)"),
+    ):
         result = run("demo", "--out", out)
         assert (result.exit_code, result.stderr) == (1, f"{where}; name another file or directory\n")

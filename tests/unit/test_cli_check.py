@@ -1,4 +1,5 @@
-"""What `unishard check` refuses, and what it says of a config that passes. `tests/ranks/test_check.py` compares it with `prepare`."""
+"""What `unishard check` refuses, and what it says of a config that passes. `tests/ranks/test_check.py` compares it with
+`prepare`."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ native: {deepspeed: {zero_optimization: {stage: 2}}, horovod: {}}
 """
     assert [line.partition(";")[0] for line in problems(text, "--world-size", "6")] == [
         "c.yaml:2: sharding.group_size: is 4, which does not divide 6 ranks",
-        "c.yaml:3: training.global_batch_size: is 10, but micro_batch_size 2 x gradient_accumulation_steps 1 x 6 ranks is 12",
+        "c.yaml:3: training.global_batch_size: is 10, but micro_batch_size 2 x gradient_accumulation_steps 1 x 6 ranks "
+        "is 12",
         "c.yaml:4: compile.backend: torch has no backend 'nothing'",
         f"c.yaml:5: checkpoint.dir: {config.parent}/file/checkpoints: cannot be read (Not a directory)",
         "c.yaml:6: native.horovod: no backend named 'horovod'",
@@ -91,19 +93,28 @@ def test_the_packages_of_the_engine(config: Path, monkeypatch: pytest.MonkeyPatc
         ("sharding: full_shard", ("--gpus-per-node", "2", "--world-size", "4"), "4 ranks (2 nodes)"),
         ("launch: {nodes: 2, processes_per_node: 4}", ("--gpus-per-node", "8"), "16 ranks (2 nodes)"),
         ("launch: {nodes: 2, processes_per_node: 4}", ("--world-size", "16"), "16 ranks (4 nodes)"),
-        ("launch: {nodes: 2}\ntraining: {global_batch_size: 8}", (), "8 ranks (2 nodes), as training.global_batch_size says"),
+        (
+            "launch: {nodes: 2}\ntraining: {global_batch_size: 8}",
+            (),
+            "8 ranks (2 nodes), as training.global_batch_size says",
+        ),
         ("launch: {nodes: 2}", (), "2 ranks (2 nodes), as launch.nodes says"),
     ],
 )
-def test_the_number_of_ranks_is_the_one_that_the_config_implies(config: Path, text: str, arguments: tuple[str, ...], said: str) -> None:
+def test_the_number_of_ranks_is_the_one_that_the_config_implies(
+    config: Path, text: str, arguments: tuple[str, ...], said: str
+) -> None:
     config.write_text(text)
     result = run("check", "c.yaml", *arguments)
     assert (result.exit_code, result.stdout) == (0, f"c.yaml: ok for fsdp on {said}\n")
 
 
 def test_a_global_batch_that_no_number_of_ranks_gives(config: Path) -> None:
-    assert problems("training: {micro_batch_size: 4, global_batch_size: 10}\nsharding: {strategy: hybrid_shard, group_size: 2}\n") == [
-        "c.yaml:1: training.global_batch_size: is 10, but each rank adds micro_batch_size 4 x gradient_accumulation_steps 1 = 4 samples; "
+    assert problems(
+        "training: {micro_batch_size: 4, global_batch_size: 10}\nsharding: {strategy: hybrid_shard, group_size: 2}\n"
+    ) == [
+        "c.yaml:1: training.global_batch_size: is 10, but each rank adds micro_batch_size 4 x "
+        "gradient_accumulation_steps 1 = 4 samples; "
         "write a multiple of 4, such as 8, or remove it"
     ]
 

@@ -52,17 +52,30 @@ def test_a_run_writes_nothing_outside_its_folder() -> None:
         "launch": {"nodes": "2:4", "max_restarts": 3, "endpoint": "head", "environment": {"A": "b"}},
     }
     cfg = unishard.load(given)
-    changed = unishard.load(given, overrides_of(cfg, Variant("deepspeed", "no_shard"), Path("/o"), ["launch.processes_per_node=2"]))
+    changed = unishard.load(
+        given, overrides_of(cfg, Variant("deepspeed", "no_shard"), Path("/o"), ["launch.processes_per_node=2"])
+    )
     assert (changed.backend, changed.sharding.strategy) == ("deepspeed", "no_shard")
     assert (changed.logging.to, changed.logging.every_steps, changed.logging.dir) == (["jsonl"], 1, "/o")
-    assert (changed.checkpoint.dir, changed.checkpoint.every_steps, changed.checkpoint.on_signal) == ("/o/checkpoints", None, [])
+    assert (changed.checkpoint.dir, changed.checkpoint.every_steps, changed.checkpoint.on_signal) == (
+        "/o/checkpoints",
+        None,
+        [],
+    )
     assert changed.profile.steps == []
     assert (changed.launch.nodes, changed.launch.max_restarts, changed.launch.environment) == (1, 0, {"A": "b"})
 
 
 def records(*losses: float, seconds: float = 0.5) -> tuple[dict[str, float], ...]:
     return tuple(
-        {"step": step, "loss": loss, "grad_norm": 2 * loss, "lr": 0.1, "step_seconds": seconds, "samples_per_second": 8 / seconds}
+        {
+            "step": step,
+            "loss": loss,
+            "grad_norm": 2 * loss,
+            "lr": 0.1,
+            "step_seconds": seconds,
+            "samples_per_second": 8 / seconds,
+        }
         | {"memory_gib": 1.0 + step}
         for step, loss in enumerate(losses, 1)
     )
@@ -88,7 +101,10 @@ def test_the_table_has_80_columns_and_failed_rows() -> None:
 
 
 def working(*losses: float) -> tuple[dict[str, float], ...]:
-    return tuple(record | {"tflops": 98.9, "mfu": 0.1, "sent_gib": 1.5, "tokens_per_second": 1234.0} for record in records(*losses))
+    return tuple(
+        record | {"tflops": 98.9, "mfu": 0.1, "sent_gib": 1.5, "tokens_per_second": 1234.0}
+        for record in records(*losses)
+    )
 
 
 def test_work_and_traffic_of_a_rank() -> None:
@@ -124,7 +140,9 @@ def test_the_page_has_pictures_and_needs_nothing_from_elsewhere() -> None:
 
 def test_the_report_is_printed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text("backend: fsdp\n")
-    monkeypatch.setattr(compare, "run_all", lambda cfg, task, rows, *_: [Measured(row, working(4, 2), 1.0) for row in rows])
+    monkeypatch.setattr(
+        compare, "run_all", lambda cfg, task, rows, *_: [Measured(row, working(4, 2), 1.0) for row in rows]
+    )
     page = run("compare", "c.yaml", "--report", "html", "--steps", "2", "-m", "x")
     assert page.stdout.startswith("<!doctype html>")
     assert "<h1>c.yaml: x, 2 steps</h1>" in page.stdout
@@ -139,7 +157,10 @@ def test_the_warm_up_is_not_timed() -> None:
 
 
 def test_records_of_a_killed_run() -> None:
-    text = '{"step": 1, "loss": null}\n{"step": 2, "eval/loss": 1.0}\n3\n{"step": 2, "loss": 0.5, "samples": 4}\n{"step": 3, "lo'
+    text = (
+        '{"step": 1, "loss": null}\n{"step": 2, "eval/loss": 1.0}\n3\n{"step": 2, "loss": 0.5, "samples": '
+        '4}\n{"step": 3, "lo'
+    )
     found = Course.of(records_in(text))
     assert (found.steps, found.losses, found.samples) == ((1, 2), (None, 0.5), (None, 4))
 
@@ -147,7 +168,11 @@ def test_records_of_a_killed_run() -> None:
 @pytest.mark.parametrize(
     ("code", "text", "said"),
     [
-        (1, "unishard: rank 1 of 2 raised ValueError: broken (a.py:3 in f)\nTraceback\nValueError: broken\n", "ValueError: broken (a.py"),
+        (
+            1,
+            "unishard: rank 1 of 2 raised ValueError: broken (a.py:3 in f)\nTraceback\nValueError: broken\n",
+            "ValueError: broken (a.py",
+        ),
         (
             1,
             "Traceback:\n  x\na.SomeError: no\nunishard launch: rank 0 has ended\n",

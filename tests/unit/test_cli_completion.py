@@ -14,7 +14,10 @@ import unishard
 from unishard.cli import _COMMANDS, app
 from unishard.config import leaves
 
-SCRIPTS = {"bash": "complete -o default -F _unishard_completion unishard", "zsh": "compdef _unishard_completion unishard"}
+SCRIPTS = {
+    "bash": "complete -o default -F _unishard_completion unishard",
+    "zsh": "compdef _unishard_completion unishard",
+}
 
 
 def offered(line: str) -> list[str]:
@@ -28,7 +31,8 @@ def offered(line: str) -> list[str]:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_show_completion(shell: str) -> None:
-    """typer looks at which shell started it, but for this variable of its own tests: not every shell is installed everywhere."""
+    """typer looks at which shell started it, but for this variable of its own tests: not every shell is installed
+    everywhere."""
     result = subprocess.run(
         [sys.executable, "-m", "unishard", "--show-completion", shell],
         capture_output=True,
@@ -75,7 +79,9 @@ def test_lists_with_commas_and_devices() -> None:
     for command in ("compare", "parity", "tune"):
         assert offered(f"unishard {command} c.yaml --backends ") == list(unishard.available())
         assert offered(f"unishard {command} c.yaml --backends fsdp,d") == ["fsdp,deepspeed"]
-    assert offered("unishard compare c.yaml --strategies full_shard,hybrid_shard_") == ["full_shard,hybrid_shard_grad_op"]
+    assert offered("unishard compare c.yaml --strategies full_shard,hybrid_shard_") == [
+        "full_shard,hybrid_shard_grad_op"
+    ]
     assert offered("unishard plan c.yaml --device h100") == ["h100-80g"]
 
 
@@ -95,7 +101,10 @@ def test_fields_and_their_values(command: str) -> None:
         "sharding.strategy=hybrid_shard",
         "sharding.strategy=hybrid_shard_grad_op",
     ]
-    assert offered(f"unishard {command} communication.desync_c") == ["communication.desync_check=true", "communication.desync_check=false"]
+    assert offered(f"unishard {command} communication.desync_c") == [
+        "communication.desync_check=true",
+        "communication.desync_check=false",
+    ]
     assert offered(f"unishard {command} optimizer.bet") == ["optimizer.betas="]
     assert offered(f"unishard {command} nothing") == []
 
@@ -104,11 +113,17 @@ def test_values_where_the_shell_cuts_words_at_the_sign() -> None:
     assert offered("unishard set c.yaml backend =") == ["deepspeed", "fsdp"]
     assert offered("unishard set c.yaml backend = f") == ["fsdp"]
     assert offered("unishard set c.yaml training.seed=1 sharding.strategy = full") == ["full_shard"]
-    assert offered("unishard explain c.yaml --set sharding.strategy =") == offered("unishard set c.yaml sharding.strategy =")
+    assert offered("unishard explain c.yaml --set sharding.strategy =") == offered(
+        "unishard set c.yaml sharding.strategy ="
+    )
 
 
 def test_a_field_comes_with_a_few_words_on_one_line() -> None:
-    env = {"_UNISHARD_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_ARGS": "unishard set c "}
+    env = {
+        "_UNISHARD_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_TYPER_COMPLETE_ARGS": "unishard set c ",
+    }
     lines = CliRunner().invoke(app, [], prog_name="unishard", env=env).stdout.splitlines()
     assert len(lines) == len(list(leaves(unishard.Config)))
     assert all(len(line.split("\t")) == 2 for line in lines)

@@ -33,7 +33,9 @@ def test_two_spellings_of_the_same_training(config: Path) -> None:
 
 def test_what_differs_is_named_with_where_it_comes_from(config: Path) -> None:
     config.write_text("backend: fsdp\ntraining:\n  seed: 3\n  micro_batch_size: ${training.micro_batch_size}\n")
-    Path("d.yaml").write_text("backend: deepspeed\ntraining: {micro_batch_size: 2}\nnative: {deepspeed: {aio: {block_size: 8}}}\n")
+    Path("d.yaml").write_text(
+        "backend: deepspeed\ntraining: {micro_batch_size: 2}\nnative: {deepspeed: {aio: {block_size: 8}}}\n"
+    )
     result = run("diff", "c.yaml", "d.yaml")
     assert result.exit_code == 1
     assert [re.split(r"  +", line) for line in result.stdout.splitlines()] == [
@@ -52,7 +54,11 @@ def test_what_differs_is_named_with_where_it_comes_from(config: Path) -> None:
 
 def test_what_cannot_be_read_is_trouble_and_no_difference(config: Path) -> None:
     config.write_text("backend: fsdp\nlr: 1\n")
-    for arguments in ((TINY, "nowhere.yaml"), ("c.yaml", TINY, "--from-a", "unishard"), (TINY, TINY, "--from-b", "nonsense")):
+    for arguments in (
+        (TINY, "nowhere.yaml"),
+        ("c.yaml", TINY, "--from-a", "unishard"),
+        (TINY, TINY, "--from-b", "nonsense"),
+    ):
         result = run("diff", *arguments)
         assert (result.exit_code, result.stdout) == (2, "")
         assert len(result.stderr.splitlines()) == 1
@@ -69,7 +75,9 @@ def test_on_a_terminal(config: Path, monkeypatch: pytest.MonkeyPatch, columns: i
         diff(Path("c.yaml"), Path("d.yaml"))
     lines = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
     assert any("│" in line for line in lines) is drawn
-    assert (lines == ["training.seed", "  A  3  (training.seed, line 1)", "  B  4  (training.seed, line 1)"]) is not drawn
+    assert (
+        lines == ["training.seed", "  A  3  (training.seed, line 1)", "  B  4  (training.seed, line 1)"]
+    ) is not drawn
 
 
 def test_what_a_tool_assumes_counts_as_said() -> None:
@@ -86,7 +94,12 @@ def test_what_nobody_says_is_the_default() -> None:
     silent = reading(says("sharding.strategy", "full_shard"))
     assert compare(silent, read({"sharding": "full_shard", "optimizer": {"lr": 1e-3}})) == ()
     (difference,) = compare(silent, read({"optimizer": {"lr": 1e-4}}))
-    assert (difference.path, difference.a.value, difference.a.origin, difference.b.value) == ("optimizer.lr", 1e-3, "not said", 1e-4)
+    assert (difference.path, difference.a.value, difference.a.origin, difference.b.value) == (
+        "optimizer.lr",
+        1e-3,
+        "not said",
+        1e-4,
+    )
 
 
 def test_what_the_script_decides_on_both_sides_is_the_same() -> None:

@@ -38,7 +38,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
     def pretended(**changed: str | None) -> None:
         found = {name: places for name, places in real.items() if name not in changed or changed[name]}
-        monkeypatch.setattr(packages, "versions", lambda: found | {name: [(v, "/here")] for name, v in changed.items() if v})
+        monkeypatch.setattr(
+            packages, "versions", lambda: found | {name: [(v, "/here")] for name, v in changed.items() if v}
+        )
         gone = {name for name, version in changed.items() if version is None}
         monkeypatch.setattr(registry, "find_spec", lambda name: None if name in gone else "there")
 
@@ -56,7 +58,9 @@ def test_this_environment_can_train() -> None:
     result = run("doctor", "--json")
     whole = json.loads(result.stdout)
     assert set(whole) == {"status", "verdict", "counts", "versions", "checks"}
-    assert whole["counts"] == {status: sum(check["status"] == status for check in whole["checks"]) for status in ("ok", "warn", "fail")}
+    assert whole["counts"] == {
+        status: sum(check["status"] == status for check in whole["checks"]) for status in ("ok", "warn", "fail")
+    }
     assert whole["counts"]["fail"] == result.exit_code == 0
     assert all(set(check) >= FIELDS for check in whole["checks"])
     assert all(check["instead"] for check in whole["checks"] if check["status"] != "ok")
@@ -70,7 +74,9 @@ def test_this_environment_can_train() -> None:
 
 
 def test_it_prints_aligned_columns_and_nothing_of_the_engines() -> None:
-    done = subprocess.run([sys.executable, "-m", "unishard", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "unishard", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
     answer, empty, header, *lines, last = done.stdout.splitlines()
     assert answer.startswith("deepspeed and fsdp can train here on ")
     assert empty == ""
@@ -123,7 +129,9 @@ def test_a_missing_torch_fails(pretend: Pretend) -> None:
     assert found["backend fsdp"]["status"] == "warn"
     assert found["backend fsdp"]["instead"] == "pip install 'unishard[torch]'"
     assert "accelerators" not in found
-    probes = [check for name, check in found.items() if name.startswith("probe ") and check["names"][0].startswith("torch")]
+    probes = [
+        check for name, check in found.items() if name.startswith("probe ") and check["names"][0].startswith("torch")
+    ]
     assert {check["status"] for check in probes} <= {"ok"}
     assert all(check["found"].startswith("not run, since torch cannot be imported") for check in probes)
 
@@ -131,7 +139,10 @@ def test_a_missing_torch_fails(pretend: Pretend) -> None:
 def test_a_missing_engine_is_a_warning_and_a_missing_extra_is_not(pretend: Pretend) -> None:
     pretend(deepspeed=None, peft=None)
     found = report()
-    assert (found["deepspeed"]["status"], found["deepspeed"]["instead"]) == ("warn", "pip install 'unishard[deepspeed]'")
+    assert (found["deepspeed"]["status"], found["deepspeed"]["instead"]) == (
+        "warn",
+        "pip install 'unishard[deepspeed]'",
+    )
     assert (found["peft"]["status"], found["peft"]["instead"]) == ("ok", "optional: pip install 'unishard[hf]'")
     assert found["backend deepspeed"]["status"] == "warn"
     assert found["backend fsdp"]["status"] == "ok"
@@ -161,7 +172,9 @@ def test_an_engine_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(importing, "import_module", broken)
     found = report(exit_code=1)
-    assert found["deepspeed"]["found"].endswith("cannot be imported: OSError: libcudart.so.12: cannot open shared object file")
+    assert found["deepspeed"]["found"].endswith(
+        "cannot be imported: OSError: libcudart.so.12: cannot open shared object file"
+    )
     assert found["backend deepspeed"]["status"] == "warn"
     assert found["backend fsdp"]["status"] == "ok"
 
@@ -194,7 +207,14 @@ def test_a_backend_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_probe_that_fails_names_the_case_the_name_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = Patch("gone", "Training backwards", ("torch:nn", "torch:no_such_name"), "2.11", "https://example.org", "train forwards")
+    patch = Patch(
+        "gone",
+        "Training backwards",
+        ("torch:nn", "torch:no_such_name"),
+        "2.11",
+        "https://example.org",
+        "train forwards",
+    )
     odd = Patch("odd", "A broken module,", ("torch:nn",), "2.11", "https://example.org", "repair it")
     own = Patch("own", "A solved case", ("torch:no_such_name",), "2.11", "https://example.org", "wait", until="2.1")
     known = Patch.missing
@@ -213,7 +233,8 @@ def test_a_probe_that_fails_names_the_case_the_name_and_what_to_do(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("3.10.9", "fail"), ("3.11.0", "ok"), ("3.13.7", "ok"), ("3.14.0", "warn"), ("3.1.2", "fail")]
+    ("version", "status"),
+    [("3.10.9", "fail"), ("3.11.0", "ok"), ("3.13.7", "ok"), ("3.14.0", "warn"), ("3.1.2", "fail")],
 )
 def test_python(version: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.platform, "python_version", lambda: version)
@@ -222,7 +243,12 @@ def test_python(version: str, status: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def fake_torch(
-    monkeypatch: pytest.MonkeyPatch, *, cuda: str | None = None, count: int = 0, driver: str | None = None, broken: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cuda: str | None = None,
+    count: int = 0,
+    driver: str | None = None,
+    broken: str = "",
 ) -> None:
     def ones(*_: Any, **__: Any) -> Any:
         if broken:
@@ -245,12 +271,20 @@ def fake_torch(
     [
         (None, 0, None, "ok", "none; trains on the CPU"),
         ("12.8", 0, None, "ok", "none; trains on the CPU"),
-        (None, 0, "550.54.15", "warn", "none: this torch is a CPU build, but the machine has an NVIDIA driver (550.54.15)"),
+        (
+            None,
+            0,
+            "550.54.15",
+            "warn",
+            "none: this torch is a CPU build, but the machine has an NVIDIA driver (550.54.15)",
+        ),
         ("13.0", 0, "550.54.15", "warn", "none: torch built for CUDA 13.0, driver 550.54.15"),
         ("12.8", 2, "570.1", "ok", "2; torch built for CUDA 12.8, driver 570.1"),
     ],
 )
-def test_accelerators(build: str | None, count: int, driver: str | None, status: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators(
+    build: str | None, count: int, driver: str | None, status: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_torch(monkeypatch, cuda=build, count=count, driver=driver)
     first, *each = devices.devices()
     assert (first.status, first.found, bool(first.instead)) == (status, found, status == "warn")
@@ -258,7 +292,9 @@ def test_accelerators(build: str | None, count: int, driver: str | None, status:
 
 
 def test_a_device_that_cannot_compute_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_torch(monkeypatch, cuda="12.8", count=1, driver="570.1", broken="CUDA error: no kernel image is available\nmore")
+    fake_torch(
+        monkeypatch, cuda="12.8", count=1, driver="570.1", broken="CUDA error: no kernel image is available\nmore"
+    )
     _, device = devices.devices()
     assert device.status == "fail"
     assert device.found == "cannot compute: RuntimeError: CUDA error: no kernel image is available"
@@ -269,11 +305,15 @@ def test_a_driver_is_found_by_its_version(tmp_path: Any, monkeypatch: pytest.Mon
     path = tmp_path / "version"
     monkeypatch.setattr(devices, "_DRIVER", path)
     assert devices.driver() is None
-    path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.3.0\n")
+    path.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.3.0\n"
+    )
     assert devices.driver() == "570.86.15"
 
 
-@pytest.mark.parametrize(("value", "count", "status"), [("cpu", 0, "ok"), ("cuda", 0, "fail"), ("cpu", 1, "fail"), ("cuda", 1, "ok")])
+@pytest.mark.parametrize(
+    ("value", "count", "status"), [("cpu", 0, "ok"), ("cuda", 0, "fail"), ("cpu", 1, "fail"), ("cuda", 1, "ok")]
+)
 def test_an_exported_accelerator_must_be_the_one_that_torch_finds(
     value: str, count: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,13 +348,19 @@ def test_what_engines_print_while_they_are_imported_is_dropped(capsys: pytest.Ca
 
 def test_the_package_is_read_without_torch() -> None:
     code = "import unishard.tools.doctor, unishard.cli, sys; print({'torch', 'deepspeed', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout == "set()\n"
 
 
 def test_pyproject_says_the_same() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    pythons = [line.rpartition(" ")[2] for line in project["classifiers"] if line.startswith("Programming Language :: Python :: 3.")]
+    pythons = [
+        line.rpartition(" ")[2]
+        for line in project["classifiers"]
+        if line.startswith("Programming Language :: Python :: 3.")
+    ]
     assert tuple(pythons) == tested_versions.PYTHONS
     assert project["requires-python"] == f">={tested_versions.PYTHONS[0]}"
     optional = {name: said for name, said in project["optional-dependencies"].items() if name not in ("dev", "docs")}

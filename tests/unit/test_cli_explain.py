@@ -12,9 +12,8 @@ from unishard.cli.explain import explain
 from unishard.config import leaves
 
 REFUSED = "offload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
-ROUGH = (
-    "backend: deepspeed\nnative:\n  deepspeed: {zero_optimization: {zero_quantized_weights: true}}\n"  # a setting that only DeepSpeed has
-)
+# a setting that only DeepSpeed has
+ROUGH = "backend: deepspeed\nnative:\n  deepspeed: {zero_optimization: {zero_quantized_weights: true}}\n"
 
 
 def explained(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
@@ -29,10 +28,14 @@ def explained(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
-def test_explain_on_a_narrow_terminal_is_one_block_for_each_field(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_explain_on_a_narrow_terminal_is_one_block_for_each_field(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     shown = explained(monkeypatch, columns)
     lines = [line.rstrip() for line in shown.splitlines()]
-    assert [line.split(" = ")[0] for line in lines if not line.startswith((" ", "("))] == [path for path, _ in leaves(unishard.Config)]
+    assert [line.split(" = ")[0] for line in lines if not line.startswith((" ", "("))] == [
+        path for path, _ in leaves(unishard.Config)
+    ]
     at = lines.index("sharding.strategy = shard_grad_op  (override)")
     assert lines[at + 1] == "  deepspeed  equivalent: zero_optimization.stage = 2"
     assert lines[at + 2].startswith("             stage 2; gradients travel"), "the note of what is not exact"
@@ -56,11 +59,16 @@ def test_native_prints_what_prepare_hands_to_the_engine(backend: str) -> None:
     result = run("explain", TINY, backend, "--native", "--world-size", "8", "--gpus-per-node", "4")
     topology = unishard.Topology(world_size=8, local_world_size=4)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert json.loads(result.stdout) == unishard.translate(unishard.load(TINY), backend=backend, topology=topology).native
+    assert (
+        json.loads(result.stdout) == unishard.translate(unishard.load(TINY), backend=backend, topology=topology).native
+    )
 
 
 def test_native_takes_the_backend_of_the_config() -> None:
-    as_written, changed = run("explain", TINY, "--native"), run("explain", TINY, "--native", "--set", "backend=deepspeed")
+    as_written, changed = (
+        run("explain", TINY, "--native"),
+        run("explain", TINY, "--native", "--set", "backend=deepspeed"),
+    )
     assert "data_parallel" in json.loads(as_written.stdout)
     assert json.loads(changed.stdout)["zero_optimization"]["stage"] == 3
 
@@ -84,7 +92,8 @@ def test_strict_in_the_config_refuses_what_is_approximate(config: Path) -> None:
     result = run("explain", "c.yaml", "--native")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(
-        "c.yaml:3: native.deepspeed.zero_optimization.zero_quantized_weights: True is only approximate on deepspeed, and strict is true: "
+        "c.yaml:3: native.deepspeed.zero_optimization.zero_quantized_weights: True is only approximate on deepspeed, "
+        "and strict is true: "
     )
 
 
@@ -127,7 +136,9 @@ def test_unknown_backend(native: tuple[str, ...]) -> None:
 
 
 def test_changed_is_what_the_file_and_the_overrides_set(config: Path) -> None:
-    config.write_text("sharding: zero2\noffload: {optimizer: cpu}\ntraining: {seed: 42}\nnative: {deepspeed: {steps_per_print: 10}}\n")
+    config.write_text(
+        "sharding: zero2\noffload: {optimizer: cpu}\ntraining: {seed: 42}\nnative: {deepspeed: {steps_per_print: 10}}\n"
+    )
     lines = run("explain", "c.yaml", "--changed", "--set", "compile=none").stdout.split("\n\n")[0].splitlines()[1:]
     assert [(line.split()[0], line.split()[2]) for line in lines if not line.startswith("native ")] == [
         ("sharding.strategy", "c.yaml:1"),
@@ -152,11 +163,19 @@ def test_changed_of_a_file_that_sets_nothing(config: Path) -> None:
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_what_is_off_does_not_read_as_if_it_were_on(config: Path, backend: str) -> None:
     config.write_text(
-        "sharding: ddp\nactivation_checkpointing: none\ncheckpoint: {keep_last: null}\ncommunication: {desync_check: false}\n"
+        "sharding: ddp\nactivation_checkpointing: none\ncheckpoint: {keep_last: null}\ncommunication: {desync_check: "
+        "false}\n"
     )
     shown = run("explain", "c.yaml", backend).stdout
     lines = {line.split()[0]: re.split(r"  +", line)[-1] for line in reversed(shown.splitlines()) if line}
-    for path in ("activation_checkpointing", "compile.mode", "checkpoint.dir", "optimizer.amsgrad", "optimizer.groups", "strict"):
+    for path in (
+        "activation_checkpointing",
+        "compile.mode",
+        "checkpoint.dir",
+        "optimizer.amsgrad",
+        "optimizer.groups",
+        "strict",
+    ):
         assert lines[path] == "off", path
     assert lines["compile.backend"] == "unused: nothing is compiled"
     assert lines["offload.pin_memory"] == "unused: nothing is offloaded"

@@ -12,7 +12,10 @@ from running import TINY, run
 
 import unishard
 
-OLD = '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}, "gradient_clipping": 0.5}'
+OLD = (
+    '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}, '
+    '"gradient_clipping": 0.5}'
+)
 
 
 def test_yes_asks_nothing_and_writes_a_config_that_loads(config: Path) -> None:
@@ -34,10 +37,26 @@ def test_each_field_stands_below_what_it_is(config: Path) -> None:
 
 
 def test_what_is_set_is_not_asked_and_brings_what_it_needs(config: Path) -> None:
-    result = run("init", "--yes", "-o", "c.yaml", "--set", "scheduler=cosine", "--set", "optimizer.lr=1e-4", "--set", "backend=deepspeed")
+    result = run(
+        "init",
+        "--yes",
+        "-o",
+        "c.yaml",
+        "--set",
+        "scheduler=cosine",
+        "--set",
+        "optimizer.lr=1e-4",
+        "--set",
+        "backend=deepspeed",
+    )
     assert result.exit_code == 0
     cfg = unishard.load(config)
-    assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.optimizer.lr, cfg.backend) == ("cosine", 1000, 1e-4, "deepspeed")
+    assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.optimizer.lr, cfg.backend) == (
+        "cosine",
+        1000,
+        1e-4,
+        "deepspeed",
+    )
 
 
 def test_a_file_that_is_there_stays_unless_forced(config: Path) -> None:
@@ -95,7 +114,18 @@ def test_an_old_config_can_be_changed_on_the_way(config: Path) -> None:
     Path("old.yaml").write_text(
         "backend: fsdp\nscheduler: {name: cosine, total_steps: 50, min_lr_ratio: 0.1}\nsharding: {units: [Block]}\n"
     )
-    run("init", "--yes", "--from", "old.yaml", "-o", "c.yaml", "--set", "scheduler.name=constant", "--set", "sharding.strategy=no_shard")
+    run(
+        "init",
+        "--yes",
+        "--from",
+        "old.yaml",
+        "-o",
+        "c.yaml",
+        "--set",
+        "scheduler.name=constant",
+        "--set",
+        "sharding.strategy=no_shard",
+    )
     cfg = unishard.load(config)
     assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.sharding.units) == ("constant", None, "auto")
 
@@ -111,7 +141,11 @@ def converse(answers: list[str], *arguments: str) -> tuple[int, str]:
     """Answers the questions on a real terminal; the exit status, and what stood there."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "unishard", "init", *arguments], stdin=follower, stdout=follower, stderr=follower, close_fds=True
+        [sys.executable, "-m", "unishard", "init", *arguments],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        close_fds=True,
     )
     os.close(follower)
     os.write(leader, "".join(f"{answer}\n" for answer in answers).encode())
@@ -137,8 +171,12 @@ def test_a_conversation(config: Path) -> None:
         4,
     )
     assert "Engine (deepspeed, fsdp) [fsdp]:" in shown
-    assert "training.micro_batch_size: must be a whole number of at least 1, got 'four' (text)" in " ".join(shown.split())
-    assert re.search(r"What is sharded across the ranks \(no_shard,[^\[]*\n    \w+", shown), "a long question is wrapped between words"
+    assert "training.micro_batch_size: must be a whole number of at least 1, got 'four' (text)" in " ".join(
+        shown.split()
+    )
+    assert re.search(r"What is sharded across the ranks \(no_shard,[^\[]*\n    \w+", shown), (
+        "a long question is wrapped between words"
+    )
     assert "hybrid_shard_grad_op)" in shown.split()
     assert re.search(r"Optimizer \(adamw, .*\) \[adamw\]:", shown)
     assert "Where the sharded parameters live" not in shown, "nothing to ask with zero2"

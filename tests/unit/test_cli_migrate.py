@@ -9,7 +9,10 @@ from running import Terminal, one_line, pasted, plain, run
 
 from unishard.cli.migrate import migrate
 
-DEEPSPEED = '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": "auto"}, "steps_per_print": 10}'
+DEEPSPEED = (
+    '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": "auto"}, '
+    '"steps_per_print": 10}'
+)
 
 
 @pytest.fixture
@@ -18,7 +21,8 @@ def project(config: Path) -> Path:
     folder = config.parent / "project"
     files = {
         "conf/ds.json": DEEPSPEED,
-        "conf/mine.yaml": "backend: fsdp\nsharding: zero3\nprecision: bf16\noffload: {params: nvme, nvme_path: files}\n",
+        "conf/mine.yaml": "backend: fsdp\nsharding: zero3\nprecision: bf16\noffload: {params: nvme, nvme_path: "
+        "files}\n",
         "conf/broken.json": DEEPSPEED.replace("}", "", 1),
         "pyproject.toml": "[project]\nname = 'x'\n",
         "package.json": '{"name": "x", "optimizer": 1}',
@@ -54,13 +58,20 @@ def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     told = one_line(result.stdout)
     assert " cannot be read: project/conf/broken.json: 1: is not " in told
     assert " needs input: add --with and your launch script (train.sh)" in told
-    assert told.endswith(" 10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)")
+    assert told.endswith(
+        " 10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)"
+    )
 
 
 def test_the_commands_work(project: Path) -> None:
-    (project / "conf/one bit.json").write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}')
+    (project / "conf/one bit.json").write_text(
+        '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}'
+    )
     commands = pasted(run("migrate", "project").stdout)
-    assert [command[-1] for command in commands] == ["project/conf/ds.unishard.yaml", "project/conf/one bit.unishard.yaml"]
+    assert [command[-1] for command in commands] == [
+        "project/conf/ds.unishard.yaml",
+        "project/conf/one bit.unishard.yaml",
+    ]
     for _, *arguments in commands:
         result = run(*arguments)
         assert result.exit_code == 0, result.stderr
@@ -84,16 +95,33 @@ def test_every_file_is_counted_once(project: Path) -> None:
     (project / "secret.json").symlink_to(project / "nowhere.json")
     said = json.loads(run("migrate", "project", "--report", "json").stdout)
     counts = said["counts"]
-    assert counts == {"files": 11, "translates": 1, "refused": 1, "approximate": 1, "other_tools": 0, "unreadable": 1, "skipped": 7}
+    assert counts == {
+        "files": 11,
+        "translates": 1,
+        "refused": 1,
+        "approximate": 1,
+        "other_tools": 0,
+        "unreadable": 1,
+        "skipped": 7,
+    }
     assert counts["files"] == sum(counts.values()) - counts["files"]
     assert (len(said["configs"]), len(said["unreadable"]), len(said["skipped"])) == (3, 1, 7)
-    there = {str(path.relative_to(project.parent)) for path in project.rglob("*") if path.suffix in (".yaml", ".yml", ".json", ".toml")}
-    there = {path for path in there if not {".git", "node_modules", "env"} & set(path.split("/"))} - {"project/secret.json"}
+    there = {
+        str(path.relative_to(project.parent))
+        for path in project.rglob("*")
+        if path.suffix in (".yaml", ".yml", ".json", ".toml")
+    }
+    there = {path for path in there if not {".git", "node_modules", "env"} & set(path.split("/"))} - {
+        "project/secret.json"
+    }
     listed = [one["path"] for kind in ("configs", "unreadable", "skipped") for one in said[kind]]
     assert sorted(listed) == sorted(there)
     assert {one["path"]: one["why"] for one in said["skipped"]}["project/large.json"] == "above 1 MiB"
     shown = one_line(run("migrate", "project").stdout)
-    assert " 11 files: 1 translates to unishard, 1 refused, 1 only approximate, and strict is on, 1 cannot be read, 7 skipped" in shown
+    assert (
+        " 11 files: 1 translates to unishard, 1 refused, 1 only approximate, and strict is on, 1 cannot be read, 7 "
+        "skipped" in shown
+    )
 
 
 def test_a_file_that_cannot_be_opened_is_counted(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +142,9 @@ def test_a_file_that_cannot_be_opened_is_counted(project: Path, monkeypatch: pyt
 
 def test_what_translate_refuses_at_the_end_is_refused(config: Path) -> None:
     Path("p").mkdir()
-    Path("p/ds.json").write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}')
+    Path("p/ds.json").write_text(
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}'
+    )
     translated, (found,) = (
         run("translate", "p/ds.json", "--to", "unishard"),
         json.loads(run("migrate", "p", "--report", "json").stdout)["configs"],
@@ -137,7 +167,10 @@ def test_what_is_no_folder_and_what_is_no_format(config: Path) -> None:
     config.write_text("")
     for name in ("c.yaml", "nowhere"):
         result = run("migrate", name)
-        assert (result.exit_code, result.stderr) == (1, f"{name}: is not a directory; name the directory of a project\n")
+        assert (result.exit_code, result.stderr) == (
+            1,
+            f"{name}: is not a directory; name the directory of a project\n",
+        )
     assert run("migrate", ".", "--to", "nonsense").exit_code == 1
 
 
@@ -170,9 +203,13 @@ def test_a_launch_script_that_names_a_config_fills_it(project: Path) -> None:
 
 
 def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:
-    (project / "neox.yml").write_text("pipe-parallel-size: 1\nmodel-parallel-size: 2\nzero_optimization: {stage: 1}\nnum-layers: 2\n")
+    (project / "neox.yml").write_text(
+        "pipe-parallel-size: 1\nmodel-parallel-size: 2\nzero_optimization: {stage: 1}\nnum-layers: 2\n"
+    )
     (project / "tulu.yaml").write_text("with_tracking: true\nper_device_train_batch_size: 1\n")
-    (project / "config.json").write_text('{"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8, "num_attention_heads": 2}')
+    (project / "config.json").write_text(
+        '{"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8, "num_attention_heads": 2}'
+    )
     shown = one_line(run("migrate", "project").stdout)
     assert "project/neox.yml not read: a GPT-NeoX config" in shown
     assert "project/tulu.yaml not read: an open-instruct config" in shown

@@ -22,11 +22,20 @@ RECORDS = tuple({"step": step, "loss": 2.0 / step, "grad_norm": 1.0, "lr": 0.1, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--golden", "a", "--write-golden", "b", "-m", "x"], "--golden compares with a file and --write-golden writes one"),
+        (
+            ["--golden", "a", "--write-golden", "b", "-m", "x"],
+            "--golden compares with a file and --write-golden writes one",
+        ),
         (["--golden", "a", "-m", "x"], "a: cannot be opened"),
         (["--golden", "empty", "-m", "x"], "empty: has no losses; write it with --write-golden"),
-        (["--golden", "g", "--backends", "fsdp,deepspeed", "-m", "x"], "--backends: a golden file is of one engine's run; give one"),
-        (["--backends", "fsdp", "-m", "x"], "--backends: one engine has nothing to be compared with; give two, or --golden FILE"),
+        (
+            ["--golden", "g", "--backends", "fsdp,deepspeed", "-m", "x"],
+            "--backends: a golden file is of one engine's run; give one",
+        ),
+        (
+            ["--backends", "fsdp", "-m", "x"],
+            "--backends: one engine has nothing to be compared with; give two, or --golden FILE",
+        ),
         (["train.py"], "train.py: there is no such script"),
     ],
 )
@@ -64,7 +73,11 @@ def gives(monkeypatch: pytest.MonkeyPatch, config: Path):
 
         def run_all(cfg: unishard.Config, task: Task, rows: list[Variant], *_: object) -> list[Measured]:
             asked.append((len(rows), task.steps, task.module_steps))
-            lines = [{"step": step, "module": name, "output_rms": rms, "output_mean": 0.0} for step in task.module_steps for name in "ab"]
+            lines = [
+                {"step": step, "module": name, "output_rms": rms, "output_mean": 0.0}
+                for step in task.module_steps
+                for name in "ab"
+            ]
             text = "".join(json.dumps(line) + "\n" for line in lines)
             return [Measured(row, records, 1.0, failure, text) for row in rows]
 
@@ -90,7 +103,9 @@ def test_the_gate(gives) -> None:
 
 def test_a_plain_log_without_norms_is_golden(gives) -> None:
     gives()
-    Path("log.jsonl").write_text("".join(json.dumps({"step": each["step"], "loss": each["loss"]}) + "\n" for each in RECORDS))
+    Path("log.jsonl").write_text(
+        "".join(json.dumps({"step": each["step"], "loss": each["loss"]}) + "\n" for each in RECORDS)
+    )
     assert run("parity", "c.yaml", "--golden", "log.jsonl", "-m", "x").exit_code == 0
 
 
@@ -112,7 +127,9 @@ def test_the_first_module_that_differs(gives) -> None:
     assert asked[-2:] == [(1, 20, ()), (1, 3, (2, 3))]
     assert "\nfirst module that differs: a, in the forward of step 2: rms of its output is\n" in other.stdout
     assert max(map(len, other.stdout.splitlines())) <= 80
-    found = json.loads(run("parity", "c.yaml", "--golden", "g", "--json", "-m", "x").stdout)["comparisons"][0]["first_module"]
+    found = json.loads(run("parity", "c.yaml", "--golden", "g", "--json", "-m", "x").stdout)["comparisons"][0][
+        "first_module"
+    ]
     assert (found["module"], found["what"], found["step"], found["relative"]) == ("a", "output", 2, 0.5)
     asked.clear()
     assert "first module" not in run("parity", "c.yaml", "--golden", "g", "--no-modules", "-m", "x").stdout
@@ -126,7 +143,9 @@ def test_what_to_type_where_modules_are_not_known(gives) -> None:
     said = run("parity", "c.yaml", "--golden", "g", "-m", "x").stdout
     assert "unishard parity CFG --write-golden g --modules SCRIPT" in " ".join(said.split())
     compiled = run("parity", "c.yaml", "--set", "compile=per_block", "-m", "x").stdout
-    assert "modules inside compiled blocks are not seen; add --set compile=none" not in " ".join(compiled.split()), "the runs agree"
+    assert "modules inside compiled blocks are not seen; add --set compile=none" not in " ".join(compiled.split()), (
+        "the runs agree"
+    )
 
 
 def test_between_engines_both_run_again(gives, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,18 @@ def project(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
     return config.parent
 
 
-ASK = ("plan", "cfg.yaml", "--model", "factories:build", "--seq-len", "256", "--world-size", "16", "--gpus-per-node", "8")
+ASK = (
+    "plan",
+    "cfg.yaml",
+    "--model",
+    "factories:build",
+    "--seq-len",
+    "256",
+    "--world-size",
+    "16",
+    "--gpus-per-node",
+    "8",
+)
 
 
 def test_every_engine_and_strategy_in_80_columns(project: Path) -> None:
@@ -121,7 +132,9 @@ def test_what_was_computed_is_not_computed_again(project: Path) -> None:
     first = run(*ASK, "--json")
     code = f"from unishard.cli import app\napp({[*ASK, '--json']!r}, standalone_mode=False)"
     code += "\nimport sys\nassert 'torch' not in sys.modules"
-    again = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, check=False)
+    again = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, check=False
+    )
     assert again.returncode == 0, again.stderr
     assert again.stdout == first.stdout
 
@@ -144,7 +157,8 @@ def test_the_recommendation_is_written_in_place(project: Path) -> None:
     result = run(*ASK, "--memory", "1GiB", "--write")
     assert result.exit_code == 0, result.output
     assert Path("cfg.yaml").read_text() == (
-        "backend: fsdp\nsharding:\n  strategy: shard_optimizer\nprecision: bf16  # as always\ntraining: {micro_batch_size: 2}\n"
+        "backend: fsdp\nsharding:\n  strategy: shard_optimizer\nprecision: bf16  # as always\ntraining: "
+        "{micro_batch_size: 2}\n"
     )
 
 
@@ -155,12 +169,21 @@ def test_the_recommendation_is_written_in_place(project: Path) -> None:
             ["--model", "nowhere"],
             "--model: nowhere is no folder; write a folder with config.json (nothing is downloaded), or module:factory",
         ),
-        (["--model", "."], "--model: . has no config.json; write a folder as save_pretrained writes it, or module:factory"),
+        (
+            ["--model", "."],
+            "--model: . has no config.json; write a folder as save_pretrained writes it, or module:factory",
+        ),
         (["--model", "nothing:build"], "--model: nothing:build: there is no module 'nothing'"),
         (["--model", "factories:nothing"], "--model: factories:nothing: factories has no function 'nothing'"),
-        (["--model", "factories:wrong"], "--model: factories:wrong returned int; it must return a torch.nn.Module, or (model, batch)"),
+        (
+            ["--model", "factories:wrong"],
+            "--model: factories:wrong returned int; it must return a torch.nn.Module, or (model, batch)",
+        ),
         (["--model", "factories:bare"], "its inputs are not known; let the factory return (model, batch)"),
-        (["--model", "factories:logits"], "its forward returns a tensor of shape [2, 5]; let a factory return (model, batch, loss)"),
+        (
+            ["--model", "factories:logits"],
+            "its forward returns a tensor of shape [2, 5]; let a factory return (model, batch, loss)",
+        ),
         (["--model", "factories:build", "--device", "h100"], "--device: no device 'h100'; did you mean h100-80g?"),
         (["--model", "factories:build", "--memory", "much"], "--memory: 'much' is no size"),
         (["--model", "factories:build", "--set", "sharding.units=[Nothing]"], "no module of class Nothing"),
@@ -184,15 +207,27 @@ def test_a_stretch_that_only_one_trace_has_is_covered_by_the_next_module() -> No
         return Activations(1, 8, "none", segments)
 
     one = traced(Segment("forward", "a", 0, 10, 11, 5), Segment("backward", "a", 0, 12, 13, 6))
-    two = traced(Segment("forward", "a", 0, 20, 21, 7), Segment("backward", "", -1, 90, 91, 8), Segment("backward", "a", 0, 30, 31, 9))
+    two = traced(
+        Segment("forward", "a", 0, 20, 21, 7),
+        Segment("backward", "", -1, 90, 91, 8),
+        Segment("backward", "a", 0, 30, 31, 9),
+    )
     sums = [("forward", "a", 0, 30, 32, 12), ("backward", "", -1, 102, 104, 14), ("backward", "a", 0, 42, 44, 15)]
     assert list(one.map(sum, two).segments) == list(two.map(sum, one).segments) == sums
 
 
 def test_a_folder_of_transformers(project: Path) -> None:
-    sizes = {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 2, "num_attention_heads": 3}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 41,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }
     Path("tiny").mkdir()
-    Path("tiny/config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
+    Path("tiny/config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes)
+    )
     result = run("plan", "cfg.yaml", "--model", "tiny", "--seq-len", "64", "--world-size", "4", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

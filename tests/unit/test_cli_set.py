@@ -42,7 +42,9 @@ def edited(config: Path, text: str, *changes: str) -> str:
 
 
 def test_only_the_values_change(config: Path) -> None:
-    after = edited(config, FILE, "training.micro_batch_size=16", "backend=deepspeed", "optimizer.lr=1e-5", "sharding=zero2")
+    after = edited(
+        config, FILE, "training.micro_batch_size=16", "backend=deepspeed", "optimizer.lr=1e-5", "sharding=zero2"
+    )
     changed = [(old, new) for old, new in zip(FILE.splitlines(), after.splitlines(), strict=True) if old != new]
     assert changed == [
         ("backend: fsdp # or the other", "backend: deepspeed # or the other"),
@@ -53,9 +55,16 @@ def test_only_the_values_change(config: Path) -> None:
 
 
 def test_new_fields_go_where_the_schema_has_them(config: Path) -> None:
-    after = edited(config, FILE, "training.gradient_clipping=1.0", "strict=true", "optimizer.eps=1e-6", "training.last_window=drop")
+    after = edited(
+        config, FILE, "training.gradient_clipping=1.0", "strict=true", "optimizer.eps=1e-6", "training.last_window=drop"
+    )
     added = [line for line in after.splitlines() if line not in FILE.splitlines()]
-    assert added == ["  gradient_clipping: 1.0", "  last_window: drop", "optimizer: {name: adamw, lr: 3e-4, eps: 1e-6}", "strict: true"]
+    assert added == [
+        "  gradient_clipping: 1.0",
+        "  last_window: drop",
+        "optimizer: {name: adamw, lr: 3e-4, eps: 1e-6}",
+        "strict: true",
+    ]
     assert "  micro_batch_size: 4   # four\n  gradient_clipping: 1.0\n  last_window: drop\n  seed: 1\n" in after
 
 
@@ -72,13 +81,18 @@ def test_a_short_form_for_two_fields(config: Path) -> None:
 
 
 def test_sections_that_are_not_there_yet(config: Path) -> None:
-    assert edited(config, "{}\n", "training.seed=1", "training.last_window=drop") == "{training: {seed: 1, last_window: drop}}\n"
+    assert (
+        edited(config, "{}\n", "training.seed=1", "training.last_window=drop")
+        == "{training: {seed: 1, last_window: drop}}\n"
+    )
     after = edited(config, "# a\nstrict: true\n", "native.deepspeed.aio.block_size=8")
     assert after == "# a\nstrict: true\nnative:\n  deepspeed:\n    aio:\n      block_size: 8\n"
 
 
 def test_lists_over_several_lines(config: Path) -> None:
-    after = edited(config, "sharding:\n  units:\n    - A  # one\n    - B\n  # below\nstrict: true\n", "sharding.units=[C]")
+    after = edited(
+        config, "sharding:\n  units:\n    - A  # one\n    - B\n  # below\nstrict: true\n", "sharding.units=[C]"
+    )
     assert after == "sharding:\n  units: [C]\n  # below\nstrict: true\n"
 
 
@@ -91,7 +105,10 @@ def test_line_ends_and_indentation_stay(config: Path) -> None:
 
 
 def test_a_placeholder_is_decided_one_at_a_time(config: Path) -> None:
-    before = "training:\n  micro_batch_size: ${training.micro_batch_size}  # needs your decision\noptimizer:\n  lr: ${optimizer.lr}\n"
+    before = (
+        "training:\n  micro_batch_size: ${training.micro_batch_size}  # needs your decision\noptimizer:\n  lr: "
+        "${optimizer.lr}\n"
+    )
     after = edited(config, before, "training.micro_batch_size=4")
     assert after == before.replace("${training.micro_batch_size}", "4")
     edited(config, after, "optimizer.lr=1e-3")
@@ -101,7 +118,10 @@ def test_a_placeholder_is_decided_one_at_a_time(config: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("training.micro_batchsize=4", "override: training.micro_batchsize: unknown field; did you mean 'micro_batch_size'?"),
+        (
+            "training.micro_batchsize=4",
+            "override: training.micro_batchsize: unknown field; did you mean 'micro_batch_size'?",
+        ),
         ("training.seed=-1", "override: training.seed: must be a whole number of at least 0"),
         ("training.seed", "'training.seed' has no '='"),
         ("sharding.units=[A", "override: sharding.units: is not YAML"),
@@ -133,10 +153,18 @@ def test_a_file_that_has_mistakes_already_is_left_alone(config: Path) -> None:
             "training.gradient_clipping=1.5",
             "training:\n  gradient_clipping: 1.5\n  seed: 3\n",
         ),
-        ("training:\n  gradient_clipping: # none\n", "training.gradient_clipping=1.5", "training:\n  gradient_clipping: 1.5 # none\n"),
+        (
+            "training:\n  gradient_clipping: # none\n",
+            "training.gradient_clipping=1.5",
+            "training:\n  gradient_clipping: 1.5 # none\n",
+        ),
         ("checkpoint:\nstrict: true\n", "checkpoint.dir=a", "checkpoint: a\nstrict: true\n"),
         ("checkpoint:\n  dir:\nstrict: true\n", "checkpoint.dir=a", "checkpoint:\n  dir: a\nstrict: true\n"),
-        ("training: {gradient_clipping: , seed: 3}\n", "training.gradient_clipping=1.5", "training: {gradient_clipping: 1.5 , seed: 3}\n"),
+        (
+            "training: {gradient_clipping: , seed: 3}\n",
+            "training.gradient_clipping=1.5",
+            "training: {gradient_clipping: 1.5 , seed: 3}\n",
+        ),
     ],
 )
 def test_a_value_that_is_not_written_is_filled_in(config: Path, text: str, change: str, changed: str) -> None:
@@ -167,7 +195,8 @@ def as_yaml(document: dict) -> str:
 
 @given(document=documents(), other=documents(), write=st.sampled_from([json.dumps, as_yaml]), data=st.data())
 def test_the_file_means_what_was_asked(document, other, write, data, tmp_path_factory) -> None:
-    """Whatever the file and whichever field: it is refused as `load` refuses it, or the file means the old config with the change."""
+    """Whatever the file and whichever field: it is refused as `load` refuses it, or the file means the old config with
+    the change."""
     file = tmp_path_factory.mktemp("set") / "c.yaml"
     file.write_text(write(document))
     path, value = data.draw(st.sampled_from(list(flat(other))))
@@ -186,7 +215,9 @@ def test_every_config_that_comes_with_unishard_can_be_edited(config: Path) -> No
     for source in sorted(Path(TINY).parent.glob("*.yaml")):
         text = source.read_text()
         after = edited(config, text, "training.seed=77", "strict=true")
-        assert {line for line in text.splitlines() if "#" in line} <= set(after.splitlines()), "each comment is where it was"
+        assert {line for line in text.splitlines() if "#" in line} <= set(after.splitlines()), (
+            "each comment is where it was"
+        )
         assert unishard.load(config) == unishard.load(source, ["training.seed=77", "strict=true"])
 
 

@@ -25,7 +25,8 @@ def test_output_file_is_whole_or_absent(config: Path) -> None:
     result = run("translate", TINY, "--to", "unishard", "-o", "nowhere/new.yaml", "--report", "none")
     assert (result.exit_code, result.stderr) == (
         1,
-        "nowhere/new.yaml: cannot be written (No such file or directory); name a file in an existing, writable directory\n",
+        "nowhere/new.yaml: cannot be written (No such file or directory); name a file in an existing, writable "
+        "directory\n",
     )
     assert [path.name for path in config.parent.iterdir()] == ["new.yaml"], "no draft is left behind"
 
@@ -85,7 +86,10 @@ def test_the_document_goes_to_stdout_and_the_report_to_stderr() -> None:
 
 
 def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
-    shown = [run("translate", TINY, "--to", "unishard", "--report", form).stderr.splitlines()[:-1] for form in ("text", "full")]
+    shown = [
+        run("translate", TINY, "--to", "unishard", "--report", form).stderr.splitlines()[:-1]
+        for form in ("text", "full")
+    ]
     keys = [[re.split("[: ]", line.strip())[0] for line in lines if " = " in line] for lines in shown]
     assert "optimizer.eps" not in keys[0]
     assert set(keys[0]) < set(keys[1])
@@ -94,11 +98,17 @@ def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
 
 def test_what_needs_attention_comes_first(config: Path) -> None:
     config.write_text(
-        ROUGH + "training: {micro_batch_size: '${training.micro_batch_size}', seed: 3}\noffload: {params: nvme, nvme_path: files}\n"
+        ROUGH
+        + "training: {micro_batch_size: '${training.micro_batch_size}', seed: 3}\noffload: {params: nvme, nvme_path: "
+        "files}\n"
     )
     said = run("translate", "c.yaml", "--to", "unishard").stderr
     lines = said.splitlines()
-    assert [line for line in lines if line.endswith(":") and " = " not in line][:3] == ["unsupported:", "needs input:", "approximate:"]
+    assert [line for line in lines if line.endswith(":") and " = " not in line][:3] == [
+        "unsupported:",
+        "needs input:",
+        "approximate:",
+    ]
     assert [line.strip().partition(":")[0] for line in lines if re.match(r"  \S+:\d+ = ", line)] == [
         "offload.params",
         "offload.nvme_path",
@@ -112,7 +122,12 @@ def test_what_needs_attention_comes_first(config: Path) -> None:
 def test_report_as_json(config: Path) -> None:
     config.write_text(ROUGH)
     report = json.loads(run("translate", "c.yaml", "--to", "unishard", "--report", "json").stderr)
-    assert (report["file"], report["from"], report["to"], report["backend"]) == ("c.yaml", "unishard", "unishard", "fsdp")
+    assert (report["file"], report["from"], report["to"], report["backend"]) == (
+        "c.yaml",
+        "unishard",
+        "unishard",
+        "fsdp",
+    )
     assert report["summary"]["approximate"] == 1
     assert sum(report["summary"].values()) == len(report["items"]) == len(list(leaves(unishard.Config)))
     assert report["items"][1] == {
@@ -174,9 +189,21 @@ def test_what_cannot_be_had_is_refused_with_1_at_its_line(config: Path) -> None:
 def test_a_refusal_ends_with_a_command_that_works(config: Path, report: str) -> None:
     Path("a file.json").write_text(
         '{"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}, "tensor_parallel": {"autotp_size": 2},'
-        ' "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}, "stage3_[x]": 1}}'
+        ' "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}, "stage3_[x]": '
+        "1}}"
     )
-    options = ("--set", "backend=fsdp", "--set", "training.seed=3", "--world-size", "8", "--gpus-per-node", "4", "-o", "new.yaml")
+    options = (
+        "--set",
+        "backend=fsdp",
+        "--set",
+        "training.seed=3",
+        "--world-size",
+        "8",
+        "--gpus-per-node",
+        "4",
+        "-o",
+        "new.yaml",
+    )
     result = run("translate", "a file.json", "--to", "unishard", "--from", "deepspeed", *options, "--report", report)
     assert result.exit_code == 1
     assert "\nthis works:\n  unishard translate 'a file.json' " in result.stderr
@@ -225,7 +252,9 @@ def test_verified_with_the_tool_that_reads_it(config: Path, monkeypatch: pytest.
     assert (wrong.exit_code, Path("wrong.yaml").exists()) == (2, False)
     assert re.search(r"optimizer\.lr source \S+, written \S+, in effect 7\.0: NOT REPORTED", one_line(wrong.stderr))
     assert max(map(len, (right.stderr + wrong.stderr).splitlines())) <= 80
-    monkeypatch.setattr(comparing, "read_settings", lambda outcome: Effective({}, "X", missing="X is not installed; pip install x"))
+    monkeypatch.setattr(
+        comparing, "read_settings", lambda outcome: Effective({}, "X", missing="X is not installed; pip install x")
+    )
     absent = run("translate", TINY, "--to", "unishard", "--verify", "--report", "none")
     assert (absent.exit_code, absent.stderr.splitlines()[-1]) == (0, "not verified: X is not installed; pip install x")
 
@@ -246,7 +275,9 @@ def test_what_contradicts_the_ranks_is_refused(config: Path) -> None:
 
 def test_groups_that_do_not_fit_the_nodes_are_refused(config: Path) -> None:
     config.write_text("sharding: hybrid_shard\n")
-    result = run("translate", "c.yaml", "--to", "unishard", "--report", "none", "--world-size", "4", "--gpus-per-node", "1")
+    result = run(
+        "translate", "c.yaml", "--to", "unishard", "--report", "none", "--world-size", "4", "--gpus-per-node", "1"
+    )
     assert result.exit_code == 1
     assert result.stderr.startswith("c.yaml: sharding.group_size: is not set, and a node has 1 rank")
 
@@ -270,13 +301,17 @@ def test_what_is_undecided_is_named_with_how_to_decide_it(config: Path) -> None:
 
 @pytest.mark.parametrize(
     "prepare",
-    [lambda path: unishard.load(path), lambda path: unishard.load({"training": {"micro_batch_size": "${training.micro_batch_size}"}})],
+    [
+        lambda path: unishard.load(path),
+        lambda path: unishard.load({"training": {"micro_batch_size": "${training.micro_batch_size}"}}),
+    ],
 )
 def test_what_is_undecided_cannot_be_loaded_until_it_is_decided(config: Path, prepare) -> None:
     config.write_text(OPEN)
     with pytest.raises(
         unishard.ConfigError,
-        match=r"micro_batch_size: needs a value: .*write the value, or set it with the override training\.micro_batch_size=\.\.\.",
+        match=r"micro_batch_size: needs a value: .*write the value, or set it with the override "
+        r"training\.micro_batch_size=\.\.\.",
     ):
         prepare(config)
     assert unishard.load(config, ["training.micro_batch_size=4"]).training.micro_batch_size == 4
@@ -316,7 +351,9 @@ def test_a_file_that_is_not_there_and_a_folder(config: Path) -> None:
 def test_unknown_format() -> None:
     result = run("translate", TINY, "--to", "unishrd")
     assert result.exit_code == 1
-    assert result.stderr.startswith("no format named 'unishrd'; did you mean 'unishard'? installed: accelerate, axolotl, ")
+    assert result.stderr.startswith(
+        "no format named 'unishrd'; did you mean 'unishard'? installed: accelerate, axolotl, "
+    )
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
@@ -332,7 +369,9 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_report_fits_the_terminal_with_each_note_below_its_key(config: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_the_report_fits_the_terminal_with_each_note_below_its_key(
+    config: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     config.write_text(ROUGH)
     colored = on_a_terminal(monkeypatch, columns)
     shown = [plain(line).rstrip() for line in colored]
@@ -346,7 +385,9 @@ def test_it_costs_little(config: Path) -> None:
     """Of 0.35 s of CPU time, on a machine that may be busy: what it imports is what it costs."""
     code = "import sys; from unishard.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
-        [sys.executable, "-c", code, "translate", TINY, "--to", "unishard", "--report", "none"], capture_output=True, text=True
+        [sys.executable, "-c", code, "translate", TINY, "--to", "unishard", "--report", "none"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     loaded = set(done.stderr.split())

@@ -46,7 +46,10 @@ def gives(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return [
                 Measured(
                     row,
-                    tuple({"step": step, "loss": 1.0, "step_seconds": seconds(row), "samples": samples(row)} for step in (1, 2)),
+                    tuple(
+                        {"step": step, "loss": 1.0, "step_seconds": seconds(row), "samples": samples(row)}
+                        for step in (1, 2)
+                    ),
                     failure=failure(row),
                 )
                 for row in rows
@@ -67,7 +70,10 @@ ASK = ("tune", "c.yaml", "--model", "factories:build", "--seq-len", "64", "--pro
         ([], "there is nothing to run; give SCRIPT, or --model MODEL for random data"),
         (["train.py"], "train.py: there is no such script"),
         (["--model", "nothing"], "--model: nothing is no folder"),
-        (["--backends", "zero", "--model", "factories:build"], "--backends: 'zero' is unknown; write deepspeed or fsdp"),
+        (
+            ["--backends", "zero", "--model", "factories:build"],
+            "--backends: 'zero' is unknown; write deepspeed or fsdp",
+        ),
         (["--set", "training.global_batch_size=5", "-m", "x"], "override: training.global_batch_size: is 5, but"),
         (["--set", "training.seed=1", "--write", "-m", "x"], "--write edits the file, which --set does not"),
     ],
@@ -132,14 +138,23 @@ def test_a_global_batch_size_that_the_ranks_give_drops_nothing(gives: Any) -> No
     result = run("tune", "c.yaml", "--set", "training.global_batch_size=16", "-m", "x")
     assert result.exit_code == 0, result.output
     assert len(asked) == 8
-    assert "note: for 2 ranks, as launch.processes_per_node says; launch.nodes is 2, but only this host is measured" in result.stderr
+    assert (
+        "note: for 2 ranks, as launch.processes_per_node says; launch.nodes is 2, but only this host is measured"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--model", "factories:build", "--seq-len", "64", "--memory", "1KiB"), "and 7 larger ones: does not fit: needs "),
-        (("--set", "training.gradient_accumulation_steps=1", "--set", "training.micro_batch_size=1", "-m", "x"), "name other candidates"),
+        (
+            ("--model", "factories:build", "--seq-len", "64", "--memory", "1KiB"),
+            "and 7 larger ones: does not fit: needs ",
+        ),
+        (
+            ("--set", "training.gradient_accumulation_steps=1", "--set", "training.micro_batch_size=1", "-m", "x"),
+            "name other candidates",
+        ),
     ],
 )
 def test_where_nothing_is_left_to_compare(gives: Any, arguments: tuple[str, ...], said: str) -> None:
@@ -173,7 +188,10 @@ def test_a_script_that_ignores_the_batch_size_has_failed(gives: Any) -> None:
     gives(lambda trial: trial.accumulation, samples=lambda trial: 4 * trial.accumulation)
     result = run(*ASK, "--memory", "8GiB")
     said = " ".join(result.stdout.split())
-    assert "failed: an update took 4 samples, not 8; let the script take its batch size from cfg.training.micro_batch_size" in said
+    assert (
+        "failed: an update took 4 samples, not 8; let the script take its batch size from cfg.training.micro_batch_size"
+        in said
+    )
     assert "best: fsdp full_shard, none, 2 x 2, as it is" in said
 
 
@@ -185,8 +203,12 @@ def test_where_all_fail(gives: Any) -> None:
 
 
 def test_without_a_model_the_engines_still_refuse() -> None:
-    cfg = unishard.load({"backend": "fsdp", "sharding": "full_shard", "training": {"micro_batch_size": 3}, "offload": "cpu"})
-    found = trials_of(cfg, ["fsdp", "deepspeed"], ["full_shard", "no_shard"], words_of(cfg, []), 100, unishard.Topology(), None)
+    cfg = unishard.load(
+        {"backend": "fsdp", "sharding": "full_shard", "training": {"micro_batch_size": 3}, "offload": "cpu"}
+    )
+    found = trials_of(
+        cfg, ["fsdp", "deepspeed"], ["full_shard", "no_shard"], words_of(cfg, []), 100, unishard.Topology(), None
+    )
     assert found.kept[0] == own_trial(cfg)
     assert {trial.recomputation for trial in found.kept} == {"none"}
     assert {(trial.micro_batch_size, trial.accumulation) for trial in found.kept} == {(3, 1), (1, 3)}
@@ -198,4 +220,7 @@ def test_turns_go_forth_and_back() -> None:
 
 def test_the_first_line_of_editors_stays_first() -> None:
     text = "# yaml-language-server: $schema=s.json\n# unishard tune: old\n#   and more\nbackend: fsdp\n"
-    assert with_comment(text, ["# unishard tune: new"]) == "# yaml-language-server: $schema=s.json\n# unishard tune: new\nbackend: fsdp\n"
+    assert (
+        with_comment(text, ["# unishard tune: new"])
+        == "# yaml-language-server: $schema=s.json\n# unishard tune: new\nbackend: fsdp\n"
+    )

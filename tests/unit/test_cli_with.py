@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from running import pasted, run
 
-DEEPSPEED = '{"zero_optimization": {"stage": 2},\n"gradient_clipping": "auto",\n"train_micro_batch_size_per_gpu": "auto"}'
-SCRIPT = "deepspeed --num_gpus 2 train.py \\\n  --per_device_train_batch_size 4 --mine 3 \\\n  --save_steps 10 --save_strategy no --bf16\n"
+DEEPSPEED = (
+    '{"zero_optimization": {"stage": 2},\n"gradient_clipping": "auto",\n"train_micro_batch_size_per_gpu": "auto"}'
+)
+SCRIPT = (
+    "deepspeed --num_gpus 2 train.py \\\n  --per_device_train_batch_size 4 --mine 3 \\\n  --save_steps 10 "
+    "--save_strategy no --bf16\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +47,29 @@ def test_the_report_for_programs() -> None:
     places = {item["key"]: (item["place"], item["beside"]) for item in said["items"] if item["place"]}
     assert places["per_device_train_batch_size"] == ("train.sh:2", True)
     assert places["train_micro_batch_size_per_gpu"] == ("train.sh:2", False)
-    assert "not_understood" not in json.loads(run("translate", "ds.json", "--to", "deepspeed", "--report", "json").stderr)
+    assert "not_understood" not in json.loads(
+        run("translate", "ds.json", "--to", "deepspeed", "--report", "json").stderr
+    )
 
 
 @pytest.mark.parametrize("words", [["--with", "--"], ["--"]])
 def test_arguments_behind_a_double_dash(words: list[str]) -> None:
     result = run(
-        "translate", "ds.json", "--to", "unishard", "--set", "training.gradient_clipping=2", *words, "--per_device_train_batch_size", "3"
+        "translate",
+        "ds.json",
+        "--to",
+        "unishard",
+        "--set",
+        "training.gradient_clipping=2",
+        *words,
+        "--per_device_train_batch_size",
+        "3",
     )
     assert result.exit_code == 0
     assert "micro_batch_size: 3\n" in result.stdout
-    assert "  per_device_train_batch_size = 3 -> training.micro_batch_size  (the command\n      line)\n" in result.stderr
+    assert (
+        "  per_device_train_batch_size = 3 -> training.micro_batch_size  (the command\n      line)\n" in result.stderr
+    )
 
 
 def test_a_line_that_starts_a_training_behind_a_double_dash() -> None:
@@ -70,7 +87,9 @@ def test_what_is_no_argument() -> None:
     assert "give a file with --with, or arguments behind --, not both" in result.stderr
 
 
-@pytest.mark.parametrize(("words", "end"), [(["--with", "train.sh"], ""), (["--", "--max_grad_norm", "1"], " -- --max_grad_norm 1")])
+@pytest.mark.parametrize(
+    ("words", "end"), [(["--with", "train.sh"], ""), (["--", "--max_grad_norm", "1"], " -- --max_grad_norm 1")]
+)
 def test_the_command_that_works_has_them_too(words: list[str], end: str) -> None:
     Path("ds.json").write_text(DEEPSPEED.replace('"auto",', "0.5,"))
     result = run("translate", "ds.json", "--to", "unishard", *words)

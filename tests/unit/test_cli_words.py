@@ -86,11 +86,16 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, *arguments: str) 
 
 
 def check_words(wide: str, shown: str, columns: int, *, layout: set[str]) -> None:
-    """Check that each word of the output is whole on the terminal, and that lines fit, but for words that are longer than a line."""
+    """Check that each word of the output is whole on the terminal, and that lines fit, but for words that are longer
+    than a line."""
     words = {word for line in shown.splitlines() for word in DATA.sub(" ", line).split()}
     broken = [word for word in wide.split() if word not in layout and not any(word in other for other in words)]
     assert broken == [], shown
-    too_long = [line for line in shown.splitlines() if len(line.rstrip()) > columns and len(line.split()) > 1 + line.startswith("  ")]
+    too_long = [
+        line
+        for line in shown.splitlines()
+        if len(line.rstrip()) > columns and len(line.split()) > 1 + line.startswith("  ")
+    ]
     assert too_long == []
 
 
@@ -118,17 +123,28 @@ def test_output(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[
         "strategy",
         "kind",
     }
-    check_words(wide, on_terminal(monkeypatch, columns, *arguments), 10**6 if document else columns, layout=header | set("AB"))
+    check_words(
+        wide, on_terminal(monkeypatch, columns, *arguments), 10**6 if document else columns, layout=header | set("AB")
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_doctor(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     from unishard.tools import doctor
 
-    long = "cannot be imported: ImportError: /opt/conda/lib/python3.11/site-packages/deepspeed/ops/async_io.cpython-311-x86_64-linux-gnu.so"
-    checks = [doctor.Check("deepspeed", doctor.Status.WARN, long, "pip install --force-reinstall --no-cache-dir 'unishard[deepspeed]'")]
+    long = (
+        "cannot be imported: ImportError: "
+        "/opt/conda/lib/python3.11/site-packages/deepspeed/ops/async_io.cpython-311-x86_64-linux-gnu.so"
+    )
+    checks = [
+        doctor.Check(
+            "deepspeed", doctor.Status.WARN, long, "pip install --force-reinstall --no-cache-dir 'unishard[deepspeed]'"
+        )
+    ]
     monkeypatch.setattr(doctor, "examine", lambda *given: iter(checks))
-    check_words(run("doctor").output, on_terminal(monkeypatch, columns, "doctor"), columns, layout={"what", "status", "found"})
+    check_words(
+        run("doctor").output, on_terminal(monkeypatch, columns, "doctor"), columns, layout={"what", "status", "found"}
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 100])

@@ -79,7 +79,9 @@ def test_leaves_are_the_fields_that_hold_values() -> None:
 
 
 def test_frozen() -> None:
-    with pytest.raises(ConfigError, match=r"strict: cannot be set, because a config is frozen; write cfg = cfg.override\("):
+    with pytest.raises(
+        ConfigError, match=r"strict: cannot be set, because a config is frozen; write cfg = cfg.override\("
+    ):
         Config().strict = True  # type: ignore[misc]
 
 
@@ -172,6 +174,8 @@ def test_what_makes_sense_is_accepted(given: dict[str, object]) -> None:
         ("lion", (0.9, 0.99), 1e-8, 0.0),
     ],
 )
-def test_each_optimizer_has_the_defaults_of_its_library(name: str, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+def test_each_optimizer_has_the_defaults_of_its_library(
+    name: str, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
     optimizer = Config.model_validate({"optimizer": name}).optimizer
     assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == (betas, eps, weight_decay)

@@ -54,7 +54,9 @@ def test_a_section_in_python_is_refused_with_its_own_fields() -> None:
 
 
 def test_other_mistakes_in_python_are_named() -> None:
-    assert problems(Config, "c.yaml") == [": Config takes fields by name, got 'c.yaml'; a file is loaded by unishard.load(path)"]
+    assert problems(Config, "c.yaml") == [
+        ": Config takes fields by name, got 'c.yaml'; a file is loaded by unishard.load(path)"
+    ]
     assert problems(Config.model_validate_json, "{")[0].startswith(": is not JSON: ")
     (frozen,) = problems(setattr, Config().training, "seed", 3)
     assert frozen.startswith("seed: cannot be set, because a config is frozen; write cfg = cfg.override(")
@@ -73,10 +75,18 @@ def test_a_config_in_a_model_of_the_user_keeps_the_places_of_pydantic() -> None:
 def test_override_returns_a_checked_config() -> None:
     cfg = Config(sharding="full_shard")  # type: ignore[arg-type]
     changed = cfg.override("training.micro_batch_size=4", "sharding=zero2", "optimizer={name: sgd, momentum: 0.9}")
-    assert (changed.training.micro_batch_size, changed.sharding.strategy, changed.optimizer.momentum) == (4, "shard_grad_op", 0.9)
+    assert (changed.training.micro_batch_size, changed.sharding.strategy, changed.optimizer.momentum) == (
+        4,
+        "shard_grad_op",
+        0.9,
+    )
     assert (cfg.training.micro_batch_size, cfg.sharding.strategy) == (1, "full_shard")
-    assert problems(cfg.override, "training.micro_batch=4") == ["training.micro_batch: unknown field; did you mean 'micro_batch_size'?"]
-    assert problems(cfg.override, "training.seed=x", "optimizer.lr=-1")[0].startswith("optimizer.lr: must be a number of at least 0")
+    assert problems(cfg.override, "training.micro_batch=4") == [
+        "training.micro_batch: unknown field; did you mean 'micro_batch_size'?"
+    ]
+    assert problems(cfg.override, "training.seed=x", "optimizer.lr=-1")[0].startswith(
+        "optimizer.lr: must be a number of at least 0"
+    )
 
 
 def test_model_copy_checks_what_it_updates() -> None:

@@ -70,12 +70,16 @@ def test_a_row_has_what_its_use_needs(key: str) -> None:
         assert len(note) <= 80, note
 
 
-@pytest.mark.parametrize("key", [key for key in used(Use.DECIDED) if key != "train_batch_size"])  # a product: its factors are set instead
+@pytest.mark.parametrize(
+    "key", [key for key in used(Use.DECIDED) if key != "train_batch_size"]
+)  # a product: its factors are set instead
 def test_the_field_that_a_refusal_names_is_the_one_that_a_config_sets_by_the_key(key: str) -> None:
     below = [row.fields for name, row in KEYS.items() if row.fields and (name == key or name.startswith(f"{key}."))]
     fields = {field for text in below for field in re.split(", | and ", text)}
     named = ROWS[key].text.split(" and ")
-    assert not fields or any(field == name or field.startswith(f"{name}.") for field in fields for name in named), fields
+    assert not fields or any(field == name or field.startswith(f"{name}.") for field in fields for name in named), (
+        fields
+    )
 
 
 @pytest.mark.parametrize("key", used(Use.DECIDED, Use.REFUSED, Use.REMOVED))
@@ -119,7 +123,10 @@ def test_a_key_that_only_deepspeed_has_comes_back_as_a_native_setting() -> None:
         "zero_optimization": {"stage": 1, "memory_efficient_linear": True, "zero_quantized_weights": True},
         "prescale_gradients": True,
     }
-    items = {item.key: item.fit for item in convert(document, "unishard", from_="deepspeed", overrides=("backend=fsdp",)).items}
+    items = {
+        item.key: item.fit
+        for item in convert(document, "unishard", from_="deepspeed", overrides=("backend=fsdp",)).items
+    }
     assert items["prescale_gradients"] is items["zero_optimization.memory_efficient_linear"] is Fit.IGNORED
     assert items["zero_optimization.zero_quantized_weights"] is Fit.APPROXIMATE
     config = convert(document, "unishard", from_="deepspeed").reading.config
@@ -135,5 +142,9 @@ def test_dtypes_of_buffers_are_a_list_of_names(value: Any) -> None:
     with pytest.raises(Unreadable):
         values.takes(value)
     document = {"data_types": {"keep_in_fp32_modules": value}}
-    (item,) = [item for item in convert(document, "deepspeed", from_="deepspeed").items if item.key.startswith("data_types.keep")]
+    (item,) = [
+        item
+        for item in convert(document, "deepspeed", from_="deepspeed").items
+        if item.key.startswith("data_types.keep")
+    ]
     assert item.fit is Fit.UNSUPPORTED

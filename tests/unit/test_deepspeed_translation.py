@@ -1,4 +1,5 @@
-"""What a config becomes as the JSON of `deepspeed.initialize`, what the report says of it, and which native keys are let in."""
+"""What a config becomes as the JSON of `deepspeed.initialize`, what the report says of it, and which native keys are
+let in."""
 
 from __future__ import annotations
 
@@ -68,19 +69,28 @@ def test_low_masters_are_deepspeeds_own_or_the_models_parameters(strategy: str, 
         assert native["bf16"]["bf16_master_weights_and_grads"] is native["bf16"]["bf16_optimizer_states"] is True
         assert native["data_types"]["grad_accum_dtype"] == "bf16"
     else:
-        with pytest.raises(TranslationError, match=r"precision\.master: 'fp16' is not supported by deepspeed: .*; write fp32"):
+        with pytest.raises(
+            TranslationError, match=r"precision\.master: 'fp16' is not supported by deepspeed: .*; write fp32"
+        ):
             translation.check(strict=False)
 
 
 def test_offloaded_bf16_masters_are_refused() -> None:
-    translation = translate(sharding="shard_grad_op", precision={"compute": "bf16", "master": "bf16"}, offload={"optimizer": "cpu"})
+    translation = translate(
+        sharding="shard_grad_op", precision={"compute": "bf16", "master": "bf16"}, offload={"optimizer": "cpu"}
+    )
     with pytest.raises(TranslationError, match=r"precision\.master.*offload.optimizer to none"):
         translation.check(strict=False)
 
 
 def test_deepspeeds_own_loss_scale_is_off() -> None:
     native = translate(precision={"compute": "fp16", "loss_scale": 128}).native
-    assert native["fp16"] == {"enabled": True, "loss_scale": 1.0, "auto_cast": False, "fp16_master_weights_and_grads": False}
+    assert native["fp16"] == {
+        "enabled": True,
+        "loss_scale": 1.0,
+        "auto_cast": False,
+        "fp16_master_weights_and_grads": False,
+    }
     assert native["data_types"]["grad_accum_dtype"] == native["communication_data_type"] == "fp32"
 
 
@@ -133,9 +143,14 @@ def test_a_number_is_a_second_copy_in_groups_of_so_many_ranks() -> None:
     assert translate(4, sharding=sharding).native["zero_optimization"]["zero_hpz_partition_size"] == 1
     for sections, instead in (
         ({"sharding": sharding | {"strategy": "hybrid_shard", "group_size": 8}}, "write true or false, or full_shard"),
-        ({"sharding": sharding, "offload": {"params": "nvme", "nvme_path": "/local"}, "precision": "bf16"}, "set offload.params to cpu"),
+        (
+            {"sharding": sharding, "offload": {"params": "nvme", "nvme_path": "/local"}, "precision": "bf16"},
+            "set offload.params to cpu",
+        ),
     ):
-        with pytest.raises(TranslationError, match=rf"sharding\.reshard_after_forward: 4 is not supported by deepspeed: .*{instead}"):
+        with pytest.raises(
+            TranslationError, match=rf"sharding\.reshard_after_forward: 4 is not supported by deepspeed: .*{instead}"
+        ):
             translate(8, **sections).check(strict=False)
 
 
@@ -144,11 +159,23 @@ def test_a_number_is_a_second_copy_in_groups_of_so_many_ranks() -> None:
     [
         (4, 3, {}, "is 3, which does not divide the 4 ranks; write 2 or 1"),
         (5, 2, {}, "is 2, which does not divide the 5 ranks; write 1"),
-        (4, 2, {"sharding": {"reshard_after_forward": 2}}, "decided by sharding.reshard_after_forward, which is 2; remove one of the two"),
-        (4, 2, {"offload": {"params": "nvme", "nvme_path": "/local"}, "precision": "bf16"}, "remove it, or set offload.params to cpu"),
+        (
+            4,
+            2,
+            {"sharding": {"reshard_after_forward": 2}},
+            "decided by sharding.reshard_after_forward, which is 2; remove one of the two",
+        ),
+        (
+            4,
+            2,
+            {"offload": {"params": "nvme", "nvme_path": "/local"}, "precision": "bf16"},
+            "remove it, or set offload.params to cpu",
+        ),
     ],
 )
-def test_a_second_copy_that_cannot_be_is_one_clear_error(world: int, size: int, sections: dict[str, Any], what: str) -> None:
+def test_a_second_copy_that_cannot_be_is_one_clear_error(
+    world: int, size: int, sections: dict[str, Any], what: str
+) -> None:
     own = {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": size}}}
     with pytest.raises(ConfigError) as caught:
         translate(world, native=own, **sections)
@@ -179,7 +206,11 @@ def test_units_are_leaf_modules_and_never_deepspeeds_own_list() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deepspeeds_own_list_is_written_over_at_every_stage(strategy: str) -> None:
-    assert translate(sharding=strategy).native["zero_optimization"]["leaf_module"] == {"classes": [], "names": [], "name_suffixes": []}
+    assert translate(sharding=strategy).native["zero_optimization"]["leaf_module"] == {
+        "classes": [],
+        "names": [],
+        "name_suffixes": [],
+    }
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer"])
@@ -198,8 +229,13 @@ def test_offload_says_what_the_config_says() -> None:
 
 def test_what_is_kept_in_fp32_is_not_offloaded_where_deepspeed_would_round_it() -> None:
     kept = {"compute": "bf16", "keep_fp32": ["norm"]}
-    for offload, strategy, place in (("cpu", "full_shard", "params"), ({"optimizer": "cpu"}, "shard_grad_op", "optimizer")):
-        with pytest.raises(TranslationError, match=f"precision.keep_fp32: .*would round what is kept.*set offload.{place} to none"):
+    for offload, strategy, place in (
+        ("cpu", "full_shard", "params"),
+        ({"optimizer": "cpu"}, "shard_grad_op", "optimizer"),
+    ):
+        with pytest.raises(
+            TranslationError, match=f"precision.keep_fp32: .*would round what is kept.*set offload.{place} to none"
+        ):
             translate(precision=kept, sharding=strategy, offload=offload).check(strict=False)
         translate(precision="bf16", sharding=strategy, offload=offload).check(strict=False)
     translate(precision=kept, sharding="full_shard", offload={"optimizer": "cpu"}).check(strict=False)
@@ -211,14 +247,20 @@ def test_files_are_for_parameters_alone() -> None:
     translation = translate(offload=offload, precision="bf16").check(strict=True)
     assert translation.native["zero_optimization"]["offload_param"] == place
     assert line(translation, "offload.params").fit is Fit.EQUIVALENT
-    with pytest.raises(TranslationError, match=r"offload\.optimizer: 'nvme' is not supported by deepspeed: .*; choose cpu"):
+    with pytest.raises(
+        TranslationError, match=r"offload\.optimizer: 'nvme' is not supported by deepspeed: .*; choose cpu"
+    ):
         translate(offload=offload | {"optimizer": "nvme"}).check(strict=False)
 
 
-@pytest.mark.parametrize(("strategy", "within"), [("hybrid_shard", "full_shard"), ("hybrid_shard_grad_op", "shard_grad_op")])
+@pytest.mark.parametrize(
+    ("strategy", "within"), [("hybrid_shard", "full_shard"), ("hybrid_shard_grad_op", "shard_grad_op")]
+)
 def test_hybrid_is_the_plain_strategy_among_the_ranks_of_a_group(strategy: str, within: str) -> None:
     nodes = Topology(world_size=8, local_world_size=4)
-    hybrid = backend.translate(Config.model_validate({"sharding": {"strategy": strategy, "group_size": 2}}), nodes).check(strict=True)
+    hybrid = backend.translate(
+        Config.model_validate({"sharding": {"strategy": strategy, "group_size": 2}}), nodes
+    ).check(strict=True)
     assert hybrid.native == translate(2, sharding=within).native
     assert line(hybrid, "sharding.strategy").fit is Fit.EQUIVALENT
     assert "MiCS" in line(hybrid, "sharding.strategy").note
@@ -226,8 +268,12 @@ def test_hybrid_is_the_plain_strategy_among_the_ranks_of_a_group(strategy: str, 
 
 def test_groups_of_deepspeeds_own_are_refused_beside_those_of_the_strategy() -> None:
     own = {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}
-    assert line(translate(native=own), "native.deepspeed.zero_optimization.zero_hpz_partition_size").fit is Fit.EQUIVALENT
-    with pytest.raises(ConfigError, match="zero_hpz_partition_size: makes groups of its own beside those of hybrid_shard; remove it"):
+    assert (
+        line(translate(native=own), "native.deepspeed.zero_optimization.zero_hpz_partition_size").fit is Fit.EQUIVALENT
+    )
+    with pytest.raises(
+        ConfigError, match="zero_hpz_partition_size: makes groups of its own beside those of hybrid_shard; remove it"
+    ):
         translate(sharding="hybrid_shard", native=own)
 
 
@@ -266,7 +312,13 @@ def test_an_override_that_may_train_something_else_is_approximate(native: dict[s
     "native",
     [
         {"zero_optimization": {"sub_group_size": 9, "allgather_bucket_size": 9, "contiguous_gradients": False}},
-        {"zero_optimization": {"memory_efficient_linear": True, "parameter_alignment": True, "override_module_apply": False}},
+        {
+            "zero_optimization": {
+                "memory_efficient_linear": True,
+                "parameter_alignment": True,
+                "override_module_apply": False,
+            }
+        },
         {"zero_optimization": {"ignore_unused_parameters": False, "zero_hpz_partition_size": 2}},
         {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "bf16": {"immediate_grad_update": True}},
         {"activation_checkpointing": {"partition_activations": True}},
@@ -287,19 +339,35 @@ def test_overrides_of_another_backend_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("native", "path", "words"),
     [
-        ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean 'gradient_clipping', which training.gradient_clipping decides"),
-        ({"zero_optimization": {"sub_group_sise": 1}}, "zero_optimization.sub_group_sise", "did you mean 'sub_group_size'"),
+        (
+            {"gradient_cliping": 1.0},
+            "gradient_cliping",
+            "did you mean 'gradient_clipping', which training.gradient_clipping decides",
+        ),
+        (
+            {"zero_optimization": {"sub_group_sise": 1}},
+            "zero_optimization.sub_group_sise",
+            "did you mean 'sub_group_size'",
+        ),
         ({"sub_group_size": 1}, "sub_group_size", "did you mean 'zero_optimization.sub_group_size'"),
         ({"frobnicate": 1}, "frobnicate", "unknown to DeepSpeed"),
         ({"gradient_clipping": 1.0}, "gradient_clipping", "training.gradient_clipping"),
         ({"optimizer": {"type": "Adam"}}, "optimizer", "set optimizer instead"),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage", "sharding.strategy"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param.device", "offload.params"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device",
+            "offload.params",
+        ),
         ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients", "corrupts"),
         ({"managed_gradient_accumulation": True}, "managed_gradient_accumulation", "end of an accumulation window"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast", "precision.compute"),
         ({"amp": {"enabled": False}}, "amp", "was removed in DeepSpeed"),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "zero_optimization.mics_shard_size", "was removed in DeepSpeed"),
+        (
+            {"zero_optimization": {"mics_shard_size": 2}},
+            "zero_optimization.mics_shard_size",
+            "was removed in DeepSpeed",
+        ),
         ({"dataloader_drop_last": True}, "dataloader_drop_last", "use unishard.dataloader"),
         ({"zero_optimization": True}, "zero_optimization", "must be a mapping"),
         ({"zero_optimization": {"sub_group_size": True}}, "zero_optimization.sub_group_size", "must be int, got bool"),
@@ -332,7 +400,8 @@ sys.exit(bool({"torch", "deepspeed"} & sys.modules.keys()))
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-# -- against the installed DeepSpeed ------------------------------------------------------------------------------------------
+# -- against the installed DeepSpeed
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -364,14 +433,19 @@ def known(block: str) -> set[str]:
         ("fp16", "runtime.precision_config", "DeepSpeedFP16Config"),
     ],
 )
-def test_the_keys_of_a_block_are_those_that_deepspeed_validates(deepspeed: Any, block: str, module: str, model: str) -> None:
+def test_the_keys_of_a_block_are_those_that_deepspeed_validates(
+    deepspeed: Any, block: str, module: str, model: str
+) -> None:
     fields = getattr(sys.modules[f"deepspeed.{module}"], model).model_fields
     assert known(block) == {field.alias or name for name, field in fields.items()}
 
 
 def test_the_removed_keys_are_deepspeeds(deepspeed: Any) -> None:
     config = sys.modules["deepspeed.runtime.config"]
-    theirs = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS)}
+    theirs = {
+        *config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
+        *(f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS),
+    }
     assert used(Use.REMOVED).keys() == theirs
 
 

@@ -49,10 +49,18 @@ def reported() -> list[tuple[int, str]]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "unishard", "doctor", "--json"]
     started = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
         for rank in ("0", "1")
     ]
     printed = [process.communicate(timeout=300)[0] for process in started]
@@ -69,7 +77,13 @@ def test_ranks_of_a_launcher_report_once() -> None:
 
 
 def test_a_launcher_and_ranks_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     result = run("doctor", "--ranks", "2")
     assert result.exit_code == 2
@@ -85,7 +99,10 @@ def test_the_disk_is_measured_where_the_checkpoints_will_be(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(machine, "_SLOW", 1e15)
     slow = machine.disk(tmp_path)
-    assert (slow.status, slow.instead) == (Status.WARN, "save checkpoints on a faster file system, or set checkpoint.async_save")
+    assert (slow.status, slow.instead) == (
+        Status.WARN,
+        "save checkpoints on a faster file system, or set checkpoint.async_save",
+    )
     monkeypatch.setattr(machine, "_BLOCK", 2**60)
     assert machine.disk(tmp_path).status is Status.FAIL
 

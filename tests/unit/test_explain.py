@@ -28,7 +28,9 @@ def rows(tmp_path: Path, *overrides: str, world_size: int = 1) -> dict[str, Expl
 def test_every_field_and_every_native_setting_is_explained(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert list(found) == [*(path for path, _ in leaves(Config)), "native.deepspeed.steps_per_print"]
-    assert all(set(row.images) == {"deepspeed", "fsdp"} for path, row in found.items() if not path.startswith("native."))
+    assert all(
+        set(row.images) == {"deepspeed", "fsdp"} for path, row in found.items() if not path.startswith("native.")
+    )
 
 
 def test_where_each_value_came_from(tmp_path: Path) -> None:
@@ -40,7 +42,10 @@ def test_where_each_value_came_from(tmp_path: Path) -> None:
     assert origins["training.micro_batch_size"] == "c.yaml:3"
     assert origins["training.seed"] == "override"
     assert origins["backend"] == "default"
-    assert (found["training.global_batch_size"].value, origins["training.global_batch_size"]) == (24, "computed for 3 ranks")
+    assert (found["training.global_batch_size"].value, origins["training.global_batch_size"]) == (
+        24,
+        "computed for 3 ranks",
+    )
     assert origins["native.deepspeed.steps_per_print"] == "c.yaml:5"
 
 

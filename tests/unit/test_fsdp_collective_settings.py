@@ -54,7 +54,8 @@ def test_a_torch_without_the_method_is_refused(name: str, monkeypatch: pytest.Mo
     monkeypatch.delattr(FSDPModule, f"set_{name}")
     collective_settings.require(dict.fromkeys(ALL - {name}, True))
     with pytest.raises(
-        BackendError, match=rf"native\.fsdp\.{name} needs FSDPModule\.set_{name}, .*; remove it, or install torch 2\.13 or newer"
+        BackendError,
+        match=rf"native\.fsdp\.{name} needs FSDPModule\.set_{name}, .*; remove it, or install torch 2\.13 or newer",
     ):
         collective_settings.require({name: True})
 
@@ -64,5 +65,7 @@ def test_what_only_nccl_has_is_refused_elsewhere() -> None:
     collective_settings.require_device(asked, torch.device("cuda"))
     collective_settings.require_device({"separate_reduce_scatter_group": True}, torch.device("cpu"))
     for name in ALL - {"separate_reduce_scatter_group"}:
-        with pytest.raises(BackendError, match=rf"native\.fsdp\.{name} needs CUDA devices, and this run computes on cpu: .*; remove it"):
+        with pytest.raises(
+            BackendError, match=rf"native\.fsdp\.{name} needs CUDA devices, and this run computes on cpu: .*; remove it"
+        ):
             collective_settings.require_device({name: True}, torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""What a config becomes on PyTorch: which form of data parallelism, with which arguments, and what the report says of it."""
+"""What a config becomes on PyTorch: which form of data parallelism, with which arguments, and what the report says of
+it."""
 
 from __future__ import annotations
 
@@ -64,8 +65,12 @@ def test_a_strategy_means_when_gradients_are_reduced_and_when_parameters_are_dro
 
 
 @pytest.mark.parametrize(("strategy", "precision", "overlap"), list(product(STRATEGIES, PRECISIONS, [True, False])))
-def test_by_default_nothing_is_approximate_and_the_result_is_a_native_config(strategy: str, precision: Any, overlap: bool) -> None:
-    translation = translate(sharding=strategy, precision=precision, communication={"overlap": overlap}).check(strict=True)
+def test_by_default_nothing_is_approximate_and_the_result_is_a_native_config(
+    strategy: str, precision: Any, overlap: bool
+) -> None:
+    translation = translate(sharding=strategy, precision=precision, communication={"overlap": overlap}).check(
+        strict=True
+    )
     assert parse(translation.native).model_dump() == translation.native
     assert {line.fit for line in translation.report} <= {Fit.EXACT, Fit.EQUIVALENT}
 
@@ -86,7 +91,8 @@ def test_low_accumulation_is_what_fsdp2_does_until_it_reduces_and_else_refused(s
         assert low.check(strict=True).native["requires_gradient_sync"] == "last_micro_batch"
     else:
         with pytest.raises(
-            TranslationError, match=r"precision\.accumulate: 'bf16' is not supported by fsdp: .*fp32 master weight; remove it"
+            TranslationError,
+            match=r"precision\.accumulate: 'bf16' is not supported by fsdp: .*fp32 master weight; remove it",
         ):
             low.check(strict=False)
     with pytest.raises(TranslationError, match=r"precision\.accumulate"):
@@ -140,7 +146,11 @@ def test_offload_of_everything_the_strategy_has(strategy: str) -> None:
     ("sections", "path", "instead"),
     [
         (
-            {"sharding": "shard_optimizer", "offload": {"optimizer": "cpu"}, "native": {"fsdp": {"zero_redundancy_optimizer": True}}},
+            {
+                "sharding": "shard_optimizer",
+                "offload": {"optimizer": "cpu"},
+                "native": {"fsdp": {"zero_redundancy_optimizer": True}},
+            },
             "offload.optimizer",
             "remove native.fsdp.zero_redundancy_optimizer",
         ),
@@ -157,7 +167,9 @@ def test_offload_of_the_parameters_alone_takes_the_optimizer_along_and_says_so()
     assert translation.native["offload_policy"] == {"pin_memory": False}
     assert translation.native["host_optimizer"] is None
     assert line(translation, "offload.params").fit is Fit.APPROXIMATE
-    with pytest.raises(TranslationError, match=r"offload\.params: 'cpu' is only approximate on fsdp, .*optimizer's state lives in host"):
+    with pytest.raises(
+        TranslationError, match=r"offload\.params: 'cpu' is only approximate on fsdp, .*optimizer's state lives in host"
+    ):
         translation.check(strict=True)
 
 
@@ -172,7 +184,10 @@ def test_the_optimizer_alone_is_stepped_on_host_copies(strategy: str) -> None:
 @pytest.mark.parametrize("field", ["params", "optimizer"])
 def test_files_are_refused_with_a_way_out(field: str) -> None:
     translation = translate(offload={"params": "cpu", "optimizer": "cpu", "nvme_path": "/local"} | {field: "nvme"})
-    with pytest.raises(TranslationError, match=f"offload.{field}: 'nvme' is not supported by fsdp: .*; choose cpu, or backend deepspeed"):
+    with pytest.raises(
+        TranslationError,
+        match=f"offload.{field}: 'nvme' is not supported by fsdp: .*; choose cpu, or backend deepspeed",
+    ):
         translation.check(strict=False)
 
 
@@ -184,9 +199,13 @@ def hybrid(strategy: str, topology: Topology, **sections: Any) -> Translation:
 NODES = Topology(world_size=8, local_world_size=4)
 
 
-@pytest.mark.parametrize(("strategy", "within"), [("hybrid_shard", "full_shard"), ("hybrid_shard_grad_op", "shard_grad_op")])
+@pytest.mark.parametrize(
+    ("strategy", "within"), [("hybrid_shard", "full_shard"), ("hybrid_shard_grad_op", "shard_grad_op")]
+)
 @pytest.mark.parametrize(("reduce", "averaged"), [("fp32", "last_micro_batch"), ("bf16", "every_micro_batch")])
-def test_hybrid_is_the_plain_strategy_on_a_mesh_of_two_axes(strategy: str, within: str, reduce: str, averaged: str) -> None:
+def test_hybrid_is_the_plain_strategy_on_a_mesh_of_two_axes(
+    strategy: str, within: str, reduce: str, averaged: str
+) -> None:
     precision = {"compute": "bf16", "reduce": reduce}
     native = hybrid(strategy, NODES, precision=precision).check(strict=True).native
     plain = hybrid(within, NODES, precision=precision).native
@@ -209,12 +228,15 @@ def test_when_groups_are_averaged_can_be_set_where_there_are_groups() -> None:
     late = hybrid("hybrid_shard", NODES, precision=bf16, native={"fsdp": {"requires_all_reduce": "last_micro_batch"}})
     assert line(late, "native.fsdp.requires_all_reduce").fit is Fit.APPROXIMATE
     assert problems(native=early) == {
-        "native.fsdp.requires_all_reduce": "is only for hybrid strategies; set sharding.strategy to hybrid_shard or remove it"
+        "native.fsdp.requires_all_reduce": "is only for hybrid strategies; set sharding.strategy to hybrid_shard or "
+        "remove it"
     }
 
 
 def test_a_native_setting_takes_effect_and_has_its_own_line() -> None:
-    translation = translate(native={"fsdp": {"requires_gradient_sync": "last_micro_batch", "mp_policy": {"output_dtype": "float32"}}})
+    translation = translate(
+        native={"fsdp": {"requires_gradient_sync": "last_micro_batch", "mp_policy": {"output_dtype": "float32"}}}
+    )
     assert translation.native["requires_gradient_sync"] == "last_micro_batch"
     assert translation.native["mp_policy"]["output_dtype"] == "float32"
     assert translation.native["mp_policy"]["cast_forward_inputs"] is True
@@ -224,7 +246,9 @@ def test_a_native_setting_takes_effect_and_has_its_own_line() -> None:
 
 def test_what_is_cast_is_said_by_a_field() -> None:
     def cast(cast_inputs: object, **sections: object) -> object:
-        return translate(**({"precision": {"compute": "bf16", "cast_inputs": cast_inputs}} | sections)).native["mp_policy"]
+        return translate(**({"precision": {"compute": "bf16", "cast_inputs": cast_inputs}} | sections)).native[
+            "mp_policy"
+        ]
 
     assert [cast(asked)["cast_forward_inputs"] for asked in (True, False, ["x"])] == [True, False, False]
     assert problems(native={"fsdp": {"mp_policy": {"cast_forward_inputs": False}}}) == {
@@ -241,7 +265,9 @@ def test_what_is_cast_is_said_by_a_field() -> None:
         ({"precision": {"compute": "bf16", "reduce": "bf16"}}, {"requires_gradient_sync": "last_micro_batch"}),
     ],
 )
-def test_a_native_setting_that_may_train_something_else_is_approximate(sections: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_a_native_setting_that_may_train_something_else_is_approximate(
+    sections: dict[str, Any], settings: dict[str, Any]
+) -> None:
     translation = translate(native={"fsdp": settings}, **sections)
     ((path, _),) = flat(settings)
     assert line(translation, f"native.fsdp.{path}").fit is Fit.APPROXIMATE
@@ -258,10 +284,15 @@ def test_a_native_setting_that_may_train_something_else_is_approximate(sections:
         ({"precision": {"compute": "bf16", "reduce": "bf16"}}, {"requires_gradient_sync": "every_micro_batch"}),
         ({}, {"separate_reduce_scatter_group": True, "symm_mem_for_comm": True}),
         ({"sharding": "shard_grad_op"}, {"allocate_memory_from_process_group_for_comm": True}),
-        ({"sharding": "no_shard"}, {"gradient_as_bucket_view": False, "static_graph": True, "find_unused_parameters": True}),
+        (
+            {"sharding": "no_shard"},
+            {"gradient_as_bucket_view": False, "static_graph": True, "find_unused_parameters": True},
+        ),
     ],
 )
-def test_a_native_setting_about_time_memory_or_collectives_passes_strict(sections: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_a_native_setting_about_time_memory_or_collectives_passes_strict(
+    sections: dict[str, Any], settings: dict[str, Any]
+) -> None:
     translation = translate(native={"fsdp": settings}, **sections).check(strict=True)
     assert {line(translation, f"native.fsdp.{key}").fit for key in settings} == {Fit.EQUIVALENT}
 
@@ -271,13 +302,17 @@ def test_settings_of_another_backend_are_left_to_it() -> None:
 
 
 def test_zero_redundancy_optimizer_is_ddp() -> None:
-    translation = translate(sharding="shard_optimizer", native={"fsdp": {"zero_redundancy_optimizer": True}}).check(strict=True)
+    translation = translate(sharding="shard_optimizer", native={"fsdp": {"zero_redundancy_optimizer": True}}).check(
+        strict=True
+    )
     assert translation.engine == "DistributedDataParallel"
     assert translation.native["zero_redundancy_optimizer"] is True
     assert line(translation, "sharding.strategy").fit is Fit.EXACT
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("no_shard", "fp32"), ("shard_grad_op", "fp32"), ("shard_optimizer", "bf16")])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("no_shard", "fp32"), ("shard_grad_op", "fp32"), ("shard_optimizer", "bf16")]
+)
 def test_zero_redundancy_optimizer_elsewhere_is_refused(strategy: str, precision: str) -> None:
     found = problems(sharding=strategy, precision=precision, native={"fsdp": {"zero_redundancy_optimizer": True}})
     assert "shard_optimizer and precision.compute fp32" in found["native.fsdp.zero_redundancy_optimizer"]

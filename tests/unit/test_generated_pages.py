@@ -40,7 +40,10 @@ def test_the_hook_looks_at_every_page_and_at_what_they_are_made_from() -> None:
 
 def test_every_case_that_needs_private_names_is_on_the_page_with_all_of_them() -> None:
     text = sections(ROOT)["docs/engines.md"]
-    for name, patches in {"every engine": CORE_PATCHES, **{name: registry.get(name).patches for name in registry.available()}}.items():
+    for name, patches in {
+        "every engine": CORE_PATCHES,
+        **{name: registry.get(name).patches for name in registry.available()},
+    }.items():
         section = text.partition(f"### Private names: {name}\n")[2].partition("\n##")[0].partition(END)[0]
         for patch in patches.values():
             (row,) = [line for line in section.splitlines() if line.startswith(f"| **{patch.name}**: ")]
@@ -115,19 +118,26 @@ def test_reference_links_to_every_section() -> None:
 
 def test_every_field_of_the_manifest_is_on_its_page_with_what_it_is() -> None:
     text = pages()["docs/manifest.md"]
-    sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE)) | {"Manifest": text.partition("\n## ")[0]}
+    sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE)) | {
+        "Manifest": text.partition("\n## ")[0]
+    }
     kinds = {name for name in manifest.__all__ if issubclass(type(getattr(manifest, name)), type(BaseModel))}
     assert set(sections) == kinds
     for name in kinds:
         for field, facts in getattr(manifest, name).model_fields.items():
             assert f"| `{field}` | " in sections[name]
             assert facts.description, field
-    assert {anchor.lower() for anchor in re.findall(r"\(#([a-z]+)\)", text)} == {name.lower() for name in kinds - {"Manifest"}}
+    assert {anchor.lower() for anchor in re.findall(r"\(#([a-z]+)\)", text)} == {
+        name.lower() for name in kinds - {"Manifest"}
+    }
 
 
 def test_the_contents_of_the_page_of_formats_lead_to_its_headings() -> None:
     text = pages()["docs/formats.md"]
-    headings = {title.lower().replace(":", "").replace(" ", "-") for title in re.findall(r"^##+ (.*)$", text, flags=re.MULTILINE)}
+    headings = {
+        title.lower().replace(":", "").replace(" ", "-")
+        for title in re.findall(r"^##+ (.*)$", text, flags=re.MULTILINE)
+    }
     assert set(re.findall(r"\(#([^)]+)\)", text)) == headings - {"contents"}
 
 
@@ -135,7 +145,10 @@ def test_every_key_and_every_field_of_every_format_is_on_the_page() -> None:
     text = pages()["docs/formats.md"]
     sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE))
     tables = {one.name: (one.keys, one.rules) for one in formats()}
-    tables |= {f"Arguments of {name}": (registry.get(name).keys, registry.get(name).script_rules) for name in ("fsdp", "deepspeed")}
+    tables |= {
+        f"Arguments of {name}": (registry.get(name).keys, registry.get(name).script_rules)
+        for name in ("fsdp", "deepspeed")
+    }
     assert set(sections) == {"Contents", *tables}
     for title, (keys, rules) in tables.items():
         for key in keys:

@@ -1,4 +1,5 @@
-"""The pieces of `make gpu`: the runner, the verdicts, the formulas and the page; the cheapest ones run in their CPU form."""
+"""The pieces of `make gpu`: the runner, the verdicts, the formulas and the page; the cheapest ones run in their CPU
+form."""
 
 import json
 import subprocess
@@ -33,7 +34,8 @@ def fake(monkeypatch, name, run):
     return Piece(name, name, "made by a test", 10)
 
 
-# -- verdicts ---------------------------------------------------------------------------------------------------------------------
+# -- verdicts
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,8 @@ def test_a_piece_that_passes_gives_exit_code_0(monkeypatch, tmp_path):
     assert answer(tmp_path, "right")["verdict"] == "pass"
 
 
-# -- the runner -------------------------------------------------------------------------------------------------------------------
+# -- the runner
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_piece_is_listed_and_stays_below_ten_minutes(capsys):
@@ -102,10 +105,16 @@ def test_every_piece_has_a_module_to_run_and_a_row_on_the_page(name):
 def started(monkeypatch, script):
     """Let the runner start this script in the place of a piece."""
     popen = subprocess.Popen
-    monkeypatch.setattr(runner.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", script, *command], **options))
+    monkeypatch.setattr(
+        runner.subprocess,
+        "Popen",
+        lambda command, **options: popen([sys.executable, "-c", script, *command], **options),
+    )
 
 
-@pytest.mark.parametrize(("script", "why"), [("raise SystemExit(7)", "code 7"), ("import time; time.sleep(60)", "did not end within 1 s")])
+@pytest.mark.parametrize(
+    ("script", "why"), [("raise SystemExit(7)", "code 7"), ("import time; time.sleep(60)", "did not end within 1 s")]
+)
 def test_a_process_that_dies_or_hangs_fails_and_the_others_still_run(monkeypatch, tmp_path, script, why):
     started(monkeypatch, script)
     pieces = [Piece("first", "first", "", 1), Piece("second", "second", "", 1)]
@@ -126,7 +135,7 @@ def test_a_piece_beyond_the_budget_is_not_run_and_fails(tmp_path):
     assert "budget" in answer(tmp_path, PIECES[0].name)["checks"][0]["detail"]
 
 
-# -- wheels -----------------------------------------------------------------------------------------------------------------------
+# -- wheels ------------------------------------------------------------------------------------------------------------
 
 WHEELS = [
     "deepspeed-0.19.8-py3-none-any.whl",
@@ -141,7 +150,11 @@ WHEELS = [
     [
         ({}, "cp312", ["deepspeed", "pydantic-core", "psutil", "shellingham"]),
         ({}, "cp311", ["deepspeed", "psutil", "shellingham"]),
-        ({"deepspeed": "0.19.8", "pydantic-core": "2.41.5", "psutil": "7.2.2", "shellingham": "1.10"}, "cp312", ["pydantic-core"]),
+        (
+            {"deepspeed": "0.19.8", "pydantic-core": "2.41.5", "psutil": "7.2.2", "shellingham": "1.10"},
+            "cp312",
+            ["pydantic-core"],
+        ),
         ({"deepspeed": "0.19.10+cu130", "pydantic-core": "2.50.4", "psutil": "8", "shellingham": "1.5.4"}, "cp312", []),
     ],
 )
@@ -150,7 +163,8 @@ def test_what_is_missing_or_older_is_installed_and_nothing_else(installed, tag, 
     assert [wheel.name for wheel in packages.needed(wheels, installed.get, tag=tag)] == expected
 
 
-# -- formulas ---------------------------------------------------------------------------------------------------------------------
+# -- formulas
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "count"), [("1b", 1_235_814_400), ("3b", 3_212_749_824)])
@@ -166,7 +180,8 @@ def test_parameters_are_those_of_the_model():
 
 def test_mfu_is_the_models_arithmetic_over_the_peak():
     size = llamas.Size(hidden=8, inner=16, layers=2, heads=2, kv_heads=1, vocabulary=10, tied=False, batch=1, length=4)
-    # A block: 64 + 32 + 32 + 64 in attention, 3 * 128 in the MLP, 16 in the norms; then a norm of 8 and a head of 80; 80 more look up.
+    # A block: 64 + 32 + 32 + 64 in attention, 3 * 128 in the MLP, 16 in the norms; then a norm of 8 and a head of 80;
+    # 80 more look up.
     assert llamas.parameters(size) == (2 * 592 + 8 + 80 + 80, 2 * 592 + 8 + 80)
     assert llamas.flops_per_token(size) == 6 * 1272 + 12 * 2 * 8 * 4
     assert llamas.mfu(1000, size, 84e6) == pytest.approx(1000 * 8400 / 84e6)
@@ -241,7 +256,8 @@ def test_the_oracle_trains_where_it_is_told():
         cells.expected(cells.cells("cpu")[:1], "meta")
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------------------
+# -- the page
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def measured(device, **figures):
@@ -289,7 +305,10 @@ def test_no_page_takes_a_figure_of_a_simulated_device(tmp_path):
 def test_what_failed_is_said():
     report = measured("cuda")
     report["checks"][0] |= {"verdict": "unsupported", "detail": "no such collective\nmore"}
-    assert "- throughput_1b, unsupported: fsdp full_shard, 1b: at least: no such collective" in page.figures([report]).splitlines()
+    assert (
+        "- throughput_1b, unsupported: fsdp full_shard, 1b: at least: no such collective"
+        in page.figures([report]).splitlines()
+    )
 
 
 def test_only_what_stands_between_the_marks_is_written(tmp_path):
@@ -307,12 +326,23 @@ def test_the_page_has_the_place_for_the_figures():
     assert text.count(page.BEGIN) == text.count(page.END) == 1
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------------------
+# -- a run -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
 def test_the_cheapest_piece_runs_on_the_cpu(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu", "throughput_1b", "--device", "cpu", "--out", str(tmp_path), "--wheels", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "throughput_1b",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+        "--wheels",
+        "none",
+    ]
     done = completed(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert answer(tmp_path, "throughput_1b")["verdict"] == "pass"

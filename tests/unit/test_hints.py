@@ -43,16 +43,24 @@ def test_no_name_is_one_of_ours() -> None:
 @pytest.mark.parametrize("name", ["initialize", "Accelerator", "init_process_group"])
 def test_a_name_of_another_package(name: str) -> None:
     assert not hasattr(unishard, name)
-    with pytest.raises(AttributeError, match=re.escape(f"module 'unishard' has no attribute '{name}'; {names.PACKAGE[name]}")):
+    with pytest.raises(
+        AttributeError, match=re.escape(f"module 'unishard' has no attribute '{name}'; {names.PACKAGE[name]}")
+    ):
         getattr(unishard, name)
 
 
 @pytest.mark.parametrize(
     ("text", "tool"),
     [
-        ('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}', "DeepSpeed"),
+        (
+            '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
+            "DeepSpeed",
+        ),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n", "Accelerate"),
-        ("output_dir: out\nper_device_train_batch_size: 4\nlearning_rate: 1e-4\nbf16: true\n", "transformers' TrainingArguments"),
+        (
+            "output_dir: out\nper_device_train_batch_size: 4\nlearning_rate: 1e-4\nbf16: true\n",
+            "transformers' TrainingArguments",
+        ),
         ("base_model: llama\nsequence_len: 4096\nmicro_batch_size: 2\nlearning_rate: 1e-4\n", "axolotl"),
     ],
 )

@@ -6,7 +6,14 @@ import os
 import subprocess
 import sys
 
-RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+RANK = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
 CODE = """
 import atexit, logging, os, signal, sys, threading, warnings
 import importlib.metadata, pathlib, pydantic, ruamel.yaml  # which have filters for their own warnings
@@ -40,5 +47,9 @@ print([name for name in ("torch", "numpy", "deepspeed") if name in sys.modules])
 
 
 def test_importing_changes_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], env=os.environ | RANK, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "[]", "[]"], "what has changed; what was read of other processes; what it has imported"
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], env=os.environ | RANK, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["[]", "[]", "[]"], (
+        "what has changed; what was read of other processes; what it has imported"
+    )

@@ -64,13 +64,17 @@ def _holds(key: str, rule: Any, schema: dict[str, Any], value: Any) -> bool:
         case "items":
             return not isinstance(value, list) or all(accepts(rule, item) for item in value)
         case "prefixItems":
-            return not isinstance(value, list) or all(accepts(one, item) for one, item in zip(rule, value, strict=False))
+            return not isinstance(value, list) or all(
+                accepts(one, item) for one, item in zip(rule, value, strict=False)
+            )
         case "minItems":
             return not isinstance(value, list) or len(value) >= rule
         case "maxItems":
             return not isinstance(value, list) or len(value) <= rule
         case "properties":
-            return not isinstance(value, dict) or all(accepts(rule[name], item) for name, item in value.items() if name in rule)
+            return not isinstance(value, dict) or all(
+                accepts(rule[name], item) for name, item in value.items() if name in rule
+            )
         case "additionalProperties":
             known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
             return not isinstance(value, dict) or all(
@@ -167,7 +171,11 @@ def test_a_file_and_how_to_attach_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["schema", "-o", str(path)])
     assert (result.exit_code, json.loads(path.read_text())) == (0, SCHEMA)
     assert result.stdout.startswith(f"{path}: written. Attach it:\n")
-    for said in (f"# yaml-language-server: $schema={path}", f'"yaml.schemas": {{"{path}": ["configs/*.yaml"]}}', "JSON Schema Mappings"):
+    for said in (
+        f"# yaml-language-server: $schema={path}",
+        f'"yaml.schemas": {{"{path}": ["configs/*.yaml"]}}',
+        "JSON Schema Mappings",
+    ):
         assert said in result.stdout
     assert "PyCharm" in SCHEMA["$comment"]
     assert "VS Code, PyCharm" in " ".join(CliRunner().invoke(app, ["schema", "--help"]).stdout.split())

@@ -1,4 +1,5 @@
-"""What `unishard launch` starts: the section, the torchrun command, the config that the script gets, jobs, and errors."""
+"""What `unishard launch` starts: the section, the torchrun command, the config that the script gets, jobs, and
+errors."""
 
 from __future__ import annotations
 
@@ -30,13 +31,15 @@ def config(**launch: Any) -> Config:
     return unishard.load({"launch": launch})
 
 
-# -- the section -----------------------------------------------------------------------------------------------------------
+# -- the section
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_it_says_how_many_nodes() -> None:
     assert unishard.load({"launch": 4}).launch.processes_per_node == 4
     assert [
-        (cfg.launch.min_nodes, cfg.launch.max_nodes) for cfg in (config(), config(nodes=3), config(nodes="2:4"), config(nodes="5"))
+        (cfg.launch.min_nodes, cfg.launch.max_nodes)
+        for cfg in (config(), config(nodes=3), config(nodes="2:4"), config(nodes="5"))
     ] == [
         (1, 1),
         (3, 3),
@@ -48,18 +51,31 @@ def test_it_says_how_many_nodes() -> None:
 @pytest.mark.parametrize(
     ("launch", "message"),
     [
-        ({"nodes": "4:2"}, 'launch.nodes: \'4:2\' is no number of hosts; write a number of at least 1, or "MIN:MAX" such as "2:4"'),
-        ({"nodes": 0}, 'launch.nodes: 0 is no number of hosts; write a number of at least 1, or "MIN:MAX" such as "2:4"'),
-        ({"endpoint": "tcp://head:29500"}, "launch.endpoint: 'tcp://head:29500' is not HOST:PORT; write it as head.cluster:29500"),
+        (
+            {"nodes": "4:2"},
+            'launch.nodes: \'4:2\' is no number of hosts; write a number of at least 1, or "MIN:MAX" such as "2:4"',
+        ),
+        (
+            {"nodes": 0},
+            'launch.nodes: 0 is no number of hosts; write a number of at least 1, or "MIN:MAX" such as "2:4"',
+        ),
+        (
+            {"endpoint": "tcp://head:29500"},
+            "launch.endpoint: 'tcp://head:29500' is not HOST:PORT; write it as head.cluster:29500",
+        ),
         (
             {"rendezvous": "static", "nodes": "1:2"},
             "launch.rendezvous: static starts a fixed number of hosts; write c10d, or one number as launch.nodes",
         ),
-        ({"environment": {"A-B": 1}}, "launch.environment: 'A-B' is no name of a variable; write letters, digits and underscores"),
+        (
+            {"environment": {"A-B": 1}},
+            "launch.environment: 'A-B' is no name of a variable; write letters, digits and underscores",
+        ),
         ({"slurm": {"nodes": 4}}, "launch.slurm: nodes follows from the other fields; set launch.nodes instead"),
         (
             {"slurm": {"ntasks-per-node": 8}},
-            "launch.slurm: ntasks-per-node follows from the other fields; remove it: torchrun is the one task of each node",
+            "launch.slurm: ntasks-per-node follows from the other fields; remove it: torchrun is the one task of each "
+            "node",
         ),
         ({"slurm": {"-p": "gpu"}}, "launch.slurm: '-p' is no long option of sbatch; write it as in gpus-per-node"),
         ({"kubernetes": {"kind": "Job"}}, "launch.kubernetes: kind is 'Job'; write PyTorchJob or TrainJob"),
@@ -78,14 +94,17 @@ def test_names_of_kubernetes_settings_are_checked() -> None:
 
 def test_training_does_not_depend_on_it() -> None:
     rows = {
-        path: line for path, line in ((line.path, line) for line in unishard.translate(config(nodes=4)).report) if path.startswith("launch")
+        path: line
+        for path, line in ((line.path, line) for line in unishard.translate(config(nodes=4)).report)
+        if path.startswith("launch")
     }
     assert set(rows) == {f"launch.{name}" for name in LaunchSettings.model_fields}
     assert {line.fit for line in rows.values()} == {unishard.Fit.EXACT}
     assert unishard.translate(config(nodes=4)).native == unishard.translate(config()).native
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,18 +114,32 @@ def test_training_does_not_depend_on_it() -> None:
         (
             {"max_restarts": 2},
             None,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node gpu --max-restarts 2 -- train.py --log 3",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node gpu --max-restarts 2 -- "
+            "train.py --log 3",
         ),
         (
-            {"nodes": "2:4", "processes_per_node": 8, "endpoint": "head", "rendezvous_options": {"join_timeout": 60, "read_timeout": 5}},
+            {
+                "nodes": "2:4",
+                "processes_per_node": 8,
+                "endpoint": "head",
+                "rendezvous_options": {"join_timeout": 60, "read_timeout": 5},
+            },
             None,
-            "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id unishard "
+            "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id "
+            "unishard "
             "--rdzv-conf join_timeout=60,read_timeout=5 -- train.py --log 3",
         ),
         (
-            {"nodes": 2, "processes_per_node": 8, "endpoint": "[fd00::1]:7", "rendezvous": "static", "environment": {"A": "b c", "N": 3}},
+            {
+                "nodes": 2,
+                "processes_per_node": 8,
+                "endpoint": "[fd00::1]:7",
+                "rendezvous": "static",
+                "environment": {"A": "b c", "N": 3},
+            },
             Host(node_rank=1),
-            "A='b c' N=3 torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-backend static --rdzv-endpoint '[fd00::1]:7' "
+            "A='b c' N=3 torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-backend static --rdzv-endpoint "
+            "'[fd00::1]:7' "
             "--rdzv-id unishard -- train.py --log 3",
         ),
     ],
@@ -125,7 +158,9 @@ def test_signals_that_save_reach_the_ranks_and_leave_time_for_it() -> None:
 def test_torchrun_takes_it_with_a_script_s_option_that_is_short_for_its_own() -> None:
     from torch.distributed.run import get_args_parser
 
-    cfg = config(nodes="1:2", processes_per_node=2, endpoint="head:1", max_restarts=3, rendezvous_options={"join_timeout": 60})
+    cfg = config(
+        nodes="1:2", processes_per_node=2, endpoint="head:1", max_restarts=3, rendezvous_options={"join_timeout": 60}
+    )
     args = get_args_parser().parse_args(list(command_of(cfg, SCRIPT, {}).words[1:]))
     assert (args.nnodes, args.nproc_per_node, args.rdzv_backend, args.rdzv_endpoint) == ("1:2", "2", "c10d", "head:1")
     assert (args.max_restarts, args.rdzv_conf, args.training_script, args.training_script_args) == (
@@ -137,7 +172,8 @@ def test_torchrun_takes_it_with_a_script_s_option_that_is_short_for_its_own() ->
     assert get_args_parser().parse_args(list(command_of(config(), SCRIPT, {}).words[1:])).standalone
 
 
-# -- the config that the script gets ---------------------------------------------------------------------------------------
+# -- the config that the script gets
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_script_loads_what_launch_was_given(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +188,10 @@ def test_a_script_loads_what_launch_was_given(config: Path, monkeypatch: pytest.
 
 def test_without_launch_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CONFIG, raising=False)
-    with pytest.raises(ConfigError, match=r"without it; start it with `unishard launch cfg.yaml train.py`, set the environment variable"):
+    with pytest.raises(
+        ConfigError,
+        match=r"without it; start it with `unishard launch cfg.yaml train.py`, set the environment variable",
+    ):
         unishard.load()
     monkeypatch.setenv(CONFIG, "c.yaml")
     monkeypatch.setenv(OVERRIDES, "training.seed=3")
@@ -160,7 +199,8 @@ def test_without_launch_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) ->
         unishard.load()
 
 
-# -- the command line ------------------------------------------------------------------------------------------------------
+# -- the command line
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -172,11 +212,32 @@ def project(config: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
-    result = run("launch", "c.yaml", "--processes-per-node", "4", "--set", "training.seed=1", "--dry-run", "train.py", "--set", "x", "-m")
+    result = run(
+        "launch",
+        "c.yaml",
+        "--processes-per-node",
+        "4",
+        "--set",
+        "training.seed=1",
+        "--dry-run",
+        "train.py",
+        "--set",
+        "x",
+        "-m",
+    )
     assert result.exit_code == 0, result.output
     words = shlex.split(result.stdout)
     assert words[:2] == [f"UNISHARD_CONFIG={project.resolve()}", 'UNISHARD_OVERRIDES=["training.seed=1"]']
-    assert words[words.index("--standalone") :] == ["--standalone", "--nproc-per-node", "4", "--", "train.py", "--set", "x", "-m"]
+    assert words[words.index("--standalone") :] == [
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "--",
+        "train.py",
+        "--set",
+        "x",
+        "-m",
+    ]
     as_json = json.loads(run("launch", "--json", "c.yaml", "--dry-run", "-m", "pkg.train", "--help").stdout)
     assert as_json["command"][-4:] == ["-m", "--", "pkg.train", "--help"]
     assert as_json["environment"] == {"UNISHARD_CONFIG": str(project.resolve())}
@@ -188,13 +249,19 @@ def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
     [
         (["c.yaml", "none.py"], "none.py: there is no such script; give its path, or -m with the name of a module"),
         (["--json", "c.yaml", "train.py"], "--json describes what --dry-run prints; add --dry-run"),
-        (["c.yaml", "--slurm", "--kubernetes", "train.py"], "--slurm and --kubernetes are ways to start the ranks; give one"),
+        (
+            ["c.yaml", "--slurm", "--kubernetes", "train.py"],
+            "--slurm and --kubernetes are ways to start the ranks; give one",
+        ),
         (
             ["c.yaml", "-o", "job", "train.py"],
             "-o writes a job, but on this host there is none; add --slurm, --kubernetes or --to-hostfile HOSTS",
         ),
         (["c.yaml", "--nodes", "2", "train.py"], "launch.endpoint: is needed for several hosts; write HOST:PORT"),
-        (["c.yaml", "--node-rank", "1", "--slurm", "train.py"], "--node-rank numbers this host, but the job system numbers its nodes"),
+        (
+            ["c.yaml", "--node-rank", "1", "--slurm", "train.py"],
+            "--node-rank numbers this host, but the job system numbers its nodes",
+        ),
         (
             ["c.yaml", "--nodes", "2", "--endpoint", "a", "--node-rank", "1", "train.py"],
             "launch.rendezvous: c10d numbers the hosts itself; leave out --node-rank, or write static",
@@ -207,14 +274,26 @@ def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
             ["c.yaml", "--slurm", "--set", "launch.rendezvous=static", "train.py"],
             "launch.rendezvous: one srun starts torchrun on all nodes",
         ),
-        (["c.yaml", "--kubernetes", "train.py"], "launch.kubernetes: has no image; write kubernetes: {image: registry/name:tag}"),
-        (["c.yaml", "--slurm", "train.py"], "sbatch is not on the PATH; submit on a login node of the cluster, or write the script"),
-        (["c.yaml", "--ray", "none.py"], "none.py: there is no such script; give its path, or -m with the name of a module"),
+        (
+            ["c.yaml", "--kubernetes", "train.py"],
+            "launch.kubernetes: has no image; write kubernetes: {image: registry/name:tag}",
+        ),
+        (
+            ["c.yaml", "--slurm", "train.py"],
+            "sbatch is not on the PATH; submit on a login node of the cluster, or write the script",
+        ),
+        (
+            ["c.yaml", "--ray", "none.py"],
+            "none.py: there is no such script; give its path, or -m with the name of a module",
+        ),
         (
             ["c.yaml", "--ray", "--set", "launch.processes_per_node=null", "train.py"],
             "launch.processes_per_node: is needed to ask Ray for as many workers; write a number",
         ),
-        (["ds.json", "train.py"], "is a config of deepspeed, but this command needs a unishard config; translate it first"),
+        (
+            ["ds.json", "train.py"],
+            "is a config of deepspeed, but this command needs a unishard config; translate it first",
+        ),
     ],
 )
 def test_one_clear_error(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
@@ -264,16 +343,24 @@ def test_a_hostfile_is_written_as_deepspeed_reads_it(project: Path) -> None:
     assert run(*asked, "--to-hostfile", "head,node-2", "-o", "hosts", "train.py").stdout.startswith(
         "hosts: written; start it with: deepspeed "
     )
-    again = run("launch", "c.yaml", "--hostfile", "hosts", "--set", "launch.endpoint=head:7", "--dry-run", "train.py").stdout
+    again = run(
+        "launch", "c.yaml", "--hostfile", "hosts", "--set", "launch.endpoint=head:7", "--dry-run", "train.py"
+    ).stdout
     assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:7" in again
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to-hostfile", "a,b", "train.py"], "launch.nodes: is 1, but 2 hosts are named; make them equal (--nodes 2)"),
+        (
+            ["--to-hostfile", "a,b", "train.py"],
+            "launch.nodes: is 1, but 2 hosts are named; make them equal (--nodes 2)",
+        ),
         (["--to-hostfile", "a,a", "--nodes", "2", "train.py"], "names a host twice: a, a; write each once"),
-        (["--to-hostfile", "a slots", "train.py"], "'a slots' is no name of a host; write it as head or node-1.cluster"),
+        (
+            ["--to-hostfile", "a slots", "train.py"],
+            "'a slots' is no name of a host; write it as head or node-1.cluster",
+        ),
         (
             ["--to-hostfile", "a,b", "--nodes", "2", "--endpoint", "b", "train.py"],
             "launch.endpoint: is on b, and DeepSpeed's hosts meet at the first one; name b first",
@@ -290,13 +377,27 @@ def test_hosts_that_cannot_be_written(project: Path, arguments: list[str], messa
     assert (result.exit_code, message in result.stderr) == (1, True), result.stderr
 
 
-# -- jobs ------------------------------------------------------------------------------------------------------------------
+# -- jobs --------------------------------------------------------------------------------------------------------------
 
 
 def test_bash_reads_the_batch_script(project: Path) -> None:
     setup = 'launch.slurm={gpus-per-node: 8, setup: "source env.sh"}'
     saves = ["--set", "checkpoint.dir=runs/my run", "--set", "checkpoint.on_signal=[USR1]"]
-    result = run("launch", "c.yaml", "--nodes", "2:3", "--set", setup, *saves, "--slurm", "-o", "job.sh", "train.py", "it's", "$HOME")
+    result = run(
+        "launch",
+        "c.yaml",
+        "--nodes",
+        "2:3",
+        "--set",
+        setup,
+        *saves,
+        "--slurm",
+        "-o",
+        "job.sh",
+        "train.py",
+        "it's",
+        "$HOME",
+    )
     assert result.exit_code == 0, result.output
     assert result.stdout == "job.sh: written; submit it with: sbatch job.sh\n"
     subprocess.run(["bash", "-n", "job.sh"], check=True)
@@ -306,18 +407,35 @@ def test_the_batch_script_starts_torchrun_with_these_words(project: Path, tmp_pa
     """The script runs under bash with stand-ins for Slurm's commands."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, body in {"scontrol": "echo node7\necho node8", "srun": 'printf \'%s\\n\' "$UNISHARD_CONFIG" "$@"'}.items():
+    for name, body in {
+        "scontrol": "echo node7\necho node8",
+        "srun": 'printf \'%s\\n\' "$UNISHARD_CONFIG" "$@"',
+    }.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
     cfg = config(nodes="1:2", processes_per_node=2)
     text = batch_script(cfg, Script("train.py", ("it's", "$HOME")), {"UNISHARD_CONFIG": "/my runs/c.yaml"}, "train")
-    environ = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "2"}
+    environ = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "41",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
     environ["SLURM_JOB_NODELIST"] = "node[7-8]"
     done = subprocess.run(["bash", "-euc", text], env=environ, capture_output=True, text=True, check=True)
     said = done.stdout.splitlines()
     assert said[:2] == ["/my runs/c.yaml", "--kill-on-bad-exit=1"]
     assert said[2:] == [
-        *("torchrun", "--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:20041"),
+        *(
+            "torchrun",
+            "--nnodes",
+            "1:2",
+            "--nproc-per-node",
+            "2",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "node7:20041",
+        ),
         *("--rdzv-id", "41", "train.py", "it's", "$HOME"),
     ]
 
@@ -338,19 +456,43 @@ def test_submitting_prints_the_job(project: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_manifest_needs_what_kubernetes_needs() -> None:
-    cfg = config(nodes="1:2", endpoint="a", kubernetes={"kind": "TrainJob", "volume_claim": "data", "working_dir": "/w"})
+    cfg = config(
+        nodes="1:2", endpoint="a", kubernetes={"kind": "TrainJob", "volume_claim": "data", "working_dir": "/w"}
+    )
     with pytest.raises(ConfigError) as raised:
         manifest(cfg, SCRIPT, {}, "train")
     assert [problem.path for problem in raised.value.problems] == [
-        *("launch.kubernetes", "launch.processes_per_node", "launch.endpoint", "launch.kubernetes", "launch.nodes", "launch.kubernetes")
+        *(
+            "launch.kubernetes",
+            "launch.processes_per_node",
+            "launch.endpoint",
+            "launch.kubernetes",
+            "launch.nodes",
+            "launch.kubernetes",
+        )
     ]
 
 
 def test_what_ray_is_asked_for(project: Path) -> None:
-    result = run("launch", "c.yaml", "--nodes", "1:2", "--set", "launch.max_restarts=3", "--ray", "--dry-run", "train.py", "--lr", "3")
+    result = run(
+        "launch",
+        "c.yaml",
+        "--nodes",
+        "1:2",
+        "--set",
+        "launch.max_restarts=3",
+        "--ray",
+        "--dry-run",
+        "train.py",
+        "--lr",
+        "3",
+    )
     asked = json.loads(result.stdout)
     assert (asked["num_workers"], asked["max_failures"], asked["arguments"]) == ([2, 4], 3, ["--lr", "3"])
-    assert (asked["script"], asked["environment"]["UNISHARD_CONFIG"]) == (str(Path("train.py").resolve()), str(project.resolve()))
+    assert (asked["script"], asked["environment"]["UNISHARD_CONFIG"]) == (
+        str(Path("train.py").resolve()),
+        str(project.resolve()),
+    )
 
 
 def test_a_job_has_a_name_that_kubernetes_takes() -> None:
@@ -364,7 +506,9 @@ def test_a_command_is_quoted_for_a_shell() -> None:
     assert command.line() == "A='it'\"'\"'s' torchrun \"$head:$port\" 'a b' '$HOME'"
 
 
-@pytest.mark.parametrize("content", [b"a\x00b slots=2\n", b"\xff\xfe", b"[" * 2_000_000], ids=["nul", "no text", "large"])
+@pytest.mark.parametrize(
+    "content", [b"a\x00b slots=2\n", b"\xff\xfe", b"[" * 2_000_000], ids=["nul", "no text", "large"]
+)
 def test_a_hostfile_that_is_none_is_one_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(ConfigError, match=str(tmp_path / "hosts")):
@@ -372,15 +516,23 @@ def test_a_hostfile_that_is_none_is_one_error(tmp_path: Path, content: bytes) ->
 
 
 def test_of_failures_in_one_second_the_one_that_says_why_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    said: list[Any] = ["To enable traceback see: ...", {"message": "RankMismatchError: rank 2 raised"}, {"message": "ValueError: a sample"}]
+    said: list[Any] = [
+        "To enable traceback see: ...",
+        {"message": "RankMismatchError: rank 2 raised"},
+        {"message": "ValueError: a sample"},
+    ]
     failures = {rank: SimpleNamespace(exitcode=1, message=message, timestamp=7) for rank, message in enumerate(said)}
     error: Any = SimpleNamespace(failures=failures)
     assert running._failed(error) == 1
     assert capsys.readouterr().err == "unishard launch: rank 2 has ended with exit code 1; its own message is above\n"
 
 
-def test_a_rank_that_ends_because_of_one_that_torchrun_does_not_list_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    failure = SimpleNamespace(exitcode=1, message={"message": "RankMismatchError: rank 1 raised ValueError: a sample"}, timestamp=7)
+def test_a_rank_that_ends_because_of_one_that_torchrun_does_not_list_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failure = SimpleNamespace(
+        exitcode=1, message={"message": "RankMismatchError: rank 1 raised ValueError: a sample"}, timestamp=7
+    )
     error: Any = SimpleNamespace(failures={0: failure})
     assert running._failed(error) == 1
     because = "rank 0 has ended with exit code 1 because rank 1 raised ValueError: a sample; its own message is above\n"

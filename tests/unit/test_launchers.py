@@ -11,11 +11,18 @@ from unishard.config.topology import forgotten_srun, rendezvous
 
 Environ = dict[str, str]
 
-# -- every launcher, any number of nodes -----------------------------------------------------------------------------------
+# -- every launcher, any number of nodes
+# -----------------------------------------------------------------------------------
 
 
 def open_mpi(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_RANK")
+    names = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMIX_RANK",
+    )
     return dict(zip(names, map(str, (rank, world, local, per_node, rank)), strict=True))
 
 
@@ -84,7 +91,11 @@ def torchrun_in_slurm(rank: int, local: int, world: int, per_node: int, node: in
 
 def deepspeed(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
     renamed = torchrun(rank, local, world, per_node, node)
-    return renamed | {"LOCAL_SIZE": renamed.pop("LOCAL_WORLD_SIZE"), "CROSS_RANK": str(node), "CROSS_SIZE": str(world // per_node)}
+    return renamed | {
+        "LOCAL_SIZE": renamed.pop("LOCAL_WORLD_SIZE"),
+        "CROSS_RANK": str(node),
+        "CROSS_SIZE": str(world // per_node),
+    }
 
 
 def rank_set_in_a_job_script(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
@@ -95,7 +106,11 @@ def rank_set_in_a_job_script(rank: int, local: int, world: int, per_node: int, n
 
 def size_set_in_a_job_script(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
     """`export WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=...` before srun, which many clusters' guides show."""
-    return srun(rank, local, world, per_node, node) | {"WORLD_SIZE": str(world), "MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"}
+    return srun(rank, local, world, per_node, node) | {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "gpu01",
+        "MASTER_PORT": "29500",
+    }
 
 
 LAUNCHERS = {
@@ -136,7 +151,8 @@ def test_every_rank_of_every_launcher_knows_its_place(launcher, nodes, per_node)
     assert (met == {None}) == (world == 1 and LAUNCHERS[launcher] != "torchrun")
 
 
-# -- one process ----------------------------------------------------------------------------------------------------------
+# -- one process
+# ----------------------------------------------------------------------------------------------------------
 
 # What the shell of `salloc` has with `LaunchParameters=use_interactive_step`, the usual setting; from a real one.
 INTERACTIVE = {
@@ -161,7 +177,13 @@ INTERACTIVE = {
         INTERACTIVE,
         INTERACTIVE | {"SLURM_NTASKS": "8"},
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},
-        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "4294967291"},
+        {
+            "SLURM_JOB_ID": "7",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NTASKS": "8",
+            "SLURM_STEP_ID": "4294967291",
+        },
         {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"},
         {"MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"},
     ],
@@ -194,10 +216,13 @@ def test_a_batch_script_without_srun_is_told_so_where_it_has_several_tasks():
     assert forgotten_srun(script) == (
         "this Slurm job has 8 tasks, but this script runs on one rank; to train on all of them, start it with srun"
     )
-    assert {forgotten_srun(each) for each in ({}, script | {"SLURM_NTASKS": "1"}, INTERACTIVE, {"SLURM_NTASKS": "8"})} == {None}
+    assert {
+        forgotten_srun(each) for each in ({}, script | {"SLURM_NTASKS": "1"}, INTERACTIVE, {"SLURM_NTASKS": "8"})
+    } == {None}
 
 
-# -- what cannot be read is named ------------------------------------------------------------------------------------------
+# -- what cannot be read is named
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -215,7 +240,9 @@ def test_ranks_of_mpirun_without_an_address_are_told_what_to_type(launcher, comm
     environ = launcher(1, 1, 4, 2, 0)
     with pytest.raises(ConfigError) as caught:
         rendezvous(Topology.from_environment(environ), environ)
-    assert "has started 4 ranks, which cannot find each other without MASTER_ADDR and MASTER_PORT; " in str(caught.value)
+    assert "has started 4 ranks, which cannot find each other without MASTER_ADDR and MASTER_PORT; " in str(
+        caught.value
+    )
     assert str(caught.value).endswith(command)
     with pytest.raises(ConfigError, match="cannot find each other without MASTER_PORT; "):
         rendezvous(Topology.from_environment(environ), environ | {"MASTER_ADDR": "gpu01"})
@@ -224,7 +251,11 @@ def test_ranks_of_mpirun_without_an_address_are_told_what_to_type(launcher, comm
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, WORLD_SIZE"),
+        (
+            {"PMIX_RANK": "1"},
+            "PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, "
+            "WORLD_SIZE",
+        ),
         ({"FLUX_TASK_RANK": "0"}, "FLUX_TASK_RANK=0 says .* for a single rank, unset FLUX_TASK_RANK"),
         ({"PMI_RANK": "1"}, "the environment variable PMI_SIZE is not set"),
         ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is 'x', not a number"),
@@ -233,7 +264,10 @@ def test_ranks_of_mpirun_without_an_address_are_told_what_to_type(launcher, comm
             {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
             "on the CPU it starts one process whatever --num_processes says; start with torchrun --nproc-per-node N",
         ),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, "the environment variable SLURM_NTASKS is not set"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"},
+            "the environment variable SLURM_NTASKS is not set",
+        ),
     ],
 )
 def test_a_launcher_that_cannot_be_read_is_named(environ, message):
@@ -244,4 +278,7 @@ def test_a_launcher_that_cannot_be_read_is_named(environ, message):
 def test_two_steps_of_a_job_meet_at_two_ports():
     first = srun(0, 0, 2, 2, 0)
     other = first | {"SLURM_STEP_ID": "1"}
-    assert {rendezvous(Topology.from_environment(each), each) for each in (first, other)} == {"tcp://gpu01:20007", "tcp://gpu01:27926"}
+    assert {rendezvous(Topology.from_environment(each), each) for each in (first, other)} == {
+        "tcp://gpu01:20007",
+        "tcp://gpu01:27926",
+    }

@@ -1,5 +1,4 @@
 """What a person gets to read when a config file is wrong: every message, word for word."""
-# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -47,35 +46,40 @@ BAD: list[tuple[str, str, list[str]]] = [
         "unclosed bracket",
         "backend: fsdp\nsharding:\n  units: [A\n",
         [
-            "c.yaml:3: is not YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream end>'; close the bracket that is opened here",
+            "c.yaml:3: is not YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream end>'; close "
+            "the bracket that is opened here",
         ],
     ),
     (
         "unclosed quote",
         "backend: 'fsdp\n",
         [
-            "c.yaml:1: is not YAML: while scanning a quoted scalar: found unexpected end of stream; close the quote that is opened here",
+            "c.yaml:1: is not YAML: while scanning a quoted scalar: found unexpected end of stream; close the quote "
+            "that is opened here",
         ],
     ),
     (
         "colon in value",
         "backend: fsdp: x\n",
         [
-            "c.yaml:1: is not YAML: mapping values are not allowed here; put the value in quotes, or check the indentation",
+            "c.yaml:1: is not YAML: mapping values are not allowed here; put the value in quotes, or check the "
+            "indentation",
         ],
     ),
     (
         "tab",
         "training:\n\tseed: 1\n",
         [
-            "c.yaml:2: is not YAML: while scanning for the next token: found character '\\t' that cannot start any token; indent with spaces, not with tabs",
+            "c.yaml:2: is not YAML: while scanning for the next token: found character '\\t' that cannot start any "
+            "token; indent with spaces, not with tabs",
         ],
     ),
     (
         "bad indentation",
         "training:\n    seed: 1\n  micro_batch_size: 2\n",
         [
-            "c.yaml:3: is not YAML: while parsing a block mapping: expected <block end>, but found '<block mapping start>'; check the indentation",
+            "c.yaml:3: is not YAML: while parsing a block mapping: expected <block end>, but found '<block mapping "
+            "start>'; check the indentation",
         ],
     ),
     (
@@ -89,7 +93,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "two documents",
         "backend: fsdp\n---\nbackend: deepspeed\n",
         [
-            "c.yaml:2: is not YAML: expected a single document in the stream, but found another document; keep one document in the file",
+            "c.yaml:2: is not YAML: expected a single document in the stream, but found another document; keep one "
+            "document in the file",
         ],
     ),
     (
@@ -132,7 +137,9 @@ BAD: list[tuple[str, str, list[str]]] = [
         "number as key",
         "1: 2\n",
         [
-            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, activation_checkpointing, training, optimizer, scheduler, communication, compile, checkpoint, logging, profile, launch, strict, native",
+            "c.yaml:1: 1: unknown field; known here: backend, sharding, precision, offload, activation_checkpointing, "
+            "training, optimizer, scheduler, communication, compile, checkpoint, logging, profile, launch, strict, "
+            "native",
         ],
     ),
     (
@@ -153,14 +160,16 @@ BAD: list[tuple[str, str, list[str]]] = [
         "variable",
         "optimizer:\n  lr: ${LR}\n",
         [
-            "c.yaml:2: optimizer.lr: contains ${LR}, but environment variables are not expanded; write the value, or set it with an override",
+            "c.yaml:2: optimizer.lr: contains ${LR}, but environment variables are not expanded; write the value, or "
+            "set it with an override",
         ],
     ),
     (
         "variable deep in native",
         "native:\n  deepspeed:\n    dump: ['${HOME}/x']\n",
         [
-            "c.yaml:3: native.deepspeed.dump[0]: contains ${HOME}, but environment variables are not expanded; write the value, or set it with an override",
+            "c.yaml:3: native.deepspeed.dump[0]: contains ${HOME}, but environment variables are not expanded; write "
+            "the value, or set it with an override",
         ],
     ),
     (
@@ -175,7 +184,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "too many digits",
         "training:\n  seed: " + "9" * 5000,
         [
-            "c.yaml:2: training.seed: cannot be read as a number: '9999999999999999999999999999999999999999'; write digits",
+            "c.yaml:2: training.seed: cannot be read as a number: '9999999999999999999999999999999999999999'; write "
+            "digits",
         ],
     ),
     (
@@ -217,29 +227,34 @@ BAD: list[tuple[str, str, list[str]]] = [
         "unknown field, far",
         "training:\n  quux: 3\n",
         [
-            "c.yaml:2: training.quux: unknown field; known here: micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed",
+            "c.yaml:2: training.quux: unknown field; known here: micro_batch_size, gradient_accumulation_steps, "
+            "global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed",
         ],
     ),
     (
         "empty section",
         "sharding:\ntraining:\n",
         [
-            "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, min_unit_params, conditional_modules) or remove it",
-            "c.yaml:2: training: is empty; write fields below it (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed) or remove it",
+            "c.yaml:1: sharding: is empty; write fields below it (strategy, group_size, reshard_after_forward, units, "
+            "min_unit_params, conditional_modules) or remove it",
+            "c.yaml:2: training: is empty; write fields below it (micro_batch_size, gradient_accumulation_steps, "
+            "global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed) or remove it",
         ],
     ),
     (
         "value for a section",
         "training: 3\n",
         [
-            "c.yaml:1: training: must be a section of fields (micro_batch_size, gradient_accumulation_steps, global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed), got 3",
+            "c.yaml:1: training: must be a section of fields (micro_batch_size, gradient_accumulation_steps, "
+            "global_batch_size, gradient_clipping, nonfinite, last_window, buffers, seed), got 3",
         ],
     ),
     (
         "text for a whole number",
         "training:\n  micro_batch_size: '4'\n",
         [
-            "c.yaml:2: training.micro_batch_size: must be a whole number of at least 1, got '4' (text); write 4 without quotes",
+            "c.yaml:2: training.micro_batch_size: must be a whole number of at least 1, got '4' (text); write 4 "
+            "without quotes",
         ],
     ),
     (
@@ -295,7 +310,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "null without a meaning",
         "training:\n  seed: null\n",
         [
-            "c.yaml:2: training.seed: must be a whole number of at least 0 and below 4294967296, got null; write a value or remove the line",
+            "c.yaml:2: training.seed: must be a whole number of at least 0 and below 4294967296, got null; write a "
+            "value or remove the line",
         ],
     ),
     (
@@ -311,7 +327,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "misspelt word",
         "scheduler: cosin\n",
         [
-            "c.yaml:1: scheduler.name: must be one of constant, linear, cosine, inverse_sqrt, got 'cosin'; did you mean 'cosine'?",
+            "c.yaml:1: scheduler.name: must be one of constant, linear, cosine, inverse_sqrt, got 'cosin'; did you "
+            "mean 'cosine'?",
         ],
     ),
     (
@@ -326,7 +343,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "name for a list",
         "sharding:\n  units: LlamaDecoderLayer\n",
         [
-            "c.yaml:2: sharding.units: must be auto or a list of names, got 'LlamaDecoderLayer'; write [LlamaDecoderLayer]",
+            "c.yaml:2: sharding.units: must be auto or a list of names, got 'LlamaDecoderLayer'; write "
+            "[LlamaDecoderLayer]",
         ],
     ),
     (
@@ -361,7 +379,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "number as strategy",
         "sharding: 1\n",
         [
-            "c.yaml:1: sharding.strategy: a number is ambiguous (1 is FULL_SHARD in Accelerate and ZeRO-1 in DeepSpeed), got 1; write the name, such as full_shard or zero3",
+            "c.yaml:1: sharding.strategy: a number is ambiguous (1 is FULL_SHARD in Accelerate and ZeRO-1 in "
+            "DeepSpeed), got 1; write the name, such as full_shard or zero3",
         ],
     ),
     (
@@ -375,7 +394,8 @@ BAD: list[tuple[str, str, list[str]]] = [
         "units of no_shard",
         "sharding:\n  strategy: no_shard\n  units: [A]\n",
         [
-            "c.yaml:3: sharding.units: is unused with strategy no_shard, which gathers nothing; remove it or choose full_shard",
+            "c.yaml:3: sharding.units: is unused with strategy no_shard, which gathers nothing; remove it or choose "
+            "full_shard",
         ],
     ),
     (
@@ -389,15 +409,18 @@ BAD: list[tuple[str, str, list[str]]] = [
         "betas of sgd",
         "optimizer:\n  name: sgd\n  betas: [0.9, 0.99]\n  eps: 1e-6\n",
         [
-            "c.yaml:3: optimizer.betas: belongs to adamw, adam and lion, not to sgd; remove it or set optimizer.name to adamw",
-            "c.yaml:4: optimizer.eps: belongs to adamw, adam and adagrad, not to sgd; remove it or set optimizer.name to adamw",
+            "c.yaml:3: optimizer.betas: belongs to adamw, adam and lion, not to sgd; remove it or set optimizer.name "
+            "to adamw",
+            "c.yaml:4: optimizer.eps: belongs to adamw, adam and adagrad, not to sgd; remove it or set optimizer.name "
+            "to adamw",
         ],
     ),
     (
         "offload of no_shard",
         "offload: cpu\nsharding: ddp\n",
         [
-            "c.yaml:1: offload.optimizer: cpu needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard",
+            "c.yaml:1: offload.optimizer: cpu needs a sharded optimizer; choose shard_optimizer, shard_grad_op or "
+            "full_shard",
             "c.yaml:1: offload.params: cpu needs sharded parameters, not no_shard; set sharding.strategy to full_shard",
         ],
     ),
@@ -405,18 +428,21 @@ BAD: list[tuple[str, str, list[str]]] = [
         "fp32 reduced in bf16",
         "precision:\n  compute: fp32\n  reduce: bf16\n",
         [
-            "c.yaml:3: precision.reduce: bf16 would round the fp32 gradients; write fp32, or set precision.compute to bf16",
+            "c.yaml:3: precision.reduce: bf16 would round the fp32 gradients; write fp32, or set precision.compute to "
+            "bf16",
         ],
     ),
     (
         "many at once, by line",
-        "lr: 1\ntraining:\n  seed: -1\n  sed: 3\nsharding:\n  strategy: full\n  strategy: zero3\noptimizer:\n  eps: ${E}\nstrict: maybe\n",
+        "lr: 1\ntraining:\n  seed: -1\n  sed: 3\nsharding:\n  strategy: full\n  strategy: zero3\noptimizer:\n  eps: "
+        "${E}\nstrict: maybe\n",
         [
             "c.yaml:1: lr: unknown field; did you mean 'optimizer.lr'?",
             "c.yaml:3: training.seed: must be a whole number of at least 0 and below 4294967296, got -1",
             "c.yaml:4: training.sed: unknown field; did you mean 'seed'?",
             "c.yaml:7: sharding.strategy: is a duplicate of line 6; remove one of the two",
-            "c.yaml:9: optimizer.eps: contains ${E}, but environment variables are not expanded; write the value, or set it with an override",
+            "c.yaml:9: optimizer.eps: contains ${E}, but environment variables are not expanded; write the value, or "
+            "set it with an override",
             "c.yaml:10: strict: must be true or false, got 'maybe' (text)",
         ],
     ),
@@ -473,7 +499,9 @@ def test_nul_in_the_name() -> None:
 def test_neither_a_path_nor_a_mapping() -> None:
     accepted = "load expects the path of a YAML file or a mapping such as {'backend': 'fsdp'}"
     assert message(["backend"]) == f"{accepted}, got [backend] (list)"
-    assert message(None).startswith("load() without a path reads the config that `unishard launch` was given, but this script was started")
+    assert message(None).startswith(
+        "load() without a path reads the config that `unishard launch` was given, but this script was started"
+    )
     assert message(3) == f"{accepted}, got 3 (int)"
 
 
@@ -502,7 +530,8 @@ def test_mapping_is_left_alone() -> None:
 
 def test_yaml_1_2(folder: Path) -> None:
     (folder / "c.yaml").write_text(
-        "\ufeffbackend: NO\noptimizer: {lr: 1e-5, weight_decay: 0}\nnative: {x: {on: off, date: 2024-01-31, octal: 0o17, when: 12:30}}\n",
+        "\ufeffbackend: NO\noptimizer: {lr: 1e-5, weight_decay: 0}\nnative: {x: {on: off, date: 2024-01-31, octal: "
+        "0o17, when: 12:30}}\n",
         encoding="utf-8",
     )
     cfg = unishard.load(folder / "c.yaml")
@@ -531,7 +560,9 @@ def test_a_list_where_a_short_form_is_meant() -> None:
 def test_a_pipe_is_read_and_an_empty_one_is_refused(tmp_path: Path) -> None:
     pipe = tmp_path / "c.yaml"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match=r"c\.yaml: is an empty pipe; name a YAML file, or start the writer of the pipe first"):
+    with pytest.raises(
+        ConfigError, match=r"c\.yaml: is an empty pipe; name a YAML file, or start the writer of the pipe first"
+    ):
         unishard.load(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     writer = os.open(pipe, os.O_WRONLY)
@@ -544,12 +575,16 @@ def test_a_pipe_is_read_and_an_empty_one_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999999999}", "(" * 5000 + ")" * 5000], ids=len)
 def test_a_pattern_that_python_cannot_compile_is_one_short_error(pattern: str) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.no_decay: contains .*, which is not a regular expression") as error:
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.no_decay: contains .*, which is not a regular expression"
+    ) as error:
         unishard.load({"optimizer": {"no_decay": [pattern]}})
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("seed", [10**5000, -(10**5000), [10**5000], {10**5000: 1}], ids=lambda seed: type(seed).__name__)
+@pytest.mark.parametrize(
+    "seed", [10**5000, -(10**5000), [10**5000], {10**5000: 1}], ids=lambda seed: type(seed).__name__
+)
 def test_a_number_that_python_does_not_write_is_one_short_error(seed: object) -> None:
     with pytest.raises(ConfigError, match=r"training\.seed: .*0x") as error:
         unishard.load({"training": {"seed": seed}})
@@ -560,9 +595,15 @@ def test_a_number_that_python_does_not_write_is_one_short_error(seed: object) ->
     ("text", "says"),
     [
         ("backend: fsdp\nx: " + "[" * 5000, "c.yaml: is nested too deeply; the schema has two levels"),
-        ("".join(f"k{index}: {index}\n" for index in range(11_000)), "c.yaml: has more than 10000 lines, which no config has"),
+        (
+            "".join(f"k{index}: {index}\n" for index in range(11_000)),
+            "c.yaml: has more than 10000 lines, which no config has",
+        ),
         ("x-own: [" + "1," * 600 + "1]", "c.yaml: has more than 500 keys and values, which no config has"),
-        ("x-own: {" + ",".join(f"k{index}: {index}" for index in range(300)) + "}", "has more than 500 keys and values"),
+        (
+            "x-own: {" + ",".join(f"k{index}: {index}" for index in range(300)) + "}",
+            "has more than 500 keys and values",
+        ),
     ],
     ids=["deep", "long", "a list", "a mapping"],
 )

@@ -58,7 +58,10 @@ def test_a_loss_that_is_no_number_is_infinitely_far():
 def test_a_loop_that_trains_something_else_has_no_ratio():
     cell = result(hand=side([1.0]), accelerate=side([0.5], (2.0, 1.1)), ours=side([0.9]))
     written = page.section(results(cell))
-    assert "**Void**: Accelerate of fsdp full_shard fp32 tiny trains something else than by hand: its losses are 1.0e-01 apart" in written
+    assert (
+        "**Void**: Accelerate of fsdp full_shard fp32 tiny trains something else than by hand: its losses are 1.0e-01 "
+        "apart" in written
+    )
     assert "0.900 (0.900 to 0.900)" in written
     assert "x that of Accelerate" not in written
     assert " VOID" in page.line_of(cell)
@@ -68,7 +71,10 @@ def test_the_page_counts_the_cells_that_reach_the_goals():
     good = result(hand=side([1.0]), accelerate=side([1.0]), ours=side([0.9]))
     slow = result(hand=side([1.0]), accelerate=side([1.0]), ours=side([1.2], nbytes=1100))
     written = page.section(results(good, slow), "peers.svg")
-    assert "at most 1.00 x that of by hand in 1 of 2 cells; in 1 the whole interval is above. Median of the cells: 1.050." in written
+    assert (
+        "at most 1.00 x that of by hand in 1 of 2 cells; in 1 the whole interval is above. Median of the cells: 1.050."
+        in written
+    )
     assert "in 1 of 2 cells.\n" in written
     assert "7; 1.100 x; 2.0 MiB" in written
     assert "| 1.00 (0.50) |  | 1.50 (0.75) | 3 |" in written
@@ -76,7 +82,9 @@ def test_the_page_counts_the_cells_that_reach_the_goals():
 
 
 def test_a_run_without_accelerate_leaves_its_column_empty_and_says_why():
-    found = results(result(hand=side([1.0]), ours=side([1.0]))) | {"notes": ["Accelerate is left out, it ends with ValueError"]}
+    found = results(result(hand=side([1.0]), ours=side([1.0]))) | {
+        "notes": ["Accelerate is left out, it ends with ValueError"]
+    }
     written = page.section(found)
     assert "| 1000.0 |  | 1000.0 | 1.000 (1.000 to 1.000) |  | 1 |" in written
     assert "Accelerate is left out" in written
@@ -97,13 +105,21 @@ def test_the_section_of_the_guide_is_that_of_the_last_results():
 
 def test_the_readme_says_the_same_ratios():
     cells = json.loads(MEASURED.read_text())["cells"]
-    hand, accelerate = (sorted(cell["ratios"][name]["ratio"] for cell in cells if page.usable(cell, name)) for name in page.GOALS)
+    hand, accelerate = (
+        sorted(cell["ratios"][name]["ratio"] for cell in cells if page.usable(cell, name)) for name in page.GOALS
+    )
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"takes {page.middle(hand):.2f} times as long as that of a loop by hand" in readme
-    assert f"(median of {len(hand)} cells; {hand[0]:.2f} to {hand[-1]:.2f}, the most for DeepSpeed steps of 20 ms)" in readme
+    assert (
+        f"(median of {len(hand)} cells; {hand[0]:.2f} to {hand[-1]:.2f}, the most for DeepSpeed steps of 20 ms)"
+        in readme
+    )
     worst = max(cells, key=lambda cell: cell["ratios"]["by hand"]["ratio"])
     assert (worst["engine"], worst["model"]) == ("deepspeed", "tiny")
-    assert f"and {page.middle(accelerate):.2f} times as long as Accelerate's ({accelerate[0]:.2f} to {accelerate[-1]:.2f})" in readme
+    assert (
+        f"and {page.middle(accelerate):.2f} times as long as Accelerate's ({accelerate[0]:.2f} to {accelerate[-1]:.2f})"
+        in readme
+    )
 
 
 def test_a_page_without_marks_is_refused(tmp_path):

@@ -13,7 +13,14 @@ from unishard.errors import ConfigError
 from unishard.tools.plan.activations import Activations, Segment
 from unishard.tools.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy
 from unishard.tools.plan.devices import DEVICES, device_named, parse_bytes
-from unishard.tools.plan.questions import gpus_needed, largest, largest_micro_batch, largest_seq_len, recommend, with_compilation
+from unishard.tools.plan.questions import (
+    gpus_needed,
+    largest,
+    largest_micro_batch,
+    largest_seq_len,
+    recommend,
+    with_compilation,
+)
 
 GIB = 2**30
 H100 = DEVICES["h100-80g"]
@@ -67,7 +74,12 @@ def test_bytes_on_the_wire_are_those_of_rings() -> None:
 
 
 def test_sizes() -> None:
-    assert [parse_bytes(text) for text in ("80GiB", "24 GB", "1.5g", "512MiB")] == [80 * GIB, 24 * 10**9, 3 * GIB // 2, 512 * 2**20]
+    assert [parse_bytes(text) for text in ("80GiB", "24 GB", "1.5g", "512MiB")] == [
+        80 * GIB,
+        24 * 10**9,
+        3 * GIB // 2,
+        512 * 2**20,
+    ]
     for text in ("", "much", "0GiB", "80 parsecs"):
         with pytest.raises(ConfigError, match="such as 80GiB"):
             parse_bytes(text)
@@ -97,7 +109,9 @@ def test_every_engine_and_strategy_has_a_line() -> None:
 
 def test_what_an_engine_refuses_is_said() -> None:
     shape = llama(2, 64, 96, 16, 97)
-    found = candidates_of(config(offload={"params": "nvme", "nvme_path": "x"}), shape, Topology(8, 8), strategies=["full_shard"])
+    found = candidates_of(
+        config(offload={"params": "nvme", "nvme_path": "x"}), shape, Topology(8, 8), strategies=["full_shard"]
+    )
     assert [bool(each.refusal) for each in found] == [True, False]
     assert "offload to files" in found[0].refusal
 
@@ -117,7 +131,12 @@ def test_a_peak_names_its_phase_and_module() -> None:
     shape = llama(4, 64, 96, 16, 97)
     segments = (*activations(shape, each=1).segments, Segment("backward", "model.layers.2", 3, GIB, GIB, GIB))
     own = candidates_of(
-        config(), shape, Topology(8, 8), Activations(1, 4096, "none", segments), backends=["fsdp"], strategies=["full_shard"]
+        config(),
+        shape,
+        Topology(8, 8),
+        Activations(1, 4096, "none", segments),
+        backends=["fsdp"],
+        strategies=["full_shard"],
     )[0]
     assert own.peak is not None
     assert own.peak.where == "backward of model.layers.2"
@@ -140,14 +159,19 @@ def test_questions_are_answered() -> None:
     assert ranks[0] is None
     assert ranks[1] is not None
     for count, fits in ((ranks[1], True), (ranks[1] // 2, False)):
-        (each,) = candidates_of(cfg, shape, Topology(count, min(8, count)), trace(1, 4096), backends=["fsdp"], strategies=["full_shard"])
+        (each,) = candidates_of(
+            cfg, shape, Topology(count, min(8, count)), trace(1, 4096), backends=["fsdp"], strategies=["full_shard"]
+        )
         assert each.fits(16 * GIB) is fits
 
 
 def test_the_recommendation_is_the_cheapest_that_fits() -> None:
     shape, topology = llama(8, 4096, 11008, 4096, 32000), Topology(8, 8)
     small, large = activations(shape, each=2**20), activations(shape, each=2**34)
-    levels = [("none", candidates_of(config(), shape, topology, large)), ("full", candidates_of(config(), shape, topology, small))]
+    levels = [
+        ("none", candidates_of(config(), shape, topology, large)),
+        ("full", candidates_of(config(), shape, topology, small)),
+    ]
     found = recommend(levels, topology, H100)
     assert found.candidate is not None
     assert "activation_checkpointing=full" in found.changes

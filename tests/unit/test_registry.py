@@ -40,15 +40,21 @@ def test_ours_are_found() -> None:
 
 def test_a_name_offered_twice_is_refused_with_both_distributions() -> None:
     with pytest.raises(BackendError) as caught:
-        registry.select([point("fsdp", "unishard_fsdp:backend", "unishard"), point("fsdp", "other:backend", "unishard-other")])
+        registry.select(
+            [point("fsdp", "unishard_fsdp:backend", "unishard"), point("fsdp", "other:backend", "unishard-other")]
+        )
     assert str(caught.value) == (
-        "backend 'fsdp' is offered twice: unishard_fsdp:backend by unishard and other:backend by unishard-other; uninstall one of the two"
+        "backend 'fsdp' is offered twice: unishard_fsdp:backend by unishard and other:backend by unishard-other; "
+        "uninstall one of the two"
     )
 
 
 def test_a_format_offered_twice_is_refused_with_both_distributions() -> None:
     ours = point("hf", "unishard.formats.hf:FORMAT", "unishard", registry.FORMATS)
-    with pytest.raises(BackendError, match=r"format 'hf' is offered twice: \S+ by unishard and other:FORMAT by unishard-other; uninstall"):
+    with pytest.raises(
+        BackendError,
+        match=r"format 'hf' is offered twice: \S+ by unishard and other:FORMAT by unishard-other; uninstall",
+    ):
         registry.select([ours, point("hf", "other:FORMAT", "unishard-other", registry.FORMATS)])
 
 
@@ -102,7 +108,10 @@ def test_what_another_distribution_offers_is_found(install: Callable[..., None])
 def test_two_distributions_that_offer_one_name_are_refused(install: Callable[..., None], group: str, kind: str) -> None:
     install("one", "1.0", "third = one:it", group=group)
     install("two", "1.0", "third = two:it", group=group)
-    with pytest.raises(BackendError, match=f"{kind} 'third' is offered twice: two:it by two and one:it by one; uninstall one of the two"):
+    with pytest.raises(
+        BackendError,
+        match=f"{kind} 'third' is offered twice: two:it by two and one:it by one; uninstall one of the two",
+    ):
         registry.available(group)
 
 

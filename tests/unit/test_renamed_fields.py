@@ -93,7 +93,18 @@ def test_the_command_line_says_it_once(file, command):
 
 
 def test_a_report_in_json_holds_the_note(file):
-    result = run("translate", str(file), "--to", "deepspeed", "--set", "backend=deepspeed", "--set", f"{OLD}=[Router]", "--report", "json")
+    result = run(
+        "translate",
+        str(file),
+        "--to",
+        "deepspeed",
+        "--set",
+        "backend=deepspeed",
+        "--set",
+        f"{OLD}=[Router]",
+        "--report",
+        "json",
+    )
     assert json.loads(result.stderr)["warnings"] == [f"{file}:5: {NOTE}", f"override: {NOTE}"]
     assert "Router" in result.stdout
 

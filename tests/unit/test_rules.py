@@ -22,7 +22,9 @@ from unishard.contract.rules import Rule, When
 BACKENDS = sorted(registry.available())
 LEAVES = [path for path, _ in leaves(Config)]
 topologies = st.just(Topology()) | st.builds(
-    lambda nodes, local: Topology(world_size=nodes * local, local_world_size=local), st.integers(1, 8), st.integers(2, 8)
+    lambda nodes, local: Topology(world_size=nodes * local, local_world_size=local),
+    st.integers(1, 8),
+    st.integers(2, 8),
 )
 """Those in which the ranks of a node can share one copy."""
 
@@ -65,7 +67,9 @@ def test_translation(name: str, document: dict[str, Any], topology: Topology) ->
         for section in sections:
             place = place.get(section, {})
         if last in place:
-            assert place[last] == registry.get(name).constants[key][0], f"{key} is called constant, and a field decides it"
+            assert place[last] == registry.get(name).constants[key][0], (
+                f"{key} is called constant, and a field decides it"
+            )
     assert written
 
 
@@ -87,8 +91,13 @@ def _lists(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @given(document=documents(), topology=topologies)
-def test_the_backend_word_changes_nothing_in_a_translation(name: str, document: dict[str, Any], topology: Topology) -> None:
-    natives = [translate(unishard.load(document | {"backend": word}), backend=name, topology=topology).native for word in BACKENDS]
+def test_the_backend_word_changes_nothing_in_a_translation(
+    name: str, document: dict[str, Any], topology: Topology
+) -> None:
+    natives = [
+        translate(unishard.load(document | {"backend": word}), backend=name, topology=topology).native
+        for word in BACKENDS
+    ]
     assert natives[0] == natives[1]
 
 
@@ -168,17 +177,22 @@ def test_unsupported_is_always_an_error() -> None:
 def test_approximate_is_an_error_under_strict() -> None:
     translation = _translation(Fit.APPROXIMATE)
     assert translation.check(strict=False) is translation
-    with pytest.raises(TranslationError, match=r"training\.seed: 3 is only approximate on toy, and strict is true: why; what instead"):
+    with pytest.raises(
+        TranslationError, match=r"training\.seed: 3 is only approximate on toy, and strict is true: why; what instead"
+    ):
         translation.check(strict=True)
 
 
 def test_batch_sizes_must_agree() -> None:
-    cfg = unishard.load({"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "global_batch_size": 12}})
+    cfg = unishard.load(
+        {"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "global_batch_size": 12}}
+    )
     assert translate(cfg, topology=Topology(world_size=2)).backend == "fsdp"
     with pytest.raises(ConfigError) as caught:
         translate(cfg, topology=Topology(world_size=4))
     assert str(caught.value) == (
-        "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; write "
+        "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; "
+        "write "
         "gradient_accumulation_steps: 3 and micro_batch_size: 1, or remove global_batch_size"
     )
 
@@ -193,5 +207,7 @@ def test_a_backend_that_is_not_installed_is_an_error_at_its_field() -> None:
 
 
 def test_a_path_is_no_config() -> None:
-    with pytest.raises(ConfigError, match=r"expected a unishard\.Config, got str; load one with unishard\.load\(path\)"):
+    with pytest.raises(
+        ConfigError, match=r"expected a unishard\.Config, got str; load one with unishard\.load\(path\)"
+    ):
         translate("configs/llama_tiny.yaml")  # type: ignore[arg-type]

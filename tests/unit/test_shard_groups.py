@@ -35,9 +35,21 @@ def test_ranks_that_share_a_copy(sharding: Any, topology: Topology, expected: in
 @pytest.mark.parametrize(
     ("sharding", "topology", "what"),
     [
-        ({"strategy": "hybrid_shard", "group_size": 3}, NODES, "is 3, which does not divide 8 ranks; write one of 2, 4, 8"),
-        ({"strategy": "hybrid_shard", "group_size": 16}, NODES, "is 16, which does not divide 8 ranks; write one of 2, 4, 8"),
-        ({"strategy": "hybrid_shard", "group_size": 2}, Topology(), "is 2, which does not divide 1 rank; choose full_shard"),
+        (
+            {"strategy": "hybrid_shard", "group_size": 3},
+            NODES,
+            "is 3, which does not divide 8 ranks; write one of 2, 4, 8",
+        ),
+        (
+            {"strategy": "hybrid_shard", "group_size": 16},
+            NODES,
+            "is 16, which does not divide 8 ranks; write one of 2, 4, 8",
+        ),
+        (
+            {"strategy": "hybrid_shard", "group_size": 2},
+            Topology(),
+            "is 2, which does not divide 1 rank; choose full_shard",
+        ),
         (
             "hybrid_shard",
             Topology(world_size=6, local_world_size=4),
@@ -46,12 +58,15 @@ def test_ranks_that_share_a_copy(sharding: Any, topology: Topology, expected: in
         (
             "hybrid_shard_grad_op",
             Topology(world_size=2, local_world_size=1),
-            "is not set, and a node has 1 rank, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard",
+            "is not set, and a node has 1 rank, so nothing would be sharded; write 2 or more, or choose full_shard or "
+            "no_shard",
         ),
     ],
 )
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
-def test_groups_that_do_not_fit_the_ranks_are_refused(backend: str, sharding: Any, topology: Topology, what: str) -> None:
+def test_groups_that_do_not_fit_the_ranks_are_refused(
+    backend: str, sharding: Any, topology: Topology, what: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         unishard.translate(unishard.load({"backend": backend, "sharding": sharding}), topology=topology)
     assert str(caught.value) == f"sharding.group_size: {what}"
@@ -60,7 +75,10 @@ def test_groups_that_do_not_fit_the_ranks_are_refused(backend: str, sharding: An
 @pytest.mark.parametrize("sharding", [{}, {"strategy": "hybrid_shard", "group_size": 4}])
 def test_a_group_after_forward_divides_the_ranks_that_share_a_copy(sharding: dict[str, Any]) -> None:
     check_groups(unishard.load({"sharding": {**sharding, "reshard_after_forward": 2}}), NODES)
-    check_groups(unishard.load({"sharding": {**sharding, "reshard_after_forward": 2}}), Topology(world_size=4, local_world_size=4))
+    check_groups(
+        unishard.load({"sharding": {**sharding, "reshard_after_forward": 2}}),
+        Topology(world_size=4, local_world_size=4),
+    )
     with pytest.raises(ConfigError, match=r"sharding\.reshard_after_forward: is 3, which does not divide the"):
         check_groups(unishard.load({"sharding": {**sharding, "reshard_after_forward": 3}}), NODES)
 

@@ -8,7 +8,9 @@ from unishard.config.topology import first_host, rendezvous
 
 def test_torchrun() -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert Topology.from_environment(environ) == Topology(world_size=8, local_world_size=4, rank=5, local_rank=1, launcher="torchrun")
+    assert Topology.from_environment(environ) == Topology(
+        world_size=8, local_world_size=4, rank=5, local_rank=1, launcher="torchrun"
+    )
 
 
 def test_a_launcher_that_sets_only_two() -> None:
@@ -17,8 +19,16 @@ def test_a_launcher_that_sets_only_two() -> None:
 
 
 def test_srun() -> None:
-    environ = {"SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
-    assert Topology.from_environment(environ) == Topology(world_size=8, local_world_size=4, rank=5, local_rank=1, launcher="srun")
+    environ = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NNODES": "2",
+    }
+    assert Topology.from_environment(environ) == Topology(
+        world_size=8, local_world_size=4, rank=5, local_rank=1, launcher="srun"
+    )
 
 
 def test_srun_step_that_is_smaller_than_its_allocation() -> None:
@@ -49,9 +59,15 @@ def test_plain_python() -> None:
     [
         ({"RANK": "0"}, "the environment variable WORLD_SIZE is not set; start with torchrun, srun or python"),
         ({"WORLD_SIZE": "2"}, "the environment variable RANK is not set; start with torchrun, srun or python"),
-        ({"RANK": "zero", "WORLD_SIZE": "2"}, "the environment variable RANK is 'zero', not a number; start with torchrun, srun or python"),
+        (
+            {"RANK": "zero", "WORLD_SIZE": "2"},
+            "the environment variable RANK is 'zero', not a number; start with torchrun, srun or python",
+        ),
         ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is invalid for WORLD_SIZE=2; ranks are 0 to 1"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": ""}, "the environment variable SLURM_NTASKS is '', not a number"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": ""},
+            "the environment variable SLURM_NTASKS is '', not a number",
+        ),
     ],
 )
 def test_broken_environment(environ: dict[str, str], message: str) -> None:
@@ -81,7 +97,11 @@ SRUN = Topology(world_size=2, launcher="srun")
     [
         (Topology(), {}, None),
         (Topology(world_size=2, launcher="torchrun"), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "env://"),
-        (SRUN, {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_NODELIST": "gpu[01-09]", "SLURM_JOB_ID": "20007"}, "tcp://gpu03:20007"),
+        (
+            SRUN,
+            {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_NODELIST": "gpu[01-09]", "SLURM_JOB_ID": "20007"},
+            "tcp://gpu03:20007",
+        ),
         (SRUN, {"SLURM_STEP_NODELIST": "gpu03", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}, "tcp://head:29500"),
     ],
     ids=["one rank", "torchrun", "srun", "srun with a job script's own"],

@@ -48,7 +48,9 @@ def test_what_several_backends_were_tested_on() -> None:
     assert tested_versions.span(()) == "none"
 
 
-def test_an_untested_version_is_one_warning_on_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_untested_version_is_one_warning_on_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     versions = {"torch": "9.0.1", "engine": "3.0", "fine": "1.2"}
     monkeypatch.setattr(tested_versions, "version_of", versions.get)
     odd = backend(torch=("2.11", "2.12"), engine=("2",), fine=("1",))
@@ -58,7 +60,8 @@ def test_an_untested_version_is_one_warning_on_rank_0(monkeypatch: pytest.Monkey
     tested_versions.warn_if_untested(odd, 0)
     assert [(record.name, record.levelno) for record in caplog.records] == [("unishard", logging.WARNING)]
     assert caplog.messages == [
-        "torch 9.0.1 was not tested with backend b (tested: 2.11 to 2.12); engine 3.0 was not tested with backend b (tested: 2); "
+        "torch 9.0.1 was not tested with backend b (tested: 2.11 to 2.12); engine 3.0 was not tested with backend b "
+        "(tested: 2); "
         "run `unishard doctor` to check this environment"
     ]
 

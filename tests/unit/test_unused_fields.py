@@ -1,4 +1,5 @@
-"""What `unishard explain` calls unused decides nothing: the schema refuses it when a file sets it, and takes it otherwise."""
+"""What `unishard explain` calls unused decides nothing: the schema refuses it when a file sets it, and takes it
+otherwise."""
 
 from __future__ import annotations
 
@@ -58,8 +59,17 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {},
     {"sharding": "no_shard", "optimizer": {"name": "sgd", "momentum": 0.9}},
     {"sharding": "shard_grad_op", "precision": {"compute": "fp16", "loss_scale": 8.0}, "optimizer": "adagrad"},
-    {"sharding": "hybrid_shard", "precision": "fp16", "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}},
-    {"scheduler": {"name": "cosine", "warmup_steps": 9, "total_steps": 100}, "compile": "full", "offload": "cpu", "optimizer": "lion"},
+    {
+        "sharding": "hybrid_shard",
+        "precision": "fp16",
+        "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1},
+    },
+    {
+        "scheduler": {"name": "cosine", "warmup_steps": 9, "total_steps": 100},
+        "compile": "full",
+        "offload": "cpu",
+        "optimizer": "lion",
+    },
     {"checkpoint": {"dir": "runs", "keep_last": 2}, "communication": {"desync_check": False}},
     {"logging": ["progress"], "profile": {"steps": [3], "dir": "traces"}},
     {"logging": {"to": ["jsonl", "wandb"], "dir": "logs"}},

@@ -19,7 +19,10 @@ ZERO = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_max_lr": 3e-4}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_max_lr": 3e-4},
+    },
 }
 SHARDED = {
     "distributed_type": "FSDP",
@@ -66,17 +69,32 @@ def test_what_is_right_is_clean(from_: str, to: str) -> None:
 REMOVED = object()
 WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "another stage": ("deepspeed", "deepspeed", {"zero_optimization": {"stage": 1}}, "sharding.strategy"),
-    "no clipping, which is then 1.0": ("deepspeed", "deepspeed", {"gradient_clipping": REMOVED}, "training.gradient_clipping"),
+    "no clipping, which is then 1.0": (
+        "deepspeed",
+        "deepspeed",
+        {"gradient_clipping": REMOVED},
+        "training.gradient_clipping",
+    ),
     "fp32": ("deepspeed", "deepspeed", {"bf16": REMOVED}, "precision.compute"),
     "another rate": ("deepspeed", "deepspeed", {"scheduler": {"params": {"warmup_max_lr": 1e-4}}}, "optimizer.lr"),
-    "no offload": ("deepspeed", "deepspeed", {"zero_optimization": {"offload_optimizer": REMOVED}}, "offload.optimizer"),
+    "no offload": (
+        "deepspeed",
+        "deepspeed",
+        {"zero_optimization": {"offload_optimizer": REMOVED}},
+        "offload.optimizer",
+    ),
     "a window for the script": (
         "deepspeed",
         "deepspeed",
         {"gradient_accumulation_steps": "auto"},
         "training.gradient_accumulation_steps",
     ),
-    "one unit of the whole model": ("accelerate", "accelerate", {"fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}}, "sharding.units"),
+    "one unit of the whole model": (
+        "accelerate",
+        "accelerate",
+        {"fsdp_config": {"fsdp_auto_wrap_policy": "NO_WRAP"}},
+        "sharding.units",
+    ),
     "one unit of a model that ZeRO gathered module by module": (
         "three",
         "accelerate",
@@ -89,13 +107,23 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "GPT2Block"}},
         "sharding.units",
     ),
-    "parameters that stay": ("accelerate", "accelerate", {"fsdp_config": {"fsdp_reshard_after_forward": False}}, "sharding.strategy"),
+    "parameters that stay": (
+        "accelerate",
+        "accelerate",
+        {"fsdp_config": {"fsdp_reshard_after_forward": False}},
+        "sharding.strategy",
+    ),
     "another dtype": ("deepspeed", "accelerate", {"mixed_precision": "fp16"}, "precision.compute"),
     "stage 3 for 2": ("deepspeed", "accelerate", {"deepspeed_config": {"zero_stage": 3}}, "sharding.strategy"),
     "another bound": ("hf", "hf", {"max_grad_norm": 1.0}, "training.gradient_clipping"),
     "no warm-up": ("hf", "hf", {"warmup_steps": REMOVED}, "scheduler.warmup_steps"),
     "another schedule": ("hf", "hf", {"lr_scheduler_type": "linear"}, "scheduler.name"),
-    "another window": ("deepspeed", "lightning", {"trainer": {"accumulate_grad_batches": 2}}, "training.gradient_accumulation_steps"),
+    "another window": (
+        "deepspeed",
+        "lightning",
+        {"trainer": {"accumulate_grad_batches": 2}},
+        "training.gradient_accumulation_steps",
+    ),
     "other betas": ("deepspeed", "unishard", {"optimizer": {"betas": [0.9, 0.999]}}, "optimizer.betas"),
 }
 
@@ -148,7 +176,10 @@ def test_a_tool_that_is_not_installed_is_said_plainly(monkeypatch: pytest.Monkey
 
 def test_a_tool_that_cannot_be_asked_is_said_plainly() -> None:
     said = verify(made("hf", "torchtitan")).effective.missing
-    assert said == f"{catalog.get('torchtitan').tool} cannot be verified here: unishard cannot ask it what it makes of a file"
+    assert (
+        said
+        == f"{catalog.get('torchtitan').tool} cannot be verified here: unishard cannot ask it what it makes of a file"
+    )
 
 
 AROUND = {"model_name_or_path": "m", **ARGUMENTS}
@@ -165,7 +196,11 @@ def test_tools_around_transformers_are_asked_through_it(from_: str, to: str) -> 
     found = verify(translate(TOOLS[from_], to, from_=from_, topology=FOUR))
     assert (found.unreported, found.effective.refused, found.effective.missing) == ([], "", "")
     assert found.source.consumer.startswith("transformers ")
-    assert {row.field for row in found.rows} >= {"training.micro_batch_size", "scheduler.warmup_steps", "sharding.strategy"}
+    assert {row.field for row in found.rows} >= {
+        "training.micro_batch_size",
+        "scheduler.warmup_steps",
+        "sharding.strategy",
+    }
 
 
 @pytest.mark.parametrize(
@@ -185,7 +220,9 @@ def test_what_a_tool_around_transformers_assumes_is_not_taken_for_transformers_d
 
 def test_a_rate_that_transformers_copies_from_the_optimizer_is_not_deepspeeds_default() -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 10}}
-    outcome = translate({**ZERO, "fp16": {"opt_level": "O2"}, "scheduler": scheduler}, "deepspeed", from_="deepspeed", topology=FOUR)
+    outcome = translate(
+        {**ZERO, "fp16": {"opt_level": "O2"}, "scheduler": scheduler}, "deepspeed", from_="deepspeed", topology=FOUR
+    )
     found = verify(outcome)
     assert found.source.refused  # for opt_level, which is left out
     assert not found.unreported

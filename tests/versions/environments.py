@@ -102,5 +102,9 @@ def run(command: list[str | Path], *, timeout: float, cwd: Path | None = None) -
 
 def last_lines(output: str, number: int = 1) -> str:
     """The end of what a program printed, without what pip says of itself."""
-    lines = [line.strip() for line in output.splitlines() if line.strip() and not re.match(r"\[notice\]|WARNING: ", line.strip())]
+    lines = [
+        line.strip()
+        for line in output.splitlines()
+        if line.strip() and not re.match(r"\[notice\]|WARNING: ", line.strip())
+    ]
     return " ".join(lines[-number:]) or "no output"

@@ -1,4 +1,5 @@
-"""Runs a spanning part of the suite on each version set; writes docs/versions/*.json as results come, and docs/versions.md.
+"""Runs a spanning part of the suite on each version set; writes docs/versions/*.json as results come, and
+docs/versions.md.
 
 make versions                                       # every set: hours, mostly downloads
 make versions ONLY=torch-2.11                       # one set, or several with commas between
@@ -29,7 +30,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run what the command line asks for; 1 when anything was wrong."""
     parser = argparse.ArgumentParser(prog="make versions")
     parser.add_argument("--only", default="", help="names of version sets, with commas between")
-    parser.add_argument("--venv", type=Path, help="an environment to use instead of building one; needs one set in --only")
+    parser.add_argument(
+        "--venv", type=Path, help="an environment to use instead of building one; needs one set in --only"
+    )
     parser.add_argument("--keep", action="store_true", help="leave new environments where they are")
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="the folder of versions.md and versions/")
     given = parser.parse_args(arguments)
@@ -109,12 +112,19 @@ def misfits(version_set: VersionSet, versions: dict[str, str | None]) -> str:
     """What is installed in other versions than the set asks for; empty for nothing."""
     asked = [("python", f"{version_set.python}.*"), *(tuple(pin.split("==")) for pin in version_set.pins)]
     said = {name: (versions.get(name) or "nothing").partition("+")[0] for name, _ in asked}
-    odd = [f"{name} {wanted} is asked for, {said[name]} is installed" for name, wanted in asked if not _fits(said[name], wanted)]
+    odd = [
+        f"{name} {wanted} is asked for, {said[name]} is installed"
+        for name, wanted in asked
+        if not _fits(said[name], wanted)
+    ]
     return "; ".join(odd)
 
 
 def _fits(version: str, wanted: str) -> bool:
-    return any(fnmatch(each, wanted) for each in (version, f"{version}.0", version.removesuffix(".0"), version.removesuffix(".0.0")))
+    return any(
+        fnmatch(each, wanted)
+        for each in (version, f"{version}.0", version.removesuffix(".0"), version.removesuffix(".0.0"))
+    )
 
 
 def _say(text: str) -> None:

@@ -48,13 +48,17 @@ def _doctor(name: str, python: Path, folder: Path) -> tuple[Any, str]:
         return None, last_lines(done.stdout)
     report = json.loads(done.stdout)
     failed = [f"{check['name']}: {check['found']}" for check in report["checks"] if check["status"] == "fail"]
-    probes = {check["name"].removeprefix("probe "): check["missing"] for check in report["checks"] if "missing" in check}
+    probes = {
+        check["name"].removeprefix("probe "): check["missing"] for check in report["checks"] if "missing" in check
+    }
     return {"versions": report["versions"], "counts": report["counts"], "probes": probes}, "; ".join(failed)
 
 
 def _readme(name: str, python: Path, folder: Path) -> tuple[Any, str]:
     """README's first program, as a user would run it."""
-    (program, *_) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (program, *_) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     (folder / "train.py").write_text(program, encoding="utf-8")
     done = run([python, "train.py"], timeout=_SECONDS[name], cwd=folder)
     return None, last_lines(done.stdout) if done.returncode else ""

@@ -1,4 +1,5 @@
-"""`make versions`: what it asks pip for, how it copes with sets that fail, and that docs/versions.md is what was run."""
+"""`make versions`: what it asks pip for, how it copes with sets that fail, and that docs/versions.md is what was
+run."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_every_set_that_was_run_was_right():
 
 def test_the_page_says_what_was_not_run():
     missing = [each.name for each in SETS][1:]
-    assert f"{', '.join(missing)}: run `make versions ONLY={','.join(missing)}`." in version_page.page([{**DONE, "name": SETS[0].name}])
+    assert f"{', '.join(missing)}: run `make versions ONLY={','.join(missing)}`." in version_page.page(
+        [{**DONE, "name": SETS[0].name}]
+    )
     assert "Not run yet" not in version_page.page([{**DONE, "name": each.name} for each in SETS])
 
 
@@ -47,7 +50,9 @@ def test_every_version_that_a_backend_calls_tested_was_run():
     pins = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
     for package, versions in tested_versions.tested(map(registry.get, registry.available())).items():
         run = [pins[package], *(result["versions"].get(package) or "" for result in RESULTS)]
-        assert [version for version in versions if not any(tested_versions.is_tested(each, [version]) for each in run)] == [], package
+        assert [
+            version for version in versions if not any(tested_versions.is_tested(each, [version]) for each in run)
+        ] == [], package
     pythons = {".".join(result["versions"]["python"].split(".")[:2]) for result in RESULTS if result["versions"]}
     assert pythons | {"3.11"} == set(tested_versions.PYTHONS)
 
@@ -61,7 +66,14 @@ def test_the_workflow_runs_every_set_on_its_python():
 def test_the_floors_are_every_dependency_at_its_oldest():
     found = floors()
     assert all(re.fullmatch(r"[\w.-]+==[\d.]+", pin) for pin in found)
-    assert {pin.partition("==")[0] for pin in found} >= {"pydantic", "rich", "torch", "deepspeed", "transformers", "matplotlib"}
+    assert {pin.partition("==")[0] for pin in found} >= {
+        "pydantic",
+        "rich",
+        "torch",
+        "deepspeed",
+        "transformers",
+        "matplotlib",
+    }
     assert len(found) == len({pin.partition("==")[0] for pin in found})
 
 
@@ -99,18 +111,28 @@ def installed(monkeypatch):
 def test_a_piece_that_breaks_leaves_the_others_alone(installed, tmp_path):
     installed["doctor"] = {"wrong": "no output", "found": None}
     cell = {"precision": "fp32", "strategy": "full_shard", "losses": 1e-7, "norms": 2e-7, "wrong": ""}
-    cells = {"mlp-a": cell, "mlp-b": cell | {"losses": 3e-7}, "lora-mlp-c": cell, "mlp-d": cell | {"precision": "bf16", "wrong": "x | y"}}
+    cells = {
+        "mlp-a": cell,
+        "mlp-b": cell | {"losses": 3e-7},
+        "lora-mlp-c": cell,
+        "mlp-d": cell | {"precision": "bf16", "wrong": "x | y"},
+    }
     installed["cells"] = {"found": {"fsdp": cells}}
     result = make_versions.measure(SET, tmp_path)
     assert result["wrong"] == "doctor: no output; cells: 1 of 4 wrong"
     text = version_page.page([result])
-    assert "| x | 2: 3e-07 / 2e-07 | **0 of 1**: 1e-07 / 2e-07 | not run | not run | 1 | not run | not run | not run |  |" in text
+    assert (
+        "| x | 2: 3e-07 / 2e-07 | **0 of 1**: 1e-07 / 2e-07 | not run | not run | 1 | not run | not run | not run |  |"
+        in text
+    )
     assert "| x | doctor | no output |" in text
     assert "| x | cells: fsdp mlp-d | x \\| y |" in text
 
 
 def test_results_are_written_as_they_come_and_the_worst_decides_the_exit_status(installed, tmp_path, monkeypatch):
-    sets = [VersionSet(name, python, pieces=("doctor",)) for name, python in (("a", PYTHON), ("b", "3.99"), ("c", PYTHON))]
+    sets = [
+        VersionSet(name, python, pieces=("doctor",)) for name, python in (("a", PYTHON), ("b", "3.99"), ("c", PYTHON))
+    ]
     for module in (make_versions, version_page):
         monkeypatch.setattr(module, "SETS", sets)
     seen = []
@@ -123,7 +145,11 @@ def test_results_are_written_as_they_come_and_the_worst_decides_the_exit_status(
     assert make_versions.main(["--out", str(tmp_path)]) == 1
     assert seen == [[], ["a.json"], ["a.json", "b.json"]]
     results = [json.loads((tmp_path / "versions" / f"{name}.json").read_text()) for name in "abc"]
-    assert [result["wrong"] for result in results] == ["", "not installable: python3.99 was not found; install it, or put it on PATH", ""]
+    assert [result["wrong"] for result in results] == [
+        "",
+        "not installable: python3.99 was not found; install it, or put it on PATH",
+        "",
+    ]
     text = (tmp_path / "versions.md").read_text()
     assert "| b | not installable |" in text
     assert "| b | installation | python3.99 was not found" in text
@@ -135,7 +161,10 @@ def test_what_pip_refuses_is_the_reason_and_nothing_is_left(tmp_path, monkeypatc
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(NotInstallable, match="torch"), environment(VersionSet("x", PYTHON, ("torch==0.0.1",)), None, keep=False):
+    with (
+        pytest.raises(NotInstallable, match="torch"),
+        environment(VersionSet("x", PYTHON, ("torch==0.0.1",)), None, keep=False),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -143,7 +172,11 @@ def test_what_pip_refuses_is_the_reason_and_nothing_is_left(tmp_path, monkeypatc
 def test_the_command_line_names_what_there_is():
     for arguments, said in ((["--only", "nothing"], "there are torch-2.11"), (["--venv", "x"], "name its version set")):
         done = subprocess.run(
-            [sys.executable, ROOT / "tests/versions/make_versions.py", *arguments], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, ROOT / "tests/versions/make_versions.py", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
@@ -179,7 +212,10 @@ def test_the_cells_span_every_strategy_model_precision_and_area():
     chosen = cells.spanning()
     plain = {(cell.model, cell.strategy, cell.precision) for cell in chosen if cell.feature == "plain"}
     assert plain == {
-        (model, strategy, precision) for model in ("mlp", "llama") for strategy in STRATEGIES for precision in ("fp32", "bf16")
+        (model, strategy, precision)
+        for model in ("mlp", "llama")
+        for strategy in STRATEGIES
+        for precision in ("fp32", "bf16")
     }
     assert {area_of(cell.feature) for cell in chosen} == set(AREAS)
     assert {cell.strategy for cell in chosen} == {*STRATEGIES, "hybrid_shard", "hybrid_shard_grad_op"}
@@ -188,4 +224,6 @@ def test_the_cells_span_every_strategy_model_precision_and_area():
     assert cells.judge("fsdp", cell, cells.Refusal("no"), None)["wrong"] == "no"
     curve = cells.conformance.Curve((1.0,), (1.0,), (0.1,))
     assert cells.judge("fsdp", cell, curve, curve)["wrong"] == ""
-    assert cells.judge("fsdp", cell, curve._replace(losses=(1.1,)), curve)["wrong"].startswith("first losses 1.0e-01, at most ")
+    assert cells.judge("fsdp", cell, curve._replace(losses=(1.1,)), curve)["wrong"].startswith(
+        "first losses 1.0e-01, at most "
+    )

@@ -73,12 +73,21 @@ def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
     found = {name: piece["found"] or {} for name, piece in result["pieces"].items()}
     cells = found.get("cells", {})
     plain = (
-        _figures([cell for name, cell in cells.get(engine, {}).items() if _is_plain(name) and cell["precision"] == precision])
+        _figures(
+            [cell for name, cell in cells.get(engine, {}).items() if _is_plain(name) and cell["precision"] == precision]
+        )
         for engine, precision in _ENGINES
     )
     others = [cell for engine in cells.values() for name, cell in engine.items() if not _is_plain(name)]
     parts = (_passed(list(found.get(name, {}).values())) for name in ("resuming", "export"))
-    return (result["name"], *plain, _passed(others), *parts, _probes(found.get("doctor", {})), _first_steps(result["pieces"]))
+    return (
+        result["name"],
+        *plain,
+        _passed(others),
+        *parts,
+        _probes(found.get("doctor", {})),
+        _first_steps(result["pieces"]),
+    )
 
 
 def _is_plain(cell: str) -> bool:

@@ -27,7 +27,8 @@ class VersionSet:
 
     @property
     def torch_first(self) -> tuple[str, ...]:
-        """What is installed before everything else, so that a package that builds against torch finds the pinned one."""
+        """What is installed before everything else, so that a package that builds against torch finds the pinned
+        one."""
         return tuple(pin for pin in self.pins if re.match(r"torch\b", pin))
 
 

@@ -18,7 +18,8 @@ __all__ = ["read_through", "require_bounded"]
 _BLOCK = 1 << 22
 """Bytes in memory at once."""
 _ELEMENTS, _ELEMENTS_A_BYTE = 1 << 24, 16
-"""Elements of all tensors in any file, and further ones for each of its bytes: tensors may share memory, or repeat it (stride 0)."""
+"""Elements of all tensors in any file, and further ones for each of its bytes: tensors may share memory, or repeat it
+(stride 0)."""
 
 _OF_TYPE = "_rebuild_from_type_v2"
 """Calls its first argument with its third, for a tensor with attributes of its own (torch 2.13, _tensor.py)."""
@@ -37,7 +38,9 @@ def require_bounded(file: IO[bytes]) -> None:
     with zipfile.ZipFile(file) as archive:
         entries, size = archive.infolist(), file.seek(0, 2)
         _require_stored(entries)
-        if sum(entry.file_size for entry in entries) > size or len({entry.filename for entry in entries}) < len(entries):
+        if sum(entry.file_size for entry in entries) > size or len({entry.filename for entry in entries}) < len(
+            entries
+        ):
             refuse("its entries overlap; the file may be malicious, do not open it")
         pickles = [_content(archive, entry) for entry in entries if entry.filename.endswith("data.pkl")]
     file.seek(0)
@@ -45,7 +48,10 @@ def require_bounded(file: IO[bytes]) -> None:
         outline = _Outline(data)
         require_small(outline.load(), len(data))
         if outline.elements > _ELEMENTS + _ELEMENTS_A_BYTE * size:
-            refuse(f"has {size} bytes and tensors of {outline.elements} elements; the file may be malicious, do not open it")
+            refuse(
+                f"has {size} bytes and tensors of {outline.elements} elements; the file may be malicious, do not open "
+                "it"
+            )
 
 
 def read_through(file: IO[bytes], shown: str) -> Iterator[int]:
@@ -70,7 +76,9 @@ def read_through(file: IO[bytes], shown: str) -> Iterator[int]:
                         while block := record.read(_BLOCK):
                             yield len(block)
     except Exception as error:  # a damaged archive can raise anything
-        raise CheckpointError(f"{shown}: its checksums do not match ({error}); the file is damaged, use another checkpoint") from error
+        raise CheckpointError(
+            f"{shown}: its checksums do not match ({error}); the file is damaged, use another checkpoint"
+        ) from error
 
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
@@ -86,7 +94,9 @@ def _require_stored(entries: list[zipfile.ZipInfo]) -> None:
 
 
 class _Outline(BoundedUnpickler):
-    """Reads the lists, tuples and dicts of a pickle, with empty objects in place of all others, and counts the elements of its tensors."""
+    """Reads the lists, tuples and dicts of a pickle, with empty objects in place of all others, and counts the elements
+    of its tensors.
+    """
 
     elements = 0
 
@@ -104,7 +114,12 @@ class _Outline(BoundedUnpickler):
 
     def note_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """Count a tensor: torch rebuilds it from a storage, an offset, its shape, and so on (torch 2.13, _utils.py)."""
-        while function.__name__ == _OF_TYPE and len(arguments) > 2 and isinstance(arguments[0], type) and isinstance(arguments[2], tuple):
+        while (
+            function.__name__ == _OF_TYPE
+            and len(arguments) > 2
+            and isinstance(arguments[0], type)
+            and isinstance(arguments[2], tuple)
+        ):
             function, arguments = arguments[0], arguments[2]
         if function.__name__.startswith("_rebuild") and len(arguments) > 2 and isinstance(arguments[2], tuple):
             if len(arguments[2]) > MOST_DIMS or not all(isinstance(length, int) for length in arguments[2]):

@@ -1,7 +1,8 @@
-"""Which rank writes what, planned by rank 0: each interval once, also where several ranks hold it, and no element left out.
+"""Which rank writes what, planned by rank 0: each interval once, also where several ranks hold it, and no element left
+out.
 
-torch's own planner makes some objects for each chunk, of which 70 billion parameters on 1,024 ranks have two million; here they are
-rows of arrays.
+torch's own planner makes some objects for each chunk, of which 70 billion parameters on 1,024 ranks have two million;
+here they are rows of arrays.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Assignment:
             chunk: Bytes of the intervals that are written as one.
 
         Raises:
-            ValueError: Elements of a tensor are missing, are held in intervals that overlap, or ranks name tensors of other kinds.
+            ValueError: Elements of a tensor are missing, are held in intervals that overlap, or ranks name tensors of
+                other kinds.
         """
         self._number: dict[str, int] = {}
         found: list[StoredTensor] = []
@@ -60,7 +62,8 @@ class Assignment:
         """For each rank, the numbers of its tensors."""
         self._found = found
         cuts = [
-            cut(unpacked(tuple(found[each] for each in own), sent), chunk) for own, (_, sent) in zip(self.numbers, everyone, strict=True)
+            cut(unpacked(tuple(found[each] for each in own), sent), chunk)
+            for own, (_, sent) in zip(self.numbers, everyone, strict=True)
         ]
         counts = [len(each.tensor) for each in cuts]
         tensor = np.concatenate([own[each.tensor] for own, each in zip(self.numbers, cuts, strict=True)])
@@ -103,7 +106,9 @@ class Assignment:
         at += np.repeat(np.asarray(begins, np.int64) - np.append(at, 0)[np.cumsum(counts) - counts], counts)
         ordered = [self._found[number] for number in self._order]
         columns = [self._first, self._last, self._rank, at[self._record], length[self._record]]
-        rows = np.concatenate([np.arange(*self._bounds[number : number + 2]) for number in self._order] or [np.empty(0, np.int64)])
+        rows = np.concatenate(
+            [np.arange(*self._bounds[number : number + 2]) for number in self._order] or [np.empty(0, np.int64)]
+        )
         sizes = [int(self._bounds[number + 1] - self._bounds[number]) for number in self._order]
         return Places(ordered, np.cumsum([0, *sizes]), [column[rows] for column in columns])
 
@@ -119,13 +124,17 @@ class Assignment:
         return total[self._order].tolist() if self._order else []
 
     def _lay_out(self, tensor: Numbers, begin: Numbers, end: Numbers, rank: Numbers, written: Numbers) -> None:
-        """Divide the intervals, which are sorted by tensor and element, into boxes, and find the record of each in the ranks' files."""
+        """Divide the intervals, which are sorted by tensor and element, into boxes, and find the record of each in the
+        ranks' files.
+        """
         bounds = np.searchsorted(tensor, np.arange(len(self._found) + 1))
         tables = [
             box_table(each.shape, begin[first:last], end[first:last])
             for each, (first, last) in zip(self._found, pairwise(bounds), strict=True)
         ]
-        source = np.concatenate([table.source + first for table, first in zip(tables, bounds, strict=False)] or [np.empty(0, np.int64)])
+        source = np.concatenate(
+            [table.source + first for table, first in zip(tables, bounds, strict=False)] or [np.empty(0, np.int64)]
+        )
         self._first = np.concatenate([table.first for table in tables] or [np.empty(0, np.int64)])
         self._last = np.concatenate([table.last for table in tables] or [np.empty(0, np.int64)])
         self._bounds = np.cumsum([0, *(len(table.first) for table in tables)])
@@ -150,14 +159,19 @@ class Assignment:
         numel = np.array([math.prod(each.shape) for each in self._found], np.int64)
         self._refuse("ranks hold overlapping elements of", tensor[begin < expected])
         self._refuse("no rank holds some or all elements of", tensor[begin > expected])
-        self._refuse("no rank holds some or all elements of", tensor[np.append(fresh[1:], True)[: len(tensor)] & (end != numel[tensor])])
+        self._refuse(
+            "no rank holds some or all elements of",
+            tensor[np.append(fresh[1:], True)[: len(tensor)] & (end != numel[tensor])],
+        )
 
     def _refuse(self, what: str, tensors: Numbers) -> None:
         if len(tensors):
             raise ValueError(f"{what} {self._found[int(tensors[0])].name}")
 
 
-def _numbered(everyone: Sequence[tuple[bytes, bytes]], number: dict[str, int], found: list[StoredTensor]) -> list[Numbers]:
+def _numbered(
+    everyone: Sequence[tuple[bytes, bytes]], number: dict[str, int], found: list[StoredTensor]
+) -> list[Numbers]:
     """Number all tensors; those that many ranks name in the same bytes are read once."""
     known: dict[bytes, Numbers] = {}
     for sent, _ in everyone:

@@ -25,8 +25,8 @@ class Background:
     """At most one job in a background thread; the next call on this object raises its failure.
 
     Args:
-        ready: Create the process group now, which is collective. If it is created at the first start and a rank is gone by then, the
-            other ranks wait for torch's timeout (half an hour, torch 2.13).
+        ready: Create the process group now, which is collective. If it is created at the first start and a rank is gone
+            by then, the other ranks wait for torch's timeout (half an hour, torch 2.13).
     """
 
     def __init__(self, *, ready: bool = False) -> None:
@@ -63,7 +63,8 @@ class Background:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         held = {
-            name: stretch._replace(read=partial(_read, self._copies[name], stretch.start)) for name, stretch in snapshot.stretches.items()
+            name: stretch._replace(read=partial(_read, self._copies[name], stretch.start))
+            for name, stretch in snapshot.stretches.items()
         }
         return snapshot._replace(stretches=held)
 

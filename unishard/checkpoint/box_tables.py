@@ -51,11 +51,15 @@ def box_table(shape: Sequence[int], begins: Any, ends: Any) -> BoxTable:
     held = bounds[:, 1:] > bounds[:, :-1]
     source, step = np.nonzero(held)
     first, last = bounds[:, :-1][held], bounds[:, 1:][held]
-    dims = np.array([*levels, 0, *reversed(levels)], np.int64)[step]  # in which dim a box has more than one index and not all
+    dims = np.array([*levels, 0, *reversed(levels)], np.int64)[
+        step
+    ]  # in which dim a box has more than one index and not all
     return BoxTable(source, first, last, *_coordinates(shape, blocks, first, last, dims))
 
 
-def _coordinates(shape: Sequence[int], blocks: Sequence[int], first: Numbers, last: Numbers, dims: Numbers) -> tuple[Numbers, Numbers]:
+def _coordinates(
+    shape: Sequence[int], blocks: Sequence[int], first: Numbers, last: Numbers, dims: Numbers
+) -> tuple[Numbers, Numbers]:
     offsets, sizes = np.empty((len(first), len(shape)), np.int64), np.empty((len(first), len(shape)), np.int64)
     for dim, (length, block) in enumerate(zip(shape, blocks, strict=True)):
         offsets[:, dim] = first // block % length

@@ -1,7 +1,7 @@
 """What a short file may ask of its reader: its length decides how much it can mean.
 
-A pickle refers to its own parts, so 400 bytes can mean a tuple of 2^100 elements, whose hash never ends. What a genuine file means is
-about as long as the file, so a reader counts its steps and ends where they are far more.
+A pickle refers to its own parts, so 400 bytes can mean a tuple of 2^100 elements, whose hash never ends. What a genuine
+file means is about as long as the file, so a reader counts its steps and ends where they are far more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from unishard.errors import CheckpointError
 __all__ = ["MOST_DIMS", "MOST_NAMES", "BoundedUnpickler", "refuse", "require_small", "steps_of"]
 
 _STEPS, _STEPS_A_BYTE = 1 << 20, 4
-"""Steps of any file, and further ones for each of its bytes. In genuine files a value takes one, and has more than one byte."""
+"""Steps of any file, and further ones for each of its bytes. In genuine files a value takes one, and has more than one
+byte."""
 MOST_DIMS = 64
 """Dimensions of a tensor: torch's own limit (torch 2.13, c10/core/TensorImpl.h)."""
 MOST_NAMES = 128
@@ -35,7 +36,8 @@ def steps_of(size: int) -> int:
 
 
 def require_small(value: Any, size: int) -> None:
-    """Check that lists, tuples and dicts hold no more than the file that they are from, counted wherever they are referred to.
+    """Check that lists, tuples and dicts hold no more than the file that they are from, counted wherever they are
+    referred to.
 
     Args:
         value: From the file.
@@ -68,7 +70,8 @@ def refuse(what: str) -> NoReturn:
 class BoundedUnpickler(pickle._Unpickler):
     """Takes time in proportion to the length of a pickle. A subclass says which classes it admits.
 
-    It is Python's own unpickler, not the one in C, whose memo takes any amount of memory for a damaged pickle (Python 3.11).
+    It is Python's own unpickler, not the one in C, whose memo takes any amount of memory for a damaged pickle (Python
+    3.11).
     """
 
     stack: list[Any]
@@ -87,7 +90,10 @@ class BoundedUnpickler(pickle._Unpickler):
         """Look at a call before it is made."""
 
     def _spend(self, values: Sequence[Any]) -> None:
-        """Count the elements of the tuples among some values. A tuple without others in it has cost as many bytes of the pickle."""
+        """Count the elements of the tuples among some values.
+
+        A tuple without others in it has cost as many bytes of the pickle.
+        """
         if nested := [each for each in values if isinstance(each, tuple)]:
             self._left -= _count(nested, self._left, (tuple,))
 
@@ -140,8 +146,18 @@ _CHECKS: dict[bytes, Callable[[BoundedUnpickler], None]] = {
     pickle.NEWOBJ: BoundedUnpickler._check_call,
     pickle.BUILD: BoundedUnpickler._check_build,
 }
-_UNUSED = (pickle.BYTEARRAY8, pickle.LONG4, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX)
-"""No genuine file has them. They allocate what they name, hash what they hold, or call what the checks above do not see."""
+_UNUSED = (
+    pickle.BYTEARRAY8,
+    pickle.LONG4,
+    pickle.EMPTY_SET,
+    pickle.ADDITEMS,
+    pickle.FROZENSET,
+    pickle.INST,
+    pickle.OBJ,
+    pickle.NEWOBJ_EX,
+)
+"""No genuine file has them. They allocate what they name, hash what they hold, or call what the checks above do not
+see."""
 BoundedUnpickler.dispatch.update({code[0]: _checked(code[0], check) for code, check in _CHECKS.items()})
 for _code in _UNUSED:
     del BoundedUnpickler.dispatch[_code[0]]

@@ -47,7 +47,9 @@ class ChunkTable(Protocol):
 class ListedChunks:
     """A table from lists, such as those of torch's index."""
 
-    def __init__(self, listed: Mapping[str, Sequence[Chunk]], shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self, listed: Mapping[str, Sequence[Chunk]], shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
         """Sort the chunks.
 
         Args:
@@ -65,7 +67,11 @@ class ListedChunks:
             spans = sorted((*_span(chunk), index) for index, chunk in enumerate(self._listed[name]))
             # Boxes of several dims may interleave in the flattened tensor: the largest end so far never falls.
             ends = list(accumulate((last for _, last, _ in spans), max))
-            self._sorted[name] = [self._listed[name][index] for *_, index in spans], [first for first, *_ in spans], ends
+            self._sorted[name] = (
+                [self._listed[name][index] for *_, index in spans],
+                [first for first, *_ in spans],
+                ends,
+            )
         chunks, firsts, ends = self._sorted[name]
         yield from chunks[bisect_left(ends, begin) : bisect_left(firsts, end)]
 

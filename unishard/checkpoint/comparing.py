@@ -85,7 +85,11 @@ def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Compariso
         list(_facts(one, other)),
         [name for name in one.tensors if name not in other.tensors],
         [name for name in other.tensors if name not in one.tensors],
-        [Fact(name, *forms) for name in common if len(set(forms := (_form(one.tensors[name]), _form(other.tensors[name])))) > 1],
+        [
+            Fact(name, *forms)
+            for name in common
+            if len(set(forms := (_form(one.tensors[name]), _form(other.tensors[name])))) > 1
+        ],
         [_gap(name, *opened, advance) for name in _changed(one, other)],
         len(common),
     )
@@ -141,7 +145,8 @@ def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> TensorDifferenc
     forms = [(stretch.shape, stretch.dtype) for stretch in (a.stretch(name), b.stretch(name))]
     if forms[0] != forms[1]:
         raise CheckpointError(
-            f"{a.folder}, {b.folder}: {name} differs from the manifest in shape or dtype; run `unishard checkpoint verify`"
+            f"{a.folder}, {b.folder}: {name} differs from the manifest in shape or dtype; run `unishard checkpoint "
+            "verify`"
         )
     differing = numel = 0
     largest = torch.zeros(2, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Converts a checkpoint of one tool into one of another, in one process: no engine, no model, one chunk in memory at a time."""
+"""Converts a checkpoint of one tool into one of another, in one process: no engine, no model, one chunk in memory at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def convert(
 ) -> tuple[str, ...]:
     """Convert a checkpoint to another format. A failure leaves nothing behind.
 
-    What is read is verified: unishard's checkpoints by their hashes, those of other tools by the checksums in files of torch.save.
+    What is read is verified: unishard's checkpoints by their hashes, those of other tools by the checksums in files of
+    torch.save.
 
     Args:
         source: A checkpoint directory in any known format.
@@ -44,12 +47,15 @@ def convert(
         Notes on what was not converted, and why.
 
     Raises:
-        CheckpointError: `source` is not a checkpoint, is damaged or is not supported, `destination` exists, or a format is unknown.
+        CheckpointError: `source` is not a checkpoint, is damaged or is not supported, `destination` exists, or a format
+            is unknown.
     """
     known = formats()
     writer = _named(known, to)
     if writer.write is None:
-        raise CheckpointError(f"checkpoints of {writer.title} can be read, but not written; use --to {_supporting(known, 'write')}")
+        raise CheckpointError(
+            f"checkpoints of {writer.title} can be read, but not written; use --to {_supporting(known, 'write')}"
+        )
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: already exists; choose a folder that does not exist")
     if not source.is_dir():
@@ -57,7 +63,8 @@ def convert(
     reader = _named(known, from_) if from_ is not None else _detected(known, source)
     if reader.read is None:
         raise CheckpointError(
-            f"{source}: checkpoints of {reader.title} can be written, but not read; convert the checkpoint that it was made from"
+            f"{source}: checkpoints of {reader.title} can be written, but not read; convert the checkpoint that it was "
+            "made from"
         )
     contents = reader.read(source)
     sizes = {path: path.stat().st_size for path in contents.archives}
@@ -89,7 +96,8 @@ def formats() -> dict[str, CheckpointFormat]:
         for name, each in registry.get(backend).checkpoint_formats.items():
             if found.setdefault(name, each) is not each:
                 raise CheckpointError(
-                    f"two backends define the checkpoint format {name!r}, one of them is {backend}; uninstall one of the two"
+                    f"two backends define the checkpoint format {name!r}, one of them is {backend}; uninstall one of "
+                    "the two"
                 )
     return found
 
@@ -110,7 +118,9 @@ def _detected(known: dict[str, CheckpointFormat], source: Path) -> CheckpointFor
     for each in known.values():
         if each.recognises(source):
             return each
-    raise CheckpointError(f"{source}: not a checkpoint in a known format; known: {', '.join(each.title for each in known.values())}")
+    raise CheckpointError(
+        f"{source}: not a checkpoint in a known format; known: {', '.join(each.title for each in known.values())}"
+    )
 
 
 @contextmanager
@@ -126,7 +136,9 @@ def _created_atomically(destination: Path) -> Iterator[Path]:
         fsync(destination.parent)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(f"{destination}: cannot be written ({error.strerror}); free disk space, or choose another folder") from error
+        raise CheckpointError(
+            f"{destination}: cannot be written ({error.strerror}); free disk space, or choose another folder"
+        ) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -43,7 +43,9 @@ def index_of(entries: Any, paths: Mapping[str, tuple[str, ...]], places: Any) ->
         places: Where each chunk lies.
     """
     meta = metadata.StorageMeta()  # without the path that torch would write
-    made = metadata.Metadata(state_dict_metadata=entries, planner_data=dict(paths), storage_data=places, storage_meta=meta)
+    made = metadata.Metadata(
+        state_dict_metadata=entries, planner_data=dict(paths), storage_data=places, storage_meta=meta
+    )
     if hasattr(made, "version"):
         made.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     return made

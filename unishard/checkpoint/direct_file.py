@@ -1,8 +1,9 @@
 """A file written once, sequentially, that bypasses the page cache (O_DIRECT) where the file system supports it.
 
-A checkpoint is rarely read soon after it was saved. In the page cache it would take new pages for every byte, until the kernel stalls the
-process to write them out. Instead, a few buffers go straight to disk: one is being written while the others are filled. Another thread
-computes the checksum meanwhile, which takes longer than all else that is computed of a tensor.
+A checkpoint is rarely read soon after it was saved. In the page cache it would take new pages for every byte, until the
+kernel stalls the process to write them out. Instead, a few buffers go straight to disk: one is being written while the
+others are filled. Another thread computes the checksum meanwhile, which takes longer than all else that is computed of
+a tensor.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ class DirectFile:
     def __init__(self, path: Path) -> None:
         self.size = self.crc = 0
         self._file = _open(path)
-        # `mmap` allocates shared memory, so a concurrent fork, such as a data loader's, does not disturb a write (open(2), O_DIRECT).
+        # `mmap` allocates shared memory, so a concurrent fork, such as a data loader's, does not disturb a write
+        # (open(2), O_DIRECT).
         self._buffers = [memoryview(mmap.mmap(-1, BUFFER)) for _ in range(_BUFFERS)]
         self._filled = 0
-        self._thread, self._summing = ThreadPoolExecutor(1, "unishard-output"), ThreadPoolExecutor(1, "unishard-checksum")
+        self._thread, self._summing = (
+            ThreadPoolExecutor(1, "unishard-output"),
+            ThreadPoolExecutor(1, "unishard-checksum"),
+        )
         self._under_way: deque[list[Future[None]]] = deque()
 
     def write(self, piece: bytes | memoryview) -> None:
@@ -102,7 +107,9 @@ class DirectFile:
     def __enter__(self) -> DirectFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._file, self._thread, self._summing:
             if error is None:
                 self._finish()
@@ -129,7 +136,9 @@ def _open_direct(path: str, flags: int) -> int:
 
 
 def _disable_direct_io(file: io.FileIO) -> bool:
-    """Switch to cached writes, for a file system that accepts O_DIRECT in open but not in write; False if they are cached already."""
+    """Switch to cached writes, for a file system that accepts O_DIRECT in open but not in write; False if they are
+    cached already.
+    """
     if not _DIRECT:
         return False
     import fcntl  # available wherever O_DIRECT is

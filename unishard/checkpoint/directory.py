@@ -4,14 +4,14 @@
     <root>/step-00000030-1f3a9c2e/   one of the run 1f3a9c2e, which began beside checkpoints of another run
     <root>/latest                    one line: the name of the last committed checkpoint
     <root>/.tmp-step-00000040-*      being written
-    <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of the same step
-    <root>/.trash-step-00000010-*    being deleted
+    <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of the same
+    step <root>/.trash-step-00000010-*    being deleted
     <root>/.latest-*                 the next `latest`, being written
     <root>/.owner                    the run that saves here (`lease`); `.owner-*` while it is made or taken over
 
-Temporary names end with 16 digits of the process that made them and 16 of their own. A process may be killed between any two of these
-calls, and the machine may lose power: a complete checkpoint stays complete and is found. Only the owner of a root may write to it
-(`ownership`); others may read. Nothing here is collective: only rank 0 calls it.
+Temporary names end with 16 digits of the process that made them and 16 of their own. A process may be killed between
+any two of these calls, and the machine may lose power: a complete checkpoint stays complete and is found. Only the
+owner of a root may write to it (`ownership`); others may read. Nothing here is collective: only rank 0 calls it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     text = manifests.text_of(manifest)
     draft = folder / f".{manifests.FILE}-{uuid4().hex}"
-    with _os_errors(folder, "cannot write the manifest", "free disk space, or choose another folder; earlier checkpoints are unchanged"):
+    with _os_errors(
+        folder,
+        "cannot write the manifest",
+        "free disk space, or choose another folder; earlier checkpoints are unchanged",
+    ):
         _write(draft, text)
         draft.replace(folder / manifests.FILE)
         fsync(folder)
@@ -99,8 +103,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def commit(temporary: Path, root: Path, step: int, beside: str = "") -> Path:
     """Rename a complete checkpoint to its final name and update `latest`.
 
-    A checkpoint of the same step is replaced, by two renames. Between them the old one has a name that begins with `.old-`, which
-    `checkpoints` and `latest` find and `clean` renames back.
+    A checkpoint of the same step is replaced, by two renames. Between them the old one has a name that begins with
+    `.old-`, which `checkpoints` and `latest` find and `clean` renames back.
 
     Args:
         temporary: From `begin`, complete; the manifest was written last.
@@ -131,11 +135,18 @@ def commit(temporary: Path, root: Path, step: int, beside: str = "") -> Path:
 
 
 def prune(
-    root: Path, keep_last: int | None, keep_every: int | None, keep: Path, *, keep_best: int | None = None, best: str = "min"
+    root: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep: Path,
+    *,
+    keep_best: int | None = None,
+    best: str = "min",
 ) -> list[Path]:
     """Delete checkpoints of a run according to the retention settings. Only called after a commit.
 
-    Never deletes `keep`, the checkpoint that `latest` returns, a checkpoint of another run, or a directory whose manifest cannot be read.
+    Never deletes `keep`, the checkpoint that `latest` returns, a checkpoint of another run, or a directory whose
+    manifest cannot be read.
 
     Args:
         root: Where the checkpoints are.
@@ -154,7 +165,9 @@ def prune(
     own = header_of(keep)
     if keep_last is None or own is None:
         return []
-    ages = {found: age for found in checkpoints(root) if (age := age_of(found)) is not None and _run_of(found) == own.run}
+    ages = {
+        found: age for found in checkpoints(root) if (age := age_of(found)) is not None and _run_of(found) == own.run
+    }
     order = sorted(ages, key=lambda found: ages[found])
     kept = {keep, latest(root), *(found.path for found in ranked(ages, best)[: keep_best or 0])}
     deleted = []
@@ -188,7 +201,9 @@ def discard(folder: Path) -> None:
 
 
 def clean(root: Path, *, owns: bool = True) -> None:
-    """Clean up after a killed run, or a save that failed. Called when a run that owns the root starts to save, and after a failure.
+    """Clean up after a killed run, or a save that failed.
+
+    Called when a run that owns the root starts to save, and after a failure.
 
     An old checkpoint that was being replaced gets its name back; everything else that is incomplete is deleted.
 
@@ -207,7 +222,9 @@ def clean(root: Path, *, owns: bool = True) -> None:
             with _os_errors(old.path, f"cannot be renamed to {final.name}", "rename it manually"):
                 old.path.rename(final)
     for entry in entries(root):
-        if LEFT_OVER.fullmatch(entry) and (owns or (entry.startswith(".tmp-") and entry[-32:].startswith(lease.token()))):
+        if LEFT_OVER.fullmatch(entry) and (
+            owns or (entry.startswith(".tmp-") and entry[-32:].startswith(lease.token()))
+        ):
             discard(root / entry)
 
 

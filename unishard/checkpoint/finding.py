@@ -46,7 +46,8 @@ LEFT_OVER = re.compile(
 
 
 _WEIGHTS = (
-    "weights are loaded before unishard.prepare, as in model.load_state_dict(torch.load(path)) or unishard.from_pretrained(cls, folder, "
+    "weights are loaded before unishard.prepare, as in model.load_state_dict(torch.load(path)) or "
+    "unishard.from_pretrained(cls, folder, "
     "cfg), and engine.load reads what engine.save has written"
 )
 _WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -106,17 +107,20 @@ def incomplete(root: Path) -> list[str]:
         CheckpointError: The root is a file, or cannot be read.
     """
     complete = {found.path.name for found in checkpoints(root)}
-    return [name for name in entries(root) if name not in complete and (LEFT_OVER.fullmatch(name) or STEP.fullmatch(name))]
+    return [
+        name for name in entries(root) if name not in complete and (LEFT_OVER.fullmatch(name) or STEP.fullmatch(name))
+    ]
 
 
 def latest(root: Path) -> Path | None:
     """The checkpoint to resume from; None if there is none.
 
-    This is the one that was committed last, which need not have the highest step: a run may have resumed from an earlier one, or have
-    begun beside an older run. The file `latest` names it, unless the run was killed before it could update that file.
+    This is the one that was committed last, which need not have the highest step: a run may have resumed from an
+    earlier one, or have begun beside an older run. The file `latest` names it, unless the run was killed before it
+    could update that file.
 
-    Checkpoints of earlier versions are not numbered. Of these it is the one that `latest` names, or one of a higher step that was written
-    later; if `latest` names no complete checkpoint, the most recently written one.
+    Checkpoints of earlier versions are not numbered. Of these it is the one that `latest` names, or one of a higher
+    step that was written later; if `latest` names no complete checkpoint, the most recently written one.
 
     Raises:
         CheckpointError: The root is a file, or cannot be read.
@@ -150,7 +154,10 @@ def best(root: Path, direction: str) -> Path | None:
 
 
 def ranked(found: Iterable[FoundCheckpoint], direction: str) -> list[FoundCheckpoint]:
-    """Those that have a metric, the best first; of equal ones the newest first. A metric that is not a number is none."""
+    """Those that have a metric, the best first; of equal ones the newest first.
+
+    A metric that is not a number is none.
+    """
     sign = -1 if direction == "max" else 1
     metrics = {each: header.metric for each in found if (header := header_of(each.path))}
     known = {each: sign * metric for each, metric in metrics.items() if metric is not None and not math.isnan(metric)}
@@ -200,7 +207,9 @@ def locate(where: Path, which: str | int = LATEST) -> Path:
     if path is None:
         there = ", ".join(str(each.step) for each in found)
         at = f" at step {step[1].lstrip('0') or 0}" if step else "" if which == LATEST else f" named {which!r}"
-        raise CheckpointError(f"{where}: no complete checkpoint{at}; {f'available: {there}' if there else _hint(where)}")
+        raise CheckpointError(
+            f"{where}: no complete checkpoint{at}; {f'available: {there}' if there else _hint(where)}"
+        )
     return path
 
 
@@ -209,7 +218,10 @@ def _hint(where: Path) -> str:
     if hint := next((hint for pattern, hint in _HELD.items() if any(where.glob(pattern))), None):
         return hint
     if (where / ".metadata").is_file():
-        return "this is a torch.distributed.checkpoint directory without a manifest; convert it with `unishard checkpoint convert`"
+        return (
+            "this is a torch.distributed.checkpoint directory without a manifest; convert it with `unishard "
+            "checkpoint convert`"
+        )
     if left := incomplete(where):
         return f"a killed run left only incomplete files ({', '.join(left)}); give another folder"
     return "give the folder of `checkpoint.dir`, or one checkpoint in it"
@@ -218,7 +230,11 @@ def _hint(where: Path) -> str:
 def set_aside(root: Path) -> list[FoundCheckpoint]:
     """The complete checkpoints that were being replaced by new ones of the same step."""
     matches = [match for match in map(LEFT_OVER.fullmatch, entries(root)) if match and match["kind"] == "old"]
-    return [FoundCheckpoint(root / match[0], int(match["step"]), match["name"]) for match in matches if is_checkpoint(root / match[0])]
+    return [
+        FoundCheckpoint(root / match[0], int(match["step"]), match["name"])
+        for match in matches
+        if is_checkpoint(root / match[0])
+    ]
 
 
 def entries(root: Path) -> list[str]:
@@ -232,7 +248,9 @@ def entries(root: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{root}: cannot be read ({error.strerror}); give the folder that holds checkpoints") from error
+        raise CheckpointError(
+            f"{root}: cannot be read ({error.strerror}); give the folder that holds checkpoints"
+        ) from error
 
 
 def _named(root: Path) -> str | None:
@@ -245,6 +263,8 @@ def _named(root: Path) -> str | None:
 
 
 def age_of(found: FoundCheckpoint) -> tuple[int, str, int] | None:
-    """Sort key: the order of commits, and of unnumbered ones the time of writing; None if the manifest cannot be read."""
+    """Sort key: the order of commits, and of unnumbered ones the time of writing; None if the manifest cannot be
+    read.
+    """
     header = header_of(found.path)
     return None if header is None else (header.commit, header.written, found.step)

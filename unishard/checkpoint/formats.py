@@ -68,14 +68,19 @@ class CheckpointFormat:
     recognises: Callable[[Path], bool]
     """Whether a folder has this format, by the names of its files."""
     read: Callable[[Path], Contents] | None = None
-    """Returns the contents of a folder, or raises `CheckpointError` if they are not supported. None if the format cannot be read."""
+    """Returns the contents of a folder, or raises `CheckpointError` if they are not supported. None if the format
+    cannot be read."""
     write: Callable[[Contents, Path, Advance], tuple[str, ...]] | None = None
     """Fills an empty folder and returns notes on what is not converted. None if the format cannot be written."""
 
 
 def plain(value: Any) -> bool:
     """Whether a value can be stored in a manifest: a number, a string, a boolean, None, or a list of them."""
-    return value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, (list, tuple)) and all(map(plain, value)))
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (isinstance(value, (list, tuple)) and all(map(plain, value)))
+    )
 
 
 def optimizer_of(groups: Iterable[tuple[Iterable[str], Mapping[str, Any]]], keys: Iterable[str]) -> OptimizerFacts:
@@ -86,10 +91,20 @@ def optimizer_of(groups: Iterable[tuple[Iterable[str], Mapping[str, Any]]], keys
         keys: Of the optimizer's state, such as `exp_avg`.
     """
     facts = [
-        GroupRecord(names=list(names), options={key: value for key, value in options.items() if key != "params" and plain(value)})
+        GroupRecord(
+            names=list(names),
+            options={key: value for key, value in options.items() if key != "params" and plain(value)},
+        )
         for names, options in groups
     ]
     decoupled = facts[0].options.get("decoupled_weight_decay", True) if facts else True
-    classes = {"exp_avg_sq": "AdamW" if decoupled else "Adam", "momentum_buffer": "SGD", "sum": "Adagrad", "exp_avg": "Lion"}
+    classes = {
+        "exp_avg_sq": "AdamW" if decoupled else "Adam",
+        "momentum_buffer": "SGD",
+        "sum": "Adagrad",
+        "exp_avg": "Lion",
+    }
     held = set(keys)
-    return OptimizerFacts(class_name=next((name for key, name in classes.items() if key in held), "unknown"), groups=facts)
+    return OptimizerFacts(
+        class_name=next((name for key, name in classes.items() if key in held), "unknown"), groups=facts
+    )

@@ -1,9 +1,9 @@
 """A hash of a tensor that does not depend on how it is sharded: the same on every engine and any number of ranks.
 
 The tensor's bytes, flattened and padded with zeros, are read as little-endian words of 64 bits; the hash is the sum of
-`word[k] * (2 k + 1)` modulo 2^64. Because it is a sum, each shard contributes its own term, however the bytes are divided. Every
-weight is odd, so a change of any single word changes the hash, and so does swapping two words that differ in a bit below the top one.
-It detects misplaced and damaged data; it does not protect against an attacker.
+`word[k] * (2 k + 1)` modulo 2^64. Because it is a sum, each shard contributes its own term, however the bytes are
+divided. Every weight is odd, so a change of any single word changes the hash, and so does swapping two words that
+differ in a bit below the top one. It detects misplaced and damaged data; it does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _BLOCK = 1 << 17
 
 
 class _Memory(threading.local):
-    """Buffers of one thread, by device. Allocating them for every block would cost the host more than the arithmetic."""
+    """Buffers of one thread, by device.
+
+    Allocating them for every block would cost the host more than the arithmetic.
+    """
 
     def __init__(self) -> None:
         self.of: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -100,7 +103,9 @@ def _edge(values: Tensor, begin: int) -> int:
 
 
 def _sum(words: Tensor, first: int) -> int:
-    """The sum over full words, block by block: the weights within a block never change, and the block's offset scales its plain sum."""
+    """The sum over full words, block by block: the weights within a block never change, and the block's offset scales
+    its plain sum.
+    """
     weights_of_block, room = _memory.on(words.device)
     plain, weighted = [], []
     for block in torch.split(words, _BLOCK):

@@ -27,7 +27,10 @@ class Header(NamedTuple):
 
 
 def header_of(folder: Path) -> Header | None:
-    """The header of a checkpoint; None if its manifest cannot be read. A file that has not changed is read once per process."""
+    """The header of a checkpoint; None if its manifest cannot be read.
+
+    A file that has not changed is read once per process.
+    """
     try:
         found = os.stat(folder / manifests.FILE)
         return _read(os.fspath(folder), (found.st_ino, found.st_size, found.st_mtime_ns))

@@ -73,7 +73,9 @@ def packed(held: Held) -> tuple[bytes, bytes]:
 
 def tensors_in(sent: bytes) -> tuple[StoredTensor, ...]:
     """The tensors of `packed`."""
-    return tuple(StoredTensor(name, dtype_named(dtype), tuple(shape)) for name, dtype, shape in json.loads(zlib.decompress(sent)))
+    return tuple(
+        StoredTensor(name, dtype_named(dtype), tuple(shape)) for name, dtype, shape in json.loads(zlib.decompress(sent))
+    )
 
 
 def unpacked(tensors: tuple[StoredTensor, ...], bounds: bytes) -> Held:

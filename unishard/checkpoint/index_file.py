@@ -1,7 +1,8 @@
 """Writes torch's index of a checkpoint, a pickle, from arrays.
 
-`pickle` needs 20 us for each of the small objects of a chunk, 46 s for 70 billion parameters on 1,024 ranks. Here it pickles one example
-of each kind, and the numbers of all others are put into copies of its bytes. What torch reads is the same.
+`pickle` needs 20 us for each of the small objects of a chunk, 46 s for 70 billion parameters on 1,024 ranks. Here it
+pickles one example of each kind, and the numbers of all others are put into copies of its bytes. What torch reads is
+the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from unishard.checkpoint import dcp
 from unishard.checkpoint.assignment import Places
@@ -36,7 +42,9 @@ _MANY = 1 << 16
 """Rows that are made at once."""
 
 
-def pieces(tables: Sequence[tuple[str, int, Places]], files: Sequence[str], paths: Mapping[str, tuple[str, ...]]) -> Iterator[bytes]:
+def pieces(
+    tables: Sequence[tuple[str, int, Places]], files: Sequence[str], paths: Mapping[str, tuple[str, ...]]
+) -> Iterator[bytes]:
     """The index in pieces.
 
     Args:
@@ -80,9 +88,12 @@ def _examples(names: Sequence[str], tables: Sequence[tuple[str, int, Places]]) -
 def _entry(stream: _Stream, name: str, tensor: StoredTensor, columns: Sequence[Numbers]) -> Iterator[bytes]:
     """A name, and what the index says of the tensor."""
     first, last, *_ = columns
-    chunks: Any = _CHUNKS.encode().decode()  # another object each time: the second one would be a reference to the first
+    chunks: Any = (
+        _CHUNKS.encode().decode()
+    )  # another object each time: the second one would be a reference to the first
     before, after = _around(
-        stream.code(TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)), chunks
+        stream.code(TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)),
+        chunks,
     )
     yield stream.code(name) + before + pickle.EMPTY_LIST + pickle.MARK
     dims = len(tensor.shape)
@@ -98,7 +109,9 @@ def _entry(stream: _Stream, name: str, tensor: StoredTensor, columns: Sequence[N
     yield pickle.APPENDS + after
 
 
-def _positions(stream: _Stream, name: str, shape: Sequence[int], columns: Sequence[Numbers], file: str, memo: Numbers) -> Iterator[bytes]:
+def _positions(
+    stream: _Stream, name: str, shape: Sequence[int], columns: Sequence[Numbers], file: str, memo: Numbers
+) -> Iterator[bytes]:
     """The boxes of a tensor, and where each lies."""
     first, last, rank, at, length = columns
     dims = len(shape)
@@ -124,7 +137,9 @@ class _Stream:
 
     def __init__(self) -> None:
         self._buffer = io.BytesIO()
-        self._pickler = pickle.Pickler(self._buffer, 3)  # later protocols number what can be referred to by its place in the file
+        self._pickler = pickle.Pickler(
+            self._buffer, 3
+        )  # later protocols number what can be referred to by its place in the file
 
     def code(self, value: Any) -> bytes:
         """The bytes that push an object."""
@@ -135,13 +150,18 @@ class _Stream:
 
     def last_put(self, code: bytes) -> int:
         """The number by which later code refers to an object."""
-        return next(int(value) for operation, value, _ in reversed([*pickletools.genops(code + pickle.STOP)]) if operation.name in _PUTS)
+        return next(
+            int(value)
+            for operation, value, _ in reversed([*pickletools.genops(code + pickle.STOP)])
+            if operation.name in _PUTS
+        )
 
     def filled(self, example: Any, numbers: Numbers, files: tuple[int, Numbers] | None = None) -> bytes:
         """Code of one object, or of several, for each row of numbers.
 
         Args:
-            example: Makes the objects from the first of some numbers that follow each other, which stand for the columns.
+            example: Makes the objects from the first of some numbers that follow each other, which stand for the
+                columns.
             numbers: Rows, and a column for each number.
             files: The number by which the example refers to its file, and that of each row.
         """
@@ -151,7 +171,9 @@ class _Stream:
         code = b"".join(map(self.code, made if isinstance(made, tuple) else (made,)))
         code, slot = _without_puts(code, None if files is None else files[0])
         marks = [struct.pack("<i" if narrow else "<q", first + column) for column in range(numbers.shape[1])]
-        fields: dict[str, tuple[str, int]] = {f"n{column}": (number, code.index(mark)) for column, mark in enumerate(marks)}
+        fields: dict[str, tuple[str, int]] = {
+            f"n{column}": (number, code.index(mark)) for column, mark in enumerate(marks)
+        }
         if slot is not None:
             fields["file"] = ("<u4", slot)
         row = np.dtype(
@@ -184,7 +206,9 @@ def _without_puts(code: bytes, file: int | None) -> tuple[bytes, int | None]:
 
 
 def _around(code: bytes, text: str) -> tuple[bytes, bytes]:
-    """The code before and after that of a text: its opcode, its length, itself, and the number by which one could refer to it."""
+    """The code before and after that of a text: its opcode, its length, itself, and the number by which one could refer
+    to it.
+    """
     place = code.index(text.encode())
     after = place + len(text)
     return code[: place - 5], code[after + {pickle.BINPUT: 2, pickle.LONG_BINPUT: 5}[code[after : after + 1]] :]

@@ -12,7 +12,9 @@ class OutsideFolderError(ValueError):
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder. It may be a link within the folder, or one of the Hugging Face cache to its blobs.
+    """The path of a file in a folder.
+
+    It may be a link within the folder, or one of the Hugging Face cache to its blobs.
 
     Args:
         folder: The folder; may be a link itself.
@@ -28,7 +30,11 @@ def file_inside(folder: Path, name: str) -> Path:
         home, found = folder.resolve(), path.resolve()
     except (OSError, RuntimeError):  # links in a circle; opening it says so
         return path
-    blobs = [home.parents[depth].parent / "blobs" for depth in range(len(home.parents)) if home.parents[depth].name == "snapshots"]
+    blobs = [
+        home.parents[depth].parent / "blobs"
+        for depth in range(len(home.parents))
+        if home.parents[depth].name == "snapshots"
+    ]
     if not any(found.is_relative_to(root) for root in (home, *blobs)):
         raise OutsideFolderError(f"{name!r:.200} is a link to {found}, outside the folder")
     return path

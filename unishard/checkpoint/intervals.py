@@ -15,8 +15,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     """The boxes that make up an interval of the flattened tensor, in order.
 
-    Each box is contiguous in the tensor. A matrix needs at most three (the rest of a row, full rows, the beginning of a row), and each
-    further dim up to two more.
+    Each box is contiguous in the tensor. A matrix needs at most three (the rest of a row, full rows, the beginning of a
+    row), and each further dim up to two more.
 
     Args:
         shape: Of the full tensor.

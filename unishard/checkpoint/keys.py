@@ -7,7 +7,8 @@ __all__ = ["AVERAGES", "OPTIMIZER", "PARAMETERS", "RANDOM", "STATE", "of_optimiz
 PARAMETERS = "model."
 """Prefix of the names of parameters and persistent buffers."""
 OPTIMIZER = "optim.state."
-"""Prefix of a parameter's name and an optimizer state key, as torch flattens an optimizer's state (torch 2.13, state_dict.py)."""
+"""Prefix of a parameter's name and an optimizer state key, as torch flattens an optimizer's state (torch 2.13,
+state_dict.py)."""
 AVERAGES = "ema."
 """Prefix of the name of a parameter of which a moving average is kept."""
 RANDOM = "rng."

@@ -24,11 +24,17 @@ class LazyShard(NamedTuple):
     end: int
     """One past the last element; equal to `start` for an empty shard."""
     read: Callable[[int, int], Tensor]
-    """Returns the elements between two offsets of the flattened full tensor, both within the shard: flat, contiguous, on any device."""
+    """Returns the elements between two offsets of the flattened full tensor, both within the shard: flat, contiguous,
+    on any device."""
 
 
 def lazy_shard_of(part: Shard) -> LazyShard:
-    """This rank's shard of a live tensor. Its memory is read when it is written to a file, not now, unless it is not contiguous."""
+    """This rank's shard of a live tensor.
+
+    Its memory is read when it is written to a file, not now, unless it is not contiguous.
+    """
     values = flat(part.values)
     start = 0 if part.group is None else part.start
-    return LazyShard(part.shape, values.dtype, start, start + values.numel(), lambda begin, end: values[begin - start : end - start])
+    return LazyShard(
+        part.shape, values.dtype, start, start + values.numel(), lambda begin, end: values[begin - start : end - start]
+    )

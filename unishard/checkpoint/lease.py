@@ -1,8 +1,11 @@
-"""The file that says which run owns a directory of checkpoints: `<root>/.owner`. Needs no locks, which shared disks may lack.
+"""The file that says which run owns a directory of checkpoints: `<root>/.owner`.
 
-One line of JSON names the process of rank 0, the next one has a number that grows while it lives. It is made under another name and linked
-to its own, which fails if it is there already. A stale one is first renamed, and put back if it turns out to be another one meanwhile.
-Clocks of two machines are not compared: whether a process on another machine lives is seen by whether its number grows.
+Needs no locks, which shared disks may lack.
+
+One line of JSON names the process of rank 0, the next one has a number that grows while it lives. It is made under
+another name and linked to its own, which fails if it is there already. A stale one is first renamed, and put back if it
+turns out to be another one meanwhile. Clocks of two machines are not compared: whether a process on another machine
+lives is seen by whether its number grows.
 """
 
 from __future__ import annotations
@@ -95,15 +98,22 @@ def read(root: Path) -> Lease | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); delete it if no run saves here") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or error}); delete it if no run saves here"
+        ) from error
     # Of a copy the process says nothing; a file system may also number its files anew.
-    return Lease(there.owner, there.run, there.host, since=there.since, pid=there.pid, beats=there.beats) if copied else there
+    return (
+        Lease(there.owner, there.run, there.host, since=there.since, pid=there.pid, beats=there.beats)
+        if copied
+        else there
+    )
 
 
 def acquire(root: Path, run: str, gone: str | None = None) -> None:
     """Become the owner of a directory, which exists.
 
-    Waits up to `GRACE` for an owner on this machine to end, and up to `LIMIT` for a sign of life of one on another machine.
+    Waits up to `GRACE` for an owner on this machine to end, and up to `LIMIT` for a sign of life of one on another
+    machine.
 
     Args:
         root: The directory.
@@ -121,7 +131,8 @@ def acquire(root: Path, run: str, gone: str | None = None) -> None:
             _set_aside(root, there)
         elif (now := read(root)) is not None and now.owner == there.owner:
             raise CheckpointError(
-                f"{root}: {there} saves here and is still alive, and two runs would delete each other's checkpoints; set another "
+                f"{root}: {there} saves here and is still alive, and two runs would delete each other's checkpoints; "
+                "set another "
                 "checkpoint.dir, or end that run first. To read a checkpoint meanwhile, use prepare(..., train=False)"
             )
     beat(root, 0)  # this process may have released it before
@@ -133,7 +144,10 @@ def beat(root: Path, number: int) -> bool:
 
 
 def release(root: Path) -> None:
-    """Say that its owner, this process, has ended. The file stays, so that a run that was stopped meanwhile sees who came after it."""
+    """Say that its owner, this process, has ended.
+
+    The file stays, so that a run that was stopped meanwhile sees who came after it.
+    """
     _note(root, _RELEASED)
 
 
@@ -153,7 +167,9 @@ def _note(root: Path, text: str) -> bool:
 def _has_ended(root: Path, there: Lease) -> bool:
     """Wait for the end of an owner, or for a sign of life."""
     patience = GRACE if there.is_living else LIMIT
-    _logger.warning("%s: %s owns this directory; waiting up to %.0f s to see whether it has ended", root, there, patience)
+    _logger.warning(
+        "%s: %s owns this directory; waiting up to %.0f s to see whether it has ended", root, there, patience
+    )
     end = time.monotonic() + patience
     while time.monotonic() < end:
         time.sleep(_POLL)
@@ -170,7 +186,9 @@ def _create(root: Path, run: str) -> None:
     draft = root / f"{FILE}-{token()}{uuid4().hex[:16]}"
     with draft.open("xb") as file:
         now, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
-        here = Lease(token(), run, socket.gethostname(), machine(), pid, started(pid), now, os.fstat(file.fileno()).st_ino)
+        here = Lease(
+            token(), run, socket.gethostname(), machine(), pid, started(pid), now, os.fstat(file.fileno()).st_ino
+        )
         file.write(_line(asdict(here)) + f"{0:0{_DIGITS}}\n".encode())
         file.flush()
         os.fsync(file.fileno())
@@ -183,7 +201,9 @@ def _create(root: Path, run: str) -> None:
 
 def _link(source: Path, target: Path) -> None:
     """Give a file the name `target`, unless there is one already."""
-    with contextlib.suppress(FileExistsError, FileNotFoundError):  # another run was faster; or it owns this directory, and has cleaned up
+    with contextlib.suppress(
+        FileExistsError, FileNotFoundError
+    ):  # another run was faster; or it owns this directory, and has cleaned up
         try:
             os.link(source, target)
         except FileExistsError:

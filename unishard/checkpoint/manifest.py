@@ -44,7 +44,8 @@ _LARGEST_FILE = 2**30
 
 
 class _Facts(BaseModel):
-    # Non-finite values, such as the norms of a diverged run, are written as NaN and Infinity, which Python's json reads too.
+    # Non-finite values, such as the norms of a diverged run, are written as NaN and Infinity, which Python's json reads
+    # too.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
@@ -210,25 +211,31 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It is missing (the checkpoint is incomplete or from another tool), damaged, or of an unknown version.
+        CheckpointError: It is missing (the checkpoint is incomplete or from another tool), damaged, or of an unknown
+            version.
     """
     path = folder / FILE
     try:
         text = read_bytes(path, _LARGEST_FILE)
     except OSError as error:
-        raise CheckpointError(f"{folder}: not a complete checkpoint ({FILE}: {error.strerror}); run `unishard checkpoint list`") from error
+        raise CheckpointError(
+            f"{folder}: not a complete checkpoint ({FILE}: {error.strerror}); run `unishard checkpoint list`"
+        ) from error
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(each) for each in first["loc"])
         what = (where + ": " if where else "") + first["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{path}: {what}; the file is damaged, or was written by a later version of unishard") from error
+        raise CheckpointError(
+            f"{path}: {what}; the file is damaged, or was written by a later version of unishard"
+        ) from error
     last = _LAST.search(text)
     found = f"{zlib.crc32(text[: last.start()]):08x}" if last else None
     if manifest.crc32 not in (None, found):
         raise CheckpointError(
-            f"{path}: has CRC-32 {found} instead of {manifest.crc32}; the file is damaged; if you edited it, remove the entry `crc32`"
+            f"{path}: has CRC-32 {found} instead of {manifest.crc32}; the file is damaged; if you edited it, remove "
+            "the entry `crc32`"
         )
     return manifest
 

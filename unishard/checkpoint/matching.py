@@ -35,7 +35,9 @@ class Match(NamedTuple):
     """What does not match and is skipped."""
 
 
-def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mapping[str, Wanted], *, strict: bool) -> Match:
+def fit(
+    manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mapping[str, Wanted], *, strict: bool
+) -> Match:
     """Compare the tensors of a checkpoint with those of the running model and optimizer.
 
     Args:
@@ -53,7 +55,8 @@ def fit(manifest: Manifest, model: Mapping[str, Sequence[int]], optimizer: Mappi
     if problems and strict:
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            "the checkpoint does not match the model or the optimizer; load it into the ones that it was saved from, or pass strict=False "
+            "the checkpoint does not match the model or the optimizer; load it into the ones that it was saved from, "
+            "or pass strict=False "
             "to load only what matches:\n" + "\n".join(map(in_one_line, problems[:_SHOWN])) + more
         )
     return Match(tuple(model_names), states, tuple(problems))
@@ -69,7 +72,10 @@ def _model(manifest: Manifest, wanted: Mapping[str, Sequence[int]], problems: li
             hint = f"; was it renamed from {near[0].removeprefix(keys.PARAMETERS)}?" if near else ""
             problems.append(f"{name.removeprefix(keys.PARAMETERS)}: not in the checkpoint{hint}")
         elif list(shape) != list(stored[name]):
-            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: has shape {tuple(shape)}, but {tuple(stored[name])} in the checkpoint")
+            problems.append(
+                f"{name.removeprefix(keys.PARAMETERS)}: has shape {tuple(shape)}, but {tuple(stored[name])} in the "
+                "checkpoint"
+            )
         else:
             fitting.append(name)
     used = {aliases.get(name, name) for name in fitting}
@@ -104,6 +110,8 @@ def _optimizer(
                 problems.append(f"{name}: its optimizer state in the checkpoint has another shape; it is reset")
             continue
         kept, used = ", ".join(sorted(found)), ", ".join(sorted(needs.tensors | needs.numbers)) or "nothing"
-        problems.append(f"{name}: the checkpoint's {manifest.optimizer.class_name} kept {kept}, the current optimizer keeps {used}")
+        problems.append(
+            f"{name}: the checkpoint's {manifest.optimizer.class_name} kept {kept}, the current optimizer keeps {used}"
+        )
     problems += [f"{name}: was trainable, but is not now" for name in stored]
     return fitting

@@ -1,7 +1,7 @@
 """Reads the index of a torch.distributed.checkpoint directory without trusting its pickle.
 
-torch reads `.metadata` with plain `pickle` (torch 2.13, checkpoint/filesystem.py, FileSystemReader.read_metadata), which can execute
-arbitrary code. This reader admits only the classes that such an index consists of.
+torch reads `.metadata` with plain `pickle` (torch 2.13, checkpoint/filesystem.py, FileSystemReader.read_metadata),
+which can execute arbitrary code. This reader admits only the classes that such an index consists of.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ADMITTED = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
     "torch": {
-        "Size", "device", "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-        "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "int16", "int32", "int64",
-        "uint8", "uint16", "uint32", "uint64", "bool", "complex32", "complex64", "complex128", "contiguous_format", "preserve_format",
-        "strided",
+        "Size", "device", "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+        "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "int16", "int32", "int64",
+        "uint8", "uint16", "uint32", "uint64", "bool", "complex32", "complex64", "complex128", "contiguous_format",
+        "preserve_format", "strided",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.metadata": {
@@ -67,7 +67,11 @@ class _Unpickler(BoundedUnpickler):
         refuse("refers to objects outside it")
 
     def is_key(self, value: Any) -> bool:
-        return isinstance(value, MetadataIndex) and isinstance(value.fqn, str) and isinstance(value.offset, torch.Size | None)
+        return (
+            isinstance(value, MetadataIndex)
+            and isinstance(value.fqn, str)
+            and isinstance(value.offset, torch.Size | None)
+        )
 
     def note_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
         if any(isinstance(each, list | dict) for each in arguments):
@@ -86,7 +90,9 @@ def read(folder: Path) -> Metadata:
     try:
         data = read_bytes(path, _LARGEST)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; this is not a torch.distributed.checkpoint directory") from error
+        raise CheckpointError(
+            f"{path}: {error.strerror}; this is not a torch.distributed.checkpoint directory"
+        ) from error
     try:
         found: Metadata = _Unpickler(data).load()
         sound = isinstance(found, Metadata) and _is_sound(found, len(data))
@@ -111,7 +117,9 @@ def _require_room(folder: Path, found: Metadata) -> None:
         except OSError:  # whoever reads it says so
             continue
         if length > MOST_NAMES * size:
-            raise CheckpointError(f"{folder / name}: has {size} bytes, but the index names {length}; the checkpoint is damaged")
+            raise CheckpointError(
+                f"{folder / name}: has {size} bytes, but the index names {length}; the checkpoint is damaged"
+            )
 
 
 def _is_sound(found: Metadata, size: int) -> bool:
@@ -121,7 +129,9 @@ def _is_sound(found: Metadata, size: int) -> bool:
         found: The index.
         size: Bytes of its file.
     """
-    chunks = sum(len(entry.chunks) for entry in found.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata))
+    chunks = sum(
+        len(entry.chunks) for entry in found.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)
+    )
     if chunks * _CHUNK > size:
         refuse(f"has {chunks} chunks, more than a file of {size} bytes can; the file may be malicious, do not open it")
     entries = all(isinstance(name, str) and _is_entry(entry) for name, entry in found.state_dict_metadata.items())
@@ -152,11 +162,15 @@ def _is_within(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
 
 def _is_place(place: Any) -> bool:
     numbers = isinstance(place.offset, int) and isinstance(place.length, int) and min(place.offset, place.length) >= 0
-    return dcp.is_place(place) and isinstance(place.relative_path, str) and place.relative_path.isprintable() and numbers
+    return (
+        dcp.is_place(place) and isinstance(place.relative_path, str) and place.relative_path.isprintable() and numbers
+    )
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py, __reduce_ex__)."""
+    """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py,
+    __reduce_ex__).
+    """
     member = dcp.memory_format(kind, name)
     if member is None:
         refuse("refers to builtins.getattr, which no tensor index needs; the file may be malicious, do not open it")

@@ -27,9 +27,15 @@ def _is_own(source: Path) -> bool:
 def _read(source: Path) -> Contents:
     folder = locate(source)
     facts = manifest.read(folder)
-    require_sound(folder, facts, [name for name in (metadata.FILE, shard_index.FILE) if name == metadata.FILE or name in facts.files])
+    require_sound(
+        folder,
+        facts,
+        [name for name in (metadata.FILE, shard_index.FILE) if name == metadata.FILE or name in facts.files],
+    )
     tensors = Tensors(folder)
-    taken = [name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties]
+    taken = [
+        name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties
+    ]
     left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})
     notes = [f"not converted: tensors under {', '.join(left)}, which other formats cannot store"] if left else []
     notes += ["not converted: the data position"] if facts.data else []
@@ -57,7 +63,9 @@ def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...
 
 
 def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
-    shapes = {name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None}
+    shapes = {
+        name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None
+    }
     return manifest.Manifest(
         **summary_of(written, contents.buffers),
         versions={**contents.versions, "unishard": __version__, "python": platform.python_version()},

@@ -1,4 +1,6 @@
-"""The directories of checkpoints that this run owns, so that no two runs save in one. The process of rank 0 holds the leases.
+"""The directories of checkpoints that this run owns, so that no two runs save in one.
+
+The process of rank 0 holds the leases.
 
 All engines of a process are of one run: they may own a directory together, or one after the other.
 """
@@ -72,7 +74,9 @@ class _Owned:
 _owned: dict[Path, _Owned] = {}
 
 
-def own(root: Path, holder: object, run: Callable[[], str], group: dist.ProcessGroup | None, *, writes: bool = True) -> None:
+def own(
+    root: Path, holder: object, run: Callable[[], str], group: dist.ProcessGroup | None, *, writes: bool = True
+) -> None:
     """Make this run the owner of a directory, which is created if it does not exist. Collective.
 
     Args:
@@ -92,7 +96,9 @@ def own(root: Path, holder: object, run: Callable[[], str], group: dist.ProcessG
 
 
 def confirm(root: Path) -> None:
-    """Check that this process still owns a directory that it has owned. Called by rank 0 before it changes anything there.
+    """Check that this process still owns a directory that it has owned.
+
+    Called by rank 0 before it changes anything there.
 
     Raises:
         CheckpointError: Another run has taken it over.
@@ -109,8 +115,10 @@ def confirm(root: Path) -> None:
     if owned.lost:
         who = "another run" if there is None or there.owner == lease.token() else str(there)
         raise CheckpointError(
-            f"{root}: {who} has taken over this directory, because this run seemed to have ended; this run saves nothing more here and "
-            "has deleted nothing of the other one. To go on, end one of them and start it again with another checkpoint.dir"
+            f"{root}: {who} has taken over this directory, because this run seemed to have ended; this run saves "
+            "nothing more here and "
+            "has deleted nothing of the other one. To go on, end one of them and start it again with another "
+            "checkpoint.dir"
         )
 
 
@@ -139,7 +147,9 @@ def _own(root: Path, holder: object, run: Callable[[], str], gone: str | None, *
     except OSError as error:
         if not writes:
             return
-        raise CheckpointError(f"{root}: cannot create a checkpoint here ({error.strerror}); choose a writable folder") from error
+        raise CheckpointError(
+            f"{root}: cannot create a checkpoint here ({error.strerror}); choose a writable folder"
+        ) from error
     if not _owned:
         atexit.register(_release_all)
     owned = _owned[root.resolve()] = _Owned(root, name)

@@ -26,7 +26,8 @@ class PlanCache:
     """The plan of the last save of an engine. It covers the tensors that are alike in each save: see `held.divided`.
 
     Args:
-        background: The saves run beside a training. Then rank 0 plans large ones in a child process, from the first one until `close`.
+        background: The saves run beside a training. Then rank 0 plans large ones in a child process, from the first one
+            until `close`.
     """
 
     def __init__(self, *, background: bool = False) -> None:
@@ -73,7 +74,10 @@ class PlanCache:
             process.close()
 
     def fits(self, key: Key, group: dist.ProcessGroup | None) -> bool:
-        """Whether all ranks hold what they held at the last save, and remember the same plan. Collective if there are ranks."""
+        """Whether all ranks hold what they held at the last save, and remember the same plan.
+
+        Collective if there are ranks.
+        """
         number = self._number if key == self._key else 0
         if dist.is_initialized():
             both = torch.tensor([number, -number])

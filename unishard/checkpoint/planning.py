@@ -52,7 +52,9 @@ class Written(NamedTuple):
 
 
 class Planning:
-    """Plans a save, writes its indexes, and keeps the plan and the lengths of all records for the next save of the same tensors."""
+    """Plans a save, writes its indexes, and keeps the plan and the lengths of all records for the next save of the same
+    tensors.
+    """
 
     def __init__(self) -> None:
         self.assignments: list[Assignment] = []
@@ -65,7 +67,8 @@ class Planning:
 
         Args:
             chunk: Bytes of the intervals that are written as one.
-            everyone: What each rank holds of the two parts; None of the first one on all ranks if the last plan of it holds.
+            everyone: What each rank holds of the two parts; None of the first one on all ranks if the last plan of it
+                holds.
 
         Returns:
             For each rank, which of its cuts of each part it writes, in bits; None where the last plan holds.
@@ -108,11 +111,16 @@ class Planning:
         hashes, squares = _sums(self.assignments, ranks)
         hashes |= {alias: hashes[name] for alias, name in ties.items()}
         kinds = {name: places.tensors[number] for name, number, places in entries}
-        shapes, dtypes = ({name: each.shape for name, each in kinds.items()}, {name: name_of(each.dtype) for name, each in kinds.items()})
+        shapes, dtypes = (
+            {name: each.shape for name, each in kinds.items()},
+            {name: name_of(each.dtype) for name, each in kinds.items()},
+        )
         return Written(files, hashes, squares, shapes, dtypes)
 
 
-def _put_indexes(folder: Path, entries: list[tuple[str, int, Places]], files: list[str], *, own_index: bool) -> dict[str, tuple[int, int]]:
+def _put_indexes(
+    folder: Path, entries: list[tuple[str, int, Places]], files: list[str], *, own_index: bool
+) -> dict[str, tuple[int, int]]:
     """Write torch's index and our own: size and CRC-32 of each."""
     paths = {name: _path(name) for name, *_ in entries}
     with DirectFile(folder / f"{FILE}.tmp") as file:
@@ -121,8 +129,14 @@ def _put_indexes(folder: Path, entries: list[tuple[str, int, Places]], files: li
     (folder / f"{FILE}.tmp").rename(folder / FILE)
     put = {FILE: (file.size, file.crc)}
     if own_index:
-        tensors = {name: (places.tensors[number].dtype, places.tensors[number].shape) for name, number, places in entries}
-        rows = {name: np.column_stack([first, *rest]) for name, number, places in entries for first, _, *rest in [places.of(number)]}
+        tensors = {
+            name: (places.tensors[number].dtype, places.tensors[number].shape) for name, number, places in entries
+        }
+        rows = {
+            name: np.column_stack([first, *rest])
+            for name, number, places in entries
+            for first, _, *rest in [places.of(number)]
+        }
         table = shard_index.bytes_of(tensors, rows, files, file.size)
         (folder / shard_index.FILE).write_bytes(table)
         fsync(folder / shard_index.FILE)
@@ -132,7 +146,9 @@ def _put_indexes(folder: Path, entries: list[tuple[str, int, Places]], files: li
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots themselves."""
+    """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots
+    themselves.
+    """
     if part := keys.optimizer_part(name):
         return (*keys.OPTIMIZER.rstrip(".").split("."), *part)
     head, _, rest = name.partition(".")
@@ -140,12 +156,19 @@ def _path(name: str) -> tuple[str, ...]:
 
 
 def _sums(assignments: Sequence[Assignment], ranks: Sequence[Result]) -> tuple[dict[str, int], dict[str, float]]:
-    """The hash of each tensor, and the sum of squares of each of floating-point numbers, from those of the ranks' shards."""
+    """The hash of each tensor, and the sum of squares of each of floating-point numbers, from those of the ranks'
+    shards.
+    """
     hashes: dict[str, int] = {}
     squares: dict[str, float] = {}
     for part, assignment in enumerate(assignments):
         tensors = assignment.tensors
-        both = assignment.added([each.hashes[part] for each in ranks]), assignment.added([each.squares[part] for each in ranks])
+        both = (
+            assignment.added([each.hashes[part] for each in ranks]),
+            assignment.added([each.squares[part] for each in ranks]),
+        )
         hashes |= {each.name: value for each, value in zip(tensors, both[0], strict=True)}
-        squares |= {each.name: value for each, value in zip(tensors, both[1], strict=True) if each.dtype.is_floating_point}
+        squares |= {
+            each.name: value for each, value in zip(tensors, both[1], strict=True) if each.dtype.is_floating_point
+        }
     return hashes, squares

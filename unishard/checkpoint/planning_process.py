@@ -1,6 +1,8 @@
-"""Plans saves in a child process: the arithmetic holds Python's lock most of the time, and would delay the steps of the training.
+"""Plans saves in a child process: the arithmetic holds Python's lock most of the time, and would delay the steps of the
+training.
 
-The child is a fresh interpreter: a fork would copy the state of CUDA and of threads, and `multiprocessing` would import the script again.
+The child is a fresh interpreter: a fork would copy the state of CUDA and of threads, and `multiprocessing` would import
+the script again.
 """
 
 from __future__ import annotations
@@ -32,8 +34,16 @@ parent, sys.path[:] = int(sys.argv[1]), sys.argv[2:]
 from unishard.checkpoint.planning_process import serve
 serve(parent, answers)
 """
-"""A cluster signals all processes of a job, and what is printed goes to stderr: answers leave through what was stdout."""
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+"""A cluster signals all processes of a job, and what is printed goes to stderr: answers leave through what was
+stdout."""
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+}
 """The child is no rank and uses no device."""
 _PATIENCE = 120.0
 """Seconds until the child must have imported what it needs."""
@@ -49,8 +59,16 @@ class PlanningProcess:
         Raises:
             OSError: It does not start.
         """
-        command = [sys.executable, "-c", _START, str(os.getpid()), *(entry for entry in sys.path if isinstance(entry, str))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **_ALONE})
+        command = [
+            sys.executable,
+            "-c",
+            _START,
+            str(os.getpid()),
+            *(entry for entry in sys.path if isinstance(entry, str)),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **_ALONE}
+        )
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             if not selector.select(_PATIENCE):
@@ -139,7 +157,10 @@ def serve(parent: int, answers: IO[bytes]) -> None:
 
 
 def _end_after(parent: int) -> None:
-    """End with the process that has started this one. A process that it has forked, such as a data loader's, keeps the pipe open."""
+    """End with the process that has started this one.
+
+    A process that it has forked, such as a data loader's, keeps the pipe open.
+    """
     while os.getppid() == parent:
         time.sleep(_POLL)
     os._exit(1)

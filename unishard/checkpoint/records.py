@@ -1,6 +1,8 @@
-"""The bytes that torch.save writes around a tensor's data, so that the data can be written without a copy and torch.load reads it.
+"""The bytes that torch.save writes around a tensor's data, so that the data can be written without a copy and
+torch.load reads it.
 
-They depend only on shape and dtype, once the data checksum is disabled, which torch.load ignores (torch 2.13). So they are cached.
+They depend only on shape and dtype, once the data checksum is disabled, which torch.load ignores (torch 2.13). So they
+are cached.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def _envelope(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
 
 
 def _offset_of_data(record: bytes) -> int:
-    """Where the data begins: a record is an uncompressed zip file, and the local header of `data/0` precedes its data."""
+    """Where the data begins: a record is an uncompressed zip file, and the local header of `data/0` precedes its
+    data.
+    """
     with zipfile.ZipFile(io.BytesIO(record)) as archive:
         (header,) = (entry.header_offset for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     name, extra = struct.unpack_from("<HH", record, header + 26)  # lengths of what follows the 30 bytes of the header

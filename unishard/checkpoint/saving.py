@@ -44,7 +44,8 @@ class Snapshot(NamedTuple):
     run: str | None = None
     """The run, which the manifest names. Only rank 0's is used."""
     beside: bool = False
-    """Whether the run began beside checkpoints of another one, so that the name of the checkpoint must name it. Only rank 0's is used."""
+    """Whether the run began beside checkpoints of another one, so that the name of the checkpoint must name it. Only
+    rank 0's is used."""
 
 
 class Retention(NamedTuple):
@@ -82,8 +83,8 @@ def save(
         The checkpoint directory.
 
     Raises:
-        CheckpointError: On every rank: it could not be written, or the ranks do not share the folder. Earlier checkpoints are unchanged.
-            A rank on which a KeyboardInterrupt or SystemExit was raised raises that.
+        CheckpointError: On every rank: it could not be written, or the ranks do not share the folder. Earlier
+            checkpoints are unchanged. A rank on which a KeyboardInterrupt or SystemExit was raised raises that.
     """
     beside = snapshot.run or "" if snapshot.beside else ""
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step, beside))
@@ -105,14 +106,18 @@ def save(
 
         return on_first(group, finish)
     except BaseException as error:
-        if isinstance(error, CheckpointError) or is_shared(error):  # raised on every rank, so that all can take part in the cleanup
+        if isinstance(error, CheckpointError) or is_shared(
+            error
+        ):  # raised on every rank, so that all can take part in the cleanup
             _clean_up(root, group)
         raise
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Disable Python's garbage collector: the many small objects of a save plan would trigger scans of the entire heap."""
+    """Disable Python's garbage collector: the many small objects of a save plan would trigger scans of the entire
+    heap.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +128,10 @@ def without_collections() -> Iterator[None]:
 
 
 def _clean_up(root: Path, group: dist.ProcessGroup | None) -> None:
-    """Clean up after a failure, before or after the rename. Errors here are only logged, so that the original one is raised."""
+    """Clean up after a failure, before or after the rename.
+
+    Errors here are only logged, so that the original one is raised.
+    """
     try:
         on_first(group, lambda: directory.clean(root, owns=not ownership.is_lost(root)))
     except CheckpointError as error:
@@ -143,5 +151,11 @@ def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[
 
 def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]], commit: int) -> Manifest:
     facts = summary_of(written._replace(files={**written.files, **assets}), snapshot.facts["buffers"])
-    _logger.info("saved step %d: %s", snapshot.step, ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()))
-    return Manifest(**snapshot.facts, **facts, step=snapshot.step, run=snapshot.run, commit=commit, ties=dict(snapshot.ties))
+    _logger.info(
+        "saved step %d: %s",
+        snapshot.step,
+        ", ".join(f"norm of {kind} {norm:.9g}" for kind, norm in facts["norms"].items()),
+    )
+    return Manifest(
+        **snapshot.facts, **facts, step=snapshot.step, run=snapshot.run, commit=commit, ties=dict(snapshot.ties)
+    )

@@ -1,12 +1,15 @@
-"""An index of a checkpoint of which each rank reads only what it needs: a table of fixed rows, beside the pickle that torch reads.
+"""An index of a checkpoint of which each rank reads only what it needs: a table of fixed rows, beside the pickle that
+torch reads.
 
     format                        the 17 bytes of `unishard-index-1` and a line feed
     length of the header          8 bytes, little-endian
     header                        JSON: files, and for each tensor its dtype, shape, first row and number of rows
-    rows                          4 numbers of 8 bytes each: first element in the flattened tensor, file, first byte, number of bytes
+    rows                          4 numbers of 8 bytes each: first element in the flattened tensor, file, first byte,
+    number of bytes
 
-The rows of a tensor are in the order of its elements and cover all of them, so each ends where the next one begins. A row is found by
-bisection: of 70 billion parameters on 1,024 ranks, a rank reads 60 kilobytes of rows for each thousand tensors instead of 400 MB.
+The rows of a tensor are in the order of its elements and cover all of them, so each ends where the next one begins. A
+row is found by bisection: of 70 billion parameters on 1,024 ranks, a rank reads 60 kilobytes of rows for each thousand
+tensors instead of 400 MB.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class _Header(BaseModel):
     tensors: dict[str, _Tensor]
 
 
-def bytes_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], rows: Mapping[str, Any], files: list[str], size: int) -> bytes:
+def bytes_of(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], rows: Mapping[str, Any], files: list[str], size: int
+) -> bytes:
     """The content of an index.
 
     Args:
@@ -135,9 +140,14 @@ class ShardIndex:
             raise ValueError("a file lies outside the directory; do not trust this checkpoint")
         if any(min(shape, default=0) < 0 for shape in self.shapes.values()):
             raise ValueError("a shape is negative")
-        if not dist.is_initialized() or dist.get_rank() == 0:  # a file system has enough to do with the look of one rank
+        if (
+            not dist.is_initialized() or dist.get_rank() == 0
+        ):  # a file system has enough to do with the look of one rank
             room = sum(each.stat().st_size for each in path.parent.iterdir() if each.is_file())
-            if sum(shape.numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items()) > MOST_NAMES * room:
+            if (
+                sum(shape.numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+                > MOST_NAMES * room
+            ):
                 raise ValueError("its tensors are larger than all files")
 
     def row(self, number: int) -> tuple[int, int, int, int]:
@@ -161,6 +171,8 @@ class ShardIndex:
         first, file, at, length = row
         found = list(boxes(shape, first, end)) if 0 <= first < end <= shape.numel() else []
         if len(found) != 1 or not 0 <= file < len(self._header.files) or min(at, length) < 0:
-            raise CheckpointError(f"{self._path}: {name} has a row that cannot be; it is damaged, use another checkpoint")
+            raise CheckpointError(
+                f"{self._path}: {name} has a row that cannot be; it is damaged, use another checkpoint"
+            )
         offsets, sizes = found[0]
         return Chunk(name, tuple(shape), offsets, sizes, self._header.files[file], at, length)

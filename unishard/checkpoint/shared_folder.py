@@ -1,4 +1,6 @@
-"""Checks that all ranks write into the same folder: on disks of single nodes, each would write a part of a checkpoint to its own."""
+"""Checks that all ranks write into the same folder: on disks of single nodes, each would write a part of a checkpoint
+to its own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def require_shared(folder: Path, ranks: Ranks, shown: Path, setting: str) -> Non
     if blind:
         causes = ", ".join(dict.fromkeys(problem for _, problem in views if problem is not None))
         raise CheckpointError(
-            f"{shown}: not the same folder on all ranks: {describe(blind, (), '')} cannot read what rank 0 on {views[0][0]} wrote there "
+            f"{shown}: not the same folder on all ranks: {describe(blind, (), '')} cannot read what rank 0 on "
+            f"{views[0][0]} wrote there "
             f"({causes}); {setting} must be on a disk that all nodes share"
         )
 
@@ -71,7 +74,8 @@ def require_complete(folder: Path, files: Mapping[str, tuple[int, int]]) -> None
         problem = _waited_for(lambda name=name, size=size: _difference(folder / name, size))  # type: ignore[misc]
         if problem is not None:
             raise CheckpointError(
-                f"{folder / name}: {problem} on rank 0 (host {socket.gethostname()}), after another rank wrote it; all ranks must write to "
+                f"{folder / name}: {problem} on rank 0 (host {socket.gethostname()}), after another rank wrote it; all "
+                "ranks must write to "
                 "one disk that all nodes share"
             )
 
@@ -82,7 +86,9 @@ def _mark(folder: Path) -> str:
         (folder / _TOKEN).write_text(token, encoding="ascii")
         fsync(folder / _TOKEN)  # to a server, so that other nodes see it
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error.strerror}); free disk space, or choose another folder") from error
+        raise CheckpointError(
+            f"{folder}: cannot be written ({error.strerror}); free disk space, or choose another folder"
+        ) from error
     return token
 
 

@@ -25,7 +25,9 @@ def summary_of(written: Written, buffers: Collection[str]) -> dict[str, Any]:
     return {
         "written": datetime.now(UTC).isoformat(timespec="microseconds"),
         "norms": _norms(written, buffers),
-        "files": {name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted(written.files.items())},
+        "files": {
+            name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted(written.files.items())
+        },
         "tensors": {
             name: TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
             for name, shape in sorted(written.shapes.items())

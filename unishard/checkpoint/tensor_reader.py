@@ -103,7 +103,8 @@ class Tensors:
         self._require(name)
         if tuple(shape) != tuple(self.shapes[name]):
             raise CheckpointError(
-                f"{self.folder}: {name} has shape {tuple(self.shapes[name])} in the index, not {tuple(shape)}; the checkpoint is damaged"
+                f"{self.folder}: {name} has shape {tuple(self.shapes[name])} in the index, not {tuple(shape)}; the "
+                "checkpoint is damaged"
             )
         target = ReadRequest(name, begin, torch.empty(end - begin, device="meta"))
         found = 0
@@ -151,7 +152,7 @@ class Tensors:
             if opened is not None:
                 opened[1].close()
 
-    # -- inside -----------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _listed(self) -> ListedChunks:
         """The chunks in torch's index."""
@@ -163,37 +164,59 @@ class Tensors:
         shapes = {name: entry.size for name, entry in tensors.items()}
         return ListedChunks(listed, shapes, {name: entry.properties.dtype for name, entry in tensors.items()})
 
-    def _chunks_of(self, name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Iterator[Chunk]:
+    def _chunks_of(
+        self, name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
+    ) -> Iterator[Chunk]:
         for chunk in entry.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets))
             if place is None or getattr(place, "transform_descriptors", None):
-                raise CheckpointError(f"{self.folder}: {name} has a missing or encoded chunk, which this version cannot read")
+                raise CheckpointError(
+                    f"{self.folder}: {name} has a missing or encoded chunk, which this version cannot read"
+                )
             if Path(place.relative_path).name != place.relative_path:
                 raise CheckpointError(
-                    f"{self.folder}: {name} lies outside the directory ({place.relative_path}); do not trust this checkpoint"
+                    f"{self.folder}: {name} lies outside the directory ({place.relative_path}); do not trust this "
+                    "checkpoint"
                 )
-            yield Chunk(name, tuple(entry.size), tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
+            yield Chunk(
+                name,
+                tuple(entry.size),
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                place.relative_path,
+                place.offset,
+                place.length,
+            )
 
     def _require(self, name: str) -> None:
         if name not in self.shapes:
             raise CheckpointError(f"{self.folder}: no tensor {name!r}; list them with `unishard checkpoint inspect`")
 
     def _require_room(self, chunk: Chunk) -> None:
-        """Check that a chunk is no larger than its file, before anyone plans with its size. A file that cannot be read says so later."""
+        """Check that a chunk is no larger than its file, before anyone plans with its size.
+
+        A file that cannot be read says so later.
+        """
         if chunk.file not in self._sizes:
             path = self.folder / chunk.file
             self._sizes[chunk.file] = path.stat().st_size if path.is_file() else sys.maxsize
         size = math.prod(chunk.sizes) * self.dtypes[chunk.name].itemsize
         if size > chunk.length or chunk.at + chunk.length > self._sizes[chunk.file]:
-            raise CheckpointError(f"{self.folder / chunk.file}: holds less than the {size} bytes of {chunk.name}; it is damaged")
+            raise CheckpointError(
+                f"{self.folder / chunk.file}: holds less than the {size} bytes of {chunk.name}; it is damaged"
+            )
 
     def _open(self, chunk: Chunk) -> IO[bytes]:
         try:
             return open_file(file_inside(self.folder, chunk.file))
         except OutsideFolderError as error:
-            raise CheckpointError(f"{self.folder}: {error}; do not trust this checkpoint, or put the file into it") from None
+            raise CheckpointError(
+                f"{self.folder}: {error}; do not trust this checkpoint, or put the file into it"
+            ) from None
         except OSError as error:
-            raise CheckpointError(f"{self.folder / chunk.file}: {error.strerror}; the checkpoint is incomplete") from error
+            raise CheckpointError(
+                f"{self.folder / chunk.file}: {error.strerror}; the checkpoint is incomplete"
+            ) from error
 
     def _load(self, chunk: Chunk, file: IO[bytes]) -> Tensor:
         self._require_room(chunk)
@@ -207,7 +230,9 @@ class Tensors:
                 require_bounded(record)
             values = torch.load(record, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive can raise anything
-            raise CheckpointError(f"{path}: {chunk.name} cannot be read ({error!s:.200}); the file is damaged") from error
+            raise CheckpointError(
+                f"{path}: {chunk.name} cannot be read ({error!s:.200}); the file is damaged"
+            ) from error
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
             raise CheckpointError(f"{path}: {chunk.name} does not have the shape in the index; the file is damaged")
         return values.reshape(-1)
@@ -219,7 +244,10 @@ def _common(chunk: Chunk, target: ReadRequest) -> Iterator[tuple[int, int, int]]
     if chunk.sizes and 0 not in chunk.sizes:
         strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
         first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
-        last = sum((offset + size - 1) * stride for offset, size, stride in zip(chunk.offsets, chunk.sizes, strides, strict=True))
+        last = sum(
+            (offset + size - 1) * stride
+            for offset, size, stride in zip(chunk.offsets, chunk.sizes, strides, strict=True)
+        )
         if first >= end or last < begin:
             return
     for at, inside, length in runs(chunk.shape, chunk.offsets, chunk.sizes):

@@ -10,11 +10,11 @@
 | `bytes` | `{"$bytes": name}` |
 | tensor | `{"$tensor": name}` |
 | numpy array | `{"$array": name}` |
-| what lies deeper than 60 levels of the above | `{"$json": "..."}`, the JSON in a string: many readers refuse deep JSON |
+| what lies deeper than 60 levels of the above | `{"$json": "..."}`, JSON in a string: many readers refuse deep JSON |
 
-A name is that of a tensor in the checkpoint; an empty tensor is not stored, but written as `[dtype, shape]`. The decoded state equals the
-original, except that subclasses of `dict` become plain dicts, numpy scalars become Python numbers, and tensors have no autograd graph and
-are on the reader's device.
+A name is that of a tensor in the checkpoint; an empty tensor is not stored, but written as `[dtype, shape]`. The
+decoded state equals the original, except that subclasses of `dict` become plain dicts, numpy scalars become Python
+numbers, and tensors have no autograd graph and are on the reader's device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def pack(state: Any, prefix: str = keys.STATE) -> tuple[Any, dict[str, Tensor]]:
         prefix: Prefix of the names of its tensors; unique for each state of a checkpoint.
 
     Returns:
-        The JSON value, and the tensors by their names in a checkpoint. They share memory with the state's where possible.
+        The JSON value, and the tensors by their names in a checkpoint. They share memory with the state's where
+        possible.
 
     Raises:
         CheckpointError: A value has another type. Says where, and what to save instead.
@@ -99,17 +100,25 @@ def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
     try:
         marker, packed = next(iter(json_value.items()))
         return _MARKERS[marker](packed, read)
-    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as problem:  # RuntimeError: torch's, and RecursionError
+    except (
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as problem:  # RuntimeError: torch's, and RecursionError
         if isinstance(problem, CheckpointError):
             raise
         raise CheckpointError(
-            f"the saved state holds {json_value!r:.80}, which this version cannot decode ({type(problem).__name__}: {problem}); "
+            f"the saved state holds {json_value!r:.80}, which this version cannot decode ({type(problem).__name__}: "
+            f"{problem}); "
             "load it with the version of unishard that wrote it"
         ) from problem
 
 
 def once(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """The same reader, which reads each tensor once: `pack` refers to no tensor twice, and a short manifest must not fill the memory.
+    """The same reader, which reads each tensor once: `pack` refers to no tensor twice, and a short manifest must not
+    fill the memory.
 
     Args:
         read: Returns a tensor by its name.
@@ -154,7 +163,8 @@ class _Packer:
             bytes: self._bytes,
             tuple: lambda value, path: {"$tuple": self._list(value, path)},
         }
-        """Types that may also be dict keys. Subclasses, such as enums and named tuples, are excluded: their type would be lost."""
+        """Types that may also be dict keys. Subclasses, such as enums and named tuples, are excluded: their type would
+        be lost."""
         self._others: dict[type, Callable[[Any, _Path], Any]] = {
             Tensor: self._tensor,
             np.ndarray: self._array,
@@ -165,14 +175,21 @@ class _Packer:
     def pack(self, value: Any, path: _Path) -> Any:
         if len(path) > _DEEPEST:
             raise CheckpointError(
-                f"state.{_dotted(path[:5])}... is nested deeper than {_DEEPEST} levels, or contains itself; save a flatter state"
+                f"state.{_dotted(path[:5])}... is nested deeper than {_DEEPEST} levels, or contains itself; save a "
+                "flatter state"
             )
         if type(value) is list:
             return self._list(value, path)
-        pack = self._plain.get(type(value)) or next((pack for kind, pack in self._others.items() if isinstance(value, kind)), None)
+        pack = self._plain.get(type(value)) or next(
+            (pack for kind, pack in self._others.items() if isinstance(value, kind)), None
+        )
         if pack is None:
             has_state = callable(getattr(value, "state_dict", None))
-            raise _refusal(path, value, "its state_dict()" if has_state else "a dict, list, tuple, string, number or tensor made of it")
+            raise _refusal(
+                path,
+                value,
+                "its state_dict()" if has_state else "a dict, list, tuple, string, number or tensor made of it",
+            )
         return pack(value, path)
 
     def _list(self, value: Any, path: _Path) -> list[Any]:
@@ -193,14 +210,18 @@ class _Packer:
             raise _refusal(path, value, "its full_tensor(), called on all ranks")
         problem = obstacle(value) or ("is on the meta device" if value.device.type == "meta" else None)
         if problem is not None:
-            raise CheckpointError(f"state.{_dotted(path)} {problem}, which cannot be saved; save a dense tensor of another dtype instead")
+            raise CheckpointError(
+                f"state.{_dotted(path)} {problem}, which cannot be saved; save a dense tensor of another dtype instead"
+            )
         return {"$tensor": self._name(value.detach(), path)}
 
     def _array(self, value: np.ndarray[Any, Any], path: _Path) -> dict[str, Any]:
         if isinstance(value, np.ma.MaskedArray):
             raise _refusal(path, value, "its data and its mask")
         try:
-            tensor = torch.from_numpy(np.array(value))  # a copy: torch rejects negative strides and warns about read-only memory
+            tensor = torch.from_numpy(
+                np.array(value)
+            )  # a copy: torch rejects negative strides and warns about read-only memory
         except (TypeError, ValueError) as problem:
             raise _refusal(
                 path, value, "an array of numbers in native byte order, or its tolist()", f"is of {value.dtype} in a"
@@ -241,14 +262,16 @@ def _tensor(name: str | list[Any], read: Callable[[str], Tensor]) -> Tensor:
 def _string(value: str, path: _Path) -> str:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise CheckpointError(
-            f"state.{_dotted(path)}: {value!a:.80} contains a lone surrogate, which cannot be encoded as UTF-8; save bytes instead"
+            f"state.{_dotted(path)}: {value!a:.80} contains a lone surrogate, which cannot be encoded as UTF-8; save "
+            "bytes instead"
         )
     return value
 
 
 def _refusal(path: _Path, value: Any, instead: str, how: str = "is a") -> CheckpointError:
     return CheckpointError(
-        f"state.{_dotted(path)} {how} {type(value).__name__}, which is neither JSON nor a tensor; save {instead} instead"
+        f"state.{_dotted(path)} {how} {type(value).__name__}, which is neither JSON nor a tensor; save {instead} "
+        "instead"
     )
 
 

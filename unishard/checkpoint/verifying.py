@@ -1,4 +1,6 @@
-"""Verifies a checkpoint: its files by their checksums, its tensors by their hashes, also while they are read for something else."""
+"""Verifies a checkpoint: its files by their checksums, its tensors by their hashes, also while they are read for
+something else.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Advance = Callable[[int], None]
 """Called with the number of further bytes read."""
 
 
-def damaged(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, advance: Advance = lambda read: None) -> list[str]:
+def damaged(
+    folder: Path, manifest: Manifest, names: Iterable[str] | None = None, advance: Advance = lambda read: None
+) -> list[str]:
     """Problems with the files of a checkpoint, one line each: missing, truncated, changed, or not in the manifest.
 
     Args:
@@ -42,7 +46,9 @@ def damaged(folder: Path, manifest: Manifest, names: Iterable[str] | None = None
         if problem:
             problems.append(f"{folder / name}: {problem}")
     if names is None:
-        problems += [f"{folder / name}: is not in the manifest" for name in _files(folder) if name not in manifest.files]
+        problems += [
+            f"{folder / name}: is not in the manifest" for name in _files(folder) if name not in manifest.files
+        ]
     return problems
 
 
@@ -60,7 +66,9 @@ def require_sound(folder: Path, manifest: Manifest, names: Iterable[str], advanc
     """
     problems = damaged(folder, manifest, names, advance)
     if problems:
-        raise CheckpointError(f"{folder}: {'; '.join(problems)}; use another checkpoint (unishard checkpoint list {folder.parent})")
+        raise CheckpointError(
+            f"{folder}: {'; '.join(problems)}; use another checkpoint (unishard checkpoint list {folder.parent})"
+        )
 
 
 def verified(stretch: LazyShard, folder: Path, name: str, facts: TensorFacts | None) -> LazyShard:
@@ -76,7 +84,9 @@ def verified(stretch: LazyShard, folder: Path, name: str, facts: TensorFacts | N
         CheckpointError: Its shape or dtype is not that in the manifest; while it is read, its hash.
     """
     if facts is None or (list(stretch.shape), name_of(stretch.dtype)) != (facts.shape, facts.dtype):
-        raise CheckpointError(f"{folder}: {name} is not what the manifest says; run `unishard checkpoint verify --bits {folder}`")
+        raise CheckpointError(
+            f"{folder}: {name} is not what the manifest says; run `unishard checkpoint verify --bits {folder}`"
+        )
     seen = so_far = 0
 
     def read(begin: int, end: int) -> torch.Tensor:
@@ -85,7 +95,9 @@ def verified(stretch: LazyShard, folder: Path, name: str, facts: TensorFacts | N
         if seen < stretch.end:
             seen, so_far = seen + end - begin, (so_far + hash_of(values, begin)) & MASK
             if seen == stretch.end and hexadecimal(so_far) != facts.hash:
-                raise CheckpointError(f"{folder}: {name} is damaged: its hash differs from the manifest; use another checkpoint")
+                raise CheckpointError(
+                    f"{folder}: {name} is damaged: its hash differs from the manifest; use another checkpoint"
+                )
         return values
 
     return stretch._replace(read=read)

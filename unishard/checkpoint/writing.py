@@ -1,6 +1,8 @@
-"""Writes sharded tensors as one torch.distributed.checkpoint directory, with checksums of its files and hashes of its tensors.
+"""Writes sharded tensors as one torch.distributed.checkpoint directory, with checksums of its files and hashes of its
+tensors.
 
-Every rank writes its own shards without copying them; ranks that hold the same shard divide it between them. Nothing is gathered.
+Every rank writes its own shards without copying them; ranks that hold the same shard divide it between them. Nothing is
+gathered.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def write(
 
     Args:
         folder: Empty or nonexistent; the same on all ranks.
-        stretches: This rank's shard of each tensor, by the tensor's name in the checkpoint. Several ranks may hold the same shard.
+        stretches: This rank's shard of each tensor, by the tensor's name in the checkpoint. Several ranks may hold the
+            same shard.
         ties: Other names of tied tensors, to the names under which they are stored; readers find both.
         group: A process group with a CPU backend; None for the default group.
         advance: Called with this rank's progress.
@@ -81,7 +84,9 @@ def write(
     writer = _Writer(folder, ties or {}, advance, planner, own_index=own_index)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # because of `no_dist`, as intended
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )  # because of `no_dist`, as intended
             save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=single)
     except (CheckpointException, OSError, ValueError) as error:
         planner.cache.forget()
@@ -95,7 +100,9 @@ def write(
 
 
 def _raise_own_interrupt(error: BaseException, rank: int) -> None:
-    """Raise this rank's KeyboardInterrupt or SystemExit, which torch reports as a failure to write (torch 2.13, checkpoint/utils.py)."""
+    """Raise this rank's KeyboardInterrupt or SystemExit, which torch reports as a failure to write (torch 2.13,
+    checkpoint/utils.py).
+    """
     own, _ = error.failures.get(rank, (None, None)) if isinstance(error, CheckpointException) else (None, None)
     if own is not None and not isinstance(own, Exception):
         raise share(own) from None
@@ -106,7 +113,8 @@ def _cause(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return str(error)
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
-    return f"rank {rank} could not write its shards: {str(cause) or type(cause).__name__}"  # a KeyboardInterrupt has no message
+    # a KeyboardInterrupt has no message
+    return f"rank {rank} could not write its shards: {str(cause) or type(cause).__name__}"
 
 
 class _Planner(DefaultSavePlanner):
@@ -135,7 +143,9 @@ class _Planner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         masks = self.cache.planning.plan(CHUNK, [plan.planner_data for plan in all_plans])
-        return [dataclasses.replace(plan, planner_data=own) for plan, own in zip(all_plans, masks, strict=True)], Metadata({})
+        return [
+            dataclasses.replace(plan, planner_data=own) for plan, own in zip(all_plans, masks, strict=True)
+        ], Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         lasting, changing = new_plan.planner_data
@@ -151,7 +161,9 @@ class _Planner(DefaultSavePlanner):
 class _Writer(FileSystemWriter):
     """Writes one file for each rank, and computes its checksum and the hashes of its tensors at the same time."""
 
-    def __init__(self, folder: Path, ties: Mapping[str, str], advance: Advance, planner: _Planner, *, own_index: bool) -> None:
+    def __init__(
+        self, folder: Path, ties: Mapping[str, str], advance: Advance, planner: _Planner, *, own_index: bool
+    ) -> None:
         super().__init__(folder, overwrite=False)
         self.written: Written | None = None
         """On rank 0, once all is written."""
@@ -171,11 +183,15 @@ class _Writer(FileSystemWriter):
         if planner.reuses and np.array_equal(lengths[0], planner.cache.lengths):
             lengths = [None, lengths[1]]
         future: Future[Any] = Future()
-        future.set_result([Result(name, file.size, file.crc, lengths, [part[1] for part in parts], [part[2] for part in parts])])
+        future.set_result(
+            [Result(name, file.size, file.crc, lengths, [part[1] for part in parts], [part[2] for part in parts])]
+        )
         return future
 
     def _put_part(self, file: DirectFile, held: Held, mask: bytes) -> tuple[Any, Any, Any]:
-        """Write what this rank is to write of some tensors: the lengths of its records, and hash and squares of each tensor."""
+        """Write what this rank is to write of some tensors: the lengths of its records, and hash and squares of each
+        tensor.
+        """
         cuts, lengths = cut(held, CHUNK), []
         hashes, squares = [0] * len(held.tensors), [0.0] * len(held.tensors)
         mine = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(cuts.tensor)).astype(bool)
@@ -204,4 +220,6 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         planning = self._planner.cache.planning
-        self.written = planning.finish(Path(self.path), self._ties, [own for (own,) in results], own_index=self._own_index)
+        self.written = planning.finish(
+            Path(self.path), self._ties, [own for (own,) in results], own_index=self._own_index
+        )

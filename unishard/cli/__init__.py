@@ -52,7 +52,10 @@ _TROUBLE = {"diff": 2, "parity": 2, "checkpoint": 2}
 
 
 class Commands(TyperGroup):
-    """The command group. Errors of unishard and the operating system print one message; any other is a bug and prints a traceback."""
+    """The command group.
+
+    Errors of unishard and the operating system print one message; any other is a bug and prints a traceback.
+    """
 
     _command: str | None = None
 
@@ -147,7 +150,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """One config and one training loop for PyTorch FSDP2 and DeepSpeed ZeRO."""
 

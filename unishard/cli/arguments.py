@@ -50,21 +50,42 @@ ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each ran
 ScriptArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)]
 ScriptIsModule = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
 Ranks = Annotated[
-    int | None, typer.Option("--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]", show_default=False)
+    int | None,
+    typer.Option(
+        "--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]", show_default=False
+    ),
 ]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, metavar="M", help="Ranks per node. [default: all]", show_default=False)]
+GpusPerNode = Annotated[
+    int | None, typer.Option(min=1, metavar="M", help="Ranks per node. [default: all]", show_default=False)
+]
 RanksPerNode = Annotated[
-    int | None, typer.Option("--gpus-per-node", min=1, metavar="M", help="Ranks per node. [default: from the file]", show_default=False)
+    int | None,
+    typer.Option(
+        "--gpus-per-node", min=1, metavar="M", help="Ranks per node. [default: from the file]", show_default=False
+    ),
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="What a rank computes on, such as h100-80g.", show_default=False, autocompletion=devices),
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="What a rank computes on, such as h100-80g.",
+        show_default=False,
+        autocompletion=devices,
+    ),
 ]
 MemorySize = Annotated[
-    str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB.", show_default=False)
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB.", show_default=False),
 ]
-Report = Annotated[Literal["text", "html"], typer.Option("--report", help="Print text, or one HTML page without anything from elsewhere.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file. [default: stdout]", show_default=False)]
+Report = Annotated[
+    Literal["text", "html"],
+    typer.Option("--report", help="Print text, or one HTML page without anything from elsewhere."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Output file. [default: stdout]", show_default=False),
+]
 
 
 def topology_of(ranks: int | None, per_node: int | None) -> Topology | None:
@@ -79,7 +100,8 @@ def topology_of(ranks: int | None, per_node: int | None) -> Topology | None:
     per_node = per_node or ranks
     if ranks % per_node:
         raise typer.BadParameter(
-            f"{ranks} ranks do not divide into nodes of {per_node}; give a --world-size that is a multiple of {per_node}"
+            f"{ranks} ranks do not divide into nodes of {per_node}; give a --world-size that is a multiple of "
+            f"{per_node}"
         )
     return Topology(ranks, per_node)
 

@@ -31,9 +31,9 @@ def check(
 ) -> None:
     """Check whether a config can train here.
 
-    Finds everything that `prepare` would refuse before it sees the model: fields and values, batch sizes and groups for the number of
-    ranks, what the backend does not support, packages that are not installed, and the directory of checkpoints. Exits with 1 if
-    anything is refused.
+    Finds everything that `prepare` would refuse before it sees the model: fields and values, batch sizes and groups for
+    the number of ranks, what the backend does not support, packages that are not installed, and the directory of
+    checkpoints. Exits with 1 if anything is refused.
 
     Example: unishard check cfg.yaml --world-size 64
     """
@@ -83,4 +83,11 @@ def _check(config: ConfigFile, changes: list[str], world_size: int | None, per_n
 
 def _object(name: str, passed: _Passed) -> dict[str, Any]:
     count = passed.ranks.topology.world_size
-    return {"file": name, "ok": True, "backend": passed.backend, "world_size": count, "problems": [], "notes": passed.notes}
+    return {
+        "file": name,
+        "ok": True,
+        "backend": passed.backend,
+        "world_size": count,
+        "problems": [],
+        "notes": passed.notes,
+    }

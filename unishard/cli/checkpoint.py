@@ -37,14 +37,18 @@ app = typer.Typer(
 )
 
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints.", show_default=False)], as_json: AsJson = False
+    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints.", show_default=False)],
+    as_json: AsJson = False,
 ) -> None:
     """List the checkpoints in a directory.
 
@@ -57,7 +61,9 @@ def list_(
     if not root.is_dir():
         raise CheckpointError(f"{root}: directory not found; name a directory of checkpoints")
     if finding.is_checkpoint(root):
-        raise CheckpointError(f"{root}: is a single checkpoint; name its parent directory, or run `unishard checkpoint inspect`")
+        raise CheckpointError(
+            f"{root}: is a single checkpoint; name its parent directory, or run `unishard checkpoint inspect`"
+        )
     latest = finding.latest(root)
     found = [_listed(each.path, each.step, latest) for each in finding.checkpoints(root)]
     found += [_left_over(root / name) for name in finding.incomplete(root)]
@@ -67,7 +73,10 @@ def list_(
         echo(f"no checkpoints in {root}")
     else:
         more = [name for name in ("run", "metric") if _is_shown(name, found)]
-        _table(("step", "written", "ranks", "backend", "strategy", *more, "size", "state"), [_row(each, more) for each in found])
+        _table(
+            ("step", "written", "ranks", "backend", "strategy", *more, "size", "state"),
+            [_row(each, more) for each in found],
+        )
 
 
 @app.command()
@@ -102,8 +111,8 @@ def verify(
 ) -> None:
     """Check a checkpoint for damage.
 
-    Compares the size and checksum of every file with the manifest. Exits with 0 if all match, with 1 and the names of damaged files if
-    not, and with 2 if there is no checkpoint.
+    Compares the size and checksum of every file with the manifest. Exits with 0 if all match, with 1 and the names of
+    damaged files if not, and with 2 if there is no checkpoint.
 
     Example: unishard checkpoint verify runs/llama --bits
     """
@@ -137,8 +146,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints.
 
-    Verifies all files of both, then compares their manifests (steps, ranks, configs, ...) and their tensors, with the largest
-    differences. Exits with 0 if they are equal, with 1 if they differ, and with 2 if a checkpoint is damaged or cannot be read.
+    Verifies all files of both, then compares their manifests (steps, ranks, configs, ...) and their tensors, with the
+    largest differences. Exits with 0 if they are equal, with 1 if they differ, and with 2 if a checkpoint is damaged or
+    cannot be read.
 
     Example: unishard checkpoint diff runs/a runs/b
     """
@@ -157,20 +167,31 @@ def diff(
 app.command("convert")(convert)
 
 
-# -- shown --------------------------------------------------------------------------------------------------------------------
+# -- shown -------------------------------------------------------------------------------------------------------------
 
 
 def _listed(path: Path, step: int, latest: Path | None) -> dict[str, Any]:
     from unishard.checkpoint import manifest
     from unishard.cli.checkpoint_facts import place_of, size_of
 
-    entry: dict[str, Any] = {"name": path.name, "step": step, "state": "complete", "latest": path == latest, "bytes": size_of(path)}
+    entry: dict[str, Any] = {
+        "name": path.name,
+        "step": step,
+        "state": "complete",
+        "latest": path == latest,
+        "bytes": size_of(path),
+    }
     try:
         facts = manifest.read(path)
     except CheckpointError:
         return entry | {"state": "manifest is damaged"}
     backend, strategy = place_of(facts)
-    entry |= {"written": facts.written, "world_size": facts.world_size, "backend": backend or None, "strategy": strategy or None}
+    entry |= {
+        "written": facts.written,
+        "world_size": facts.world_size,
+        "backend": backend or None,
+        "strategy": strategy or None,
+    }
     return entry | {"run": facts.run, "metric": facts.metric}
 
 
@@ -184,7 +205,13 @@ def _left_over(path: Path) -> dict[str, Any]:
     from unishard.cli.checkpoint_facts import size_of
 
     step = re.search(r"step-(\d+)", path.name)
-    return {"name": path.name, "step": int(step[1]) if step else None, "state": "incomplete", "latest": False, "bytes": size_of(path)}
+    return {
+        "name": path.name,
+        "step": int(step[1]) if step else None,
+        "state": "incomplete",
+        "latest": False,
+        "bytes": size_of(path),
+    }
 
 
 def _row(entry: dict[str, Any], more: Sequence[str]) -> tuple[str, ...]:
@@ -193,7 +220,9 @@ def _row(entry: dict[str, Any], more: Sequence[str]) -> tuple[str, ...]:
     state = entry["state"] + (", latest" if entry["latest"] else "")
     if entry["state"] == "incomplete":
         state = f"incomplete: {entry['name']}"
-    cells = ("" if entry.get(name) is None else str(entry[name]) for name in ("step", "world_size", "backend", "strategy"))
+    cells = (
+        "" if entry.get(name) is None else str(entry[name]) for name in ("step", "world_size", "backend", "strategy")
+    )
     step, ranks, backend, strategy = cells
     own = [f"{value:.6g}" if isinstance(value := entry.get(name), float) else value or "" for name in more]
     return step, local(entry.get("written", "")), ranks, backend, strategy, *own, size(entry["bytes"]), state
@@ -203,7 +232,12 @@ def _object(folder: Path, facts: Manifest, tensors: bool) -> dict[str, Any]:
     from unishard.cli.checkpoint_facts import kinds_of, size_of
 
     said = plain(facts.model_dump(exclude={"crc32"} if tensors else {"crc32", "files", "tensors"}))
-    return {"path": str(folder), "bytes": size_of(folder), **said, "kinds": [plain(kind._asdict()) for kind in kinds_of(facts)]}
+    return {
+        "path": str(folder),
+        "bytes": size_of(folder),
+        **said,
+        "kinds": [plain(kind._asdict()) for kind in kinds_of(facts)],
+    }
 
 
 def _show(folder: Path, facts: Manifest, tensors: bool) -> None:
@@ -211,7 +245,9 @@ def _show(folder: Path, facts: Manifest, tensors: bool) -> None:
 
     show(("fact", "value"), list(facts_of(folder, facts)), sys.stdout)
     kinds = kinds_of(facts)
-    rows = [(kind.name, str(kind.tensors), f"{kind.numel:,}", size(kind.bytes), " ".join(kind.dtypes)) for kind in kinds]
+    rows = [
+        (kind.name, str(kind.tensors), f"{kind.numel:,}", size(kind.bytes), " ".join(kind.dtypes)) for kind in kinds
+    ]
     _table(("kind", "tensors", "elements", "size", "dtypes"), rows, apart=True)
     _table(("norm of", "L2"), [(name, f"{norm:.6g}") for name, norm in facts.norms.items()], apart=True)
     _table(("group", "parameters", "lr", "options"), groups_of(facts), apart=True)
@@ -228,7 +264,12 @@ def _inspect_other(folder: Path, as_json: bool) -> None:
     forms = {name: (list(found.shapes[name]), str(found.dtypes[name]).removeprefix("torch.")) for name in found}
     if as_json:
         tensors = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in forms.items()}
-        said = {"path": str(folder), "format": "torch.distributed.checkpoint", "tensors": tensors, "pickles": sorted(found.others)}
+        said = {
+            "path": str(folder),
+            "format": "torch.distributed.checkpoint",
+            "tensors": tensors,
+            "pickles": sorted(found.others),
+        }
         emit(json.dumps(said, indent=2))
         return
     echo(
@@ -236,14 +277,23 @@ def _inspect_other(folder: Path, as_json: bool) -> None:
         "make it a unishard checkpoint with `unishard checkpoint convert`"
     )
     rows = [(name, str(shape), dtype) for name, (shape, dtype) in forms.items()]
-    _table(("tensor", "shape", "dtype"), [*rows, *((name, "", "pickle, not opened") for name in sorted(found.others))], apart=True)
+    _table(
+        ("tensor", "shape", "dtype"),
+        [*rows, *((name, "", "pickle, not opened") for name in sorted(found.others))],
+        apart=True,
+    )
 
 
 def _show_comparison(found: Comparison) -> None:
     facts = [(path, value_of(one), value_of(other)) for path, one, other in (*found.facts, *found.forms)]
-    facts += [(name, "present", "missing") for name in found.only_a] + [(name, "missing", "present") for name in found.only_b]
+    facts += [(name, "present", "missing") for name in found.only_a] + [
+        (name, "missing", "present") for name in found.only_b
+    ]
     _table(("what", "A", "B"), facts)
-    gaps = [(gap.name, f"{gap.differing:,} of {gap.numel:,}", f"{gap.absolute:.3g}", f"{gap.relative:.3g}") for gap in found.values]
+    gaps = [
+        (gap.name, f"{gap.differing:,} of {gap.numel:,}", f"{gap.absolute:.3g}", f"{gap.relative:.3g}")
+        for gap in found.values
+    ]
     _table(("tensor", "elements that differ", "largest difference", "relative"), gaps, apart=bool(facts))
     same = found.tensors - len(found.forms) - len(found.values)
     echo(f"\n{same} of {found.tensors} common tensors are equal")
@@ -257,6 +307,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool
     if apart:
         echo()
     if is_narrow(min(len(columns), 4), sys.stdout):
-        show_blocks(((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), sys.stdout)
+        show_blocks(
+            ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), sys.stdout
+        )
     else:
         show(columns, rows, sys.stdout)

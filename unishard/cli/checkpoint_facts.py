@@ -77,7 +77,10 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "checkpoint", str(folder)
     yield "step", str(manifest.step)
     if manifest.run:
-        yield "run", manifest.run if manifest.commit is None else f"{manifest.run}, commit {manifest.commit} of its directory"
+        yield (
+            "run",
+            manifest.run if manifest.commit is None else f"{manifest.run}, commit {manifest.commit} of its directory",
+        )
     if manifest.metric is not None:
         yield "metric", value_of(manifest.metric)
     yield "written", local(manifest.written)
@@ -86,7 +89,11 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "ranks", str(manifest.world_size)
     yield "backend", f"{backend}, {strategy}" if backend else "unknown (converted checkpoint)"
     yield "model", f"{model.class_name}, {count_of(model.numel, 'parameter')}, fingerprint {model.fingerprint}"
-    for name, count in (("ties", len(manifest.ties)), ("frozen", len(manifest.frozen)), ("buffers", len(manifest.buffers))):
+    for name, count in (
+        ("ties", len(manifest.ties)),
+        ("frozen", len(manifest.frozen)),
+        ("buffers", len(manifest.buffers)),
+    ):
         if count:
             yield name, str(count)
     groups = len(optimizer.groups) if optimizer else 0
@@ -109,7 +116,11 @@ def groups_of(manifest: Manifest) -> list[tuple[str, str, str, str]]:
             str(at),
             str(len(group.names)),
             _rate(group.options.get("lr", "")),
-            ", ".join(f"{name}={value_of(value)}" for name, value in group.options.items() if name != "lr" and value is not None),
+            ", ".join(
+                f"{name}={value_of(value)}"
+                for name, value in group.options.items()
+                if name != "lr" and value is not None
+            ),
         )
         for at, group in enumerate(groups)
     ]
@@ -140,7 +151,9 @@ def kinds_of(manifest: Manifest) -> list[TensorKind]:
 
 def _kind(name: str, manifest: Manifest) -> str:
     if (parameter := keys.parameter_of(name)) is not None:
-        return "buffers" if parameter in manifest.buffers else "frozen" if parameter in manifest.frozen else "parameters"
+        return (
+            "buffers" if parameter in manifest.buffers else "frozen" if parameter in manifest.frozen else "parameters"
+        )
     if (part := keys.optimizer_part(name)) is not None:
         return part[1]
     kinds = {keys.AVERAGES: "moving averages", keys.RANDOM: "random numbers", keys.STATE: "state"}

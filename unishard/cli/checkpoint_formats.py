@@ -25,7 +25,9 @@ def own_file(path: Path) -> Iterator[None]:
         if tool is None:
             raise
         advice = f"translate it first: unishard translate {path} --to unishard -o cfg.yaml"
-        raise ConfigError([Problem("", f"is a config of {tool}, but this command needs a unishard config; {advice}", str(path))]) from error
+        raise ConfigError(
+            [Problem("", f"is a config of {tool}, but this command needs a unishard config; {advice}", str(path))]
+        ) from error
 
 
 def _tool_of(path: Path) -> str | None:

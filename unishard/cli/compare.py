@@ -47,7 +47,13 @@ def compare(
     rounds: Rounds = 2,
     peak_tflops: Annotated[
         float | None,
-        typer.Option("--peak-tflops", min=1e-6, metavar="N", help="Peak of one device, for MFU. [default: as known]", show_default=False),
+        typer.Option(
+            "--peak-tflops",
+            min=1e-6,
+            metavar="N",
+            help="Peak of one device, for MFU. [default: as known]",
+            show_default=False,
+        ),
     ] = None,
     processes_per_node: Processes = None,
     set_: Overrides = None,
@@ -58,10 +64,11 @@ def compare(
 ) -> None:
     """Measure a script on each engine and strategy.
 
-    The same steps are run on this host, in turns: forth in the first round, back in the second. For each: the median time of a step
-    without the first 3, throughput, TFLOP/s, MFU, the memory of the rank that holds most, what a rank sends, the time until the first
-    step is done, and the largest relative difference of losses and gradient norms from the first row. The script must load its config
-    with unishard.load(); --model without a script runs on random data. Options stand before SCRIPT.
+    The same steps are run on this host, in turns: forth in the first round, back in the second. For each: the median
+    time of a step without the first 3, throughput, TFLOP/s, MFU, the memory of the rank that holds most, what a rank
+    sends, the time until the first step is done, and the largest relative difference of losses and gradient norms from
+    the first row. The script must load its config with unishard.load(); --model without a script runs on random data.
+    Options stand before SCRIPT.
 
     Example: unishard compare cfg.yaml --strategies full_shard,shard_grad_op --steps 20 train.py --epochs 1
     """

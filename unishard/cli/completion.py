@@ -1,4 +1,7 @@
-"""What the shell offers for backends, formats and `FIELD=VALUE`. The completion itself is typer's: `--install-completion`."""
+"""What the shell offers for backends, formats and `FIELD=VALUE`.
+
+The completion itself is typer's: `--install-completion`.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ def changes(ctx: typer.Context, incomplete: str) -> list[str | tuple[str, str]]:
 
 
 def _cut_off(ctx: typer.Context) -> str | None:
-    """The field whose value is being typed, where the shell cuts words at `=`, as bash does: it hands over `FIELD`, then the value."""
+    """The field whose value is being typed, where the shell cuts words at `=`, as bash does: it hands over `FIELD`,
+    then the value.
+    """
     from unishard.config import Config, leaves
 
     typed = [str(change) for name in ("changes", "set_") for change in ctx.params.get(name) or () if change != "="]

@@ -17,23 +17,38 @@ __all__ = ["convert"]
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A checkpoint of any tool, or a directory of unishard's (uses the latest).", show_default=False),
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint of any tool, or a directory of unishard's (uses the latest).",
+            show_default=False,
+        ),
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.", show_default=False)],
-    from_: Annotated[str | None, typer.Option("--from", metavar="FORMAT", help="Format of SRC. [default: detected]")] = None,
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.", show_default=False)
+    ],
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="FORMAT", help="Format of SRC. [default: detected]")
+    ] = None,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="The format to write.")] = "unishard",
 ) -> None:
     """Convert a checkpoint of another tool, optimizer state included.
 
-    Runs in one process, without a GPU or the model. Reads unishard, deepspeed, accelerate and dcp (a torch.distributed.checkpoint
-    directory); writes unishard, deepspeed-universal and dcp. Reports on stderr what was not converted. DST only appears once complete.
+    Runs in one process, without a GPU or the model. Reads unishard, deepspeed, accelerate and dcp (a
+    torch.distributed.checkpoint directory); writes unishard, deepspeed-universal and dcp. Reports on stderr what was
+    not converted. DST only appears once complete.
 
     Example: unishard checkpoint convert ds_checkpoint runs/step-00000100
     """
     from unishard.checkpoint.convert import convert as run
 
     with ExitStack() as stack:
-        notes = run(source, destination, from_=from_, to=to, progress=lambda total: stack.enter_context(bar("converting", total)))
+        notes = run(
+            source,
+            destination,
+            from_=from_,
+            to=to,
+            progress=lambda total: stack.enter_context(bar("converting", total)),
+        )
     for note in notes:
         echo(f"note: {note}", err=True)
     emit(str(destination))

@@ -11,7 +11,9 @@ __all__ = ["demo"]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory for curves and figures.")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory for curves and figures.")] = Path(
+        "demo-out"
+    ),
     world_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks.")] = 2,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Number of updates.")] = 60,
 ) -> None:

@@ -36,8 +36,8 @@ def diff(
 ) -> None:
     """Compare the meaning of two configs.
 
-    They may be of different tools. Exits with 0 if they describe the same training, with 1 if they differ, and with 2 if one cannot be
-    read.
+    They may be of different tools. Exits with 0 if they describe the same training, with 1 if they differ, and with 2
+    if one cannot be read.
 
     Example: unishard diff accelerate.yaml cfg.yaml
     """

@@ -14,13 +14,15 @@ __all__ = ["docs"]
 
 
 def docs(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if a page is out of date.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if a page is out of date.")
+    ] = False,
     root: Annotated[Path, typer.Option(metavar="DIR", help="Root of the checkout.")] = Path(),
 ) -> None:
     """Write the generated pages.
 
-    MAPPING.md from the backends' rules, docs/formats.md from the formats' tables, docs/schema.md from the config schema,
-    docs/manifest.md from the manifest schema, and in docs/engines.md the table of private names.
+    MAPPING.md from the backends' rules, docs/formats.md from the formats' tables, docs/schema.md from the config
+    schema, docs/manifest.md from the manifest schema, and in docs/engines.md the table of private names.
 
     Example: unishard docs --check
     """

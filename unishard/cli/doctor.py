@@ -23,22 +23,32 @@ _COLUMNS = ("status", "what", "found", "to do")
 
 def doctor(
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, max=64, metavar="N", help="Start N ranks on this host, and measure what connects them.")
+        int | None,
+        typer.Option(
+            "--ranks", min=1, max=64, metavar="N", help="Start N ranks on this host, and measure what connects them."
+        ),
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="DIR", help="Measure the disk of this directory, such as that of the checkpoints.")
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Measure the disk of this directory, such as that of the checkpoints."
+        ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="List also the probes of private names that have found what they need.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="List also the probes of private names that have found what they need.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write it as JSON.")] = False,
 ) -> None:
     """Check this environment.
 
-    Says first which engines can train here and what keeps the others from it, then what was checked: versions and whether they were
-    tested, the engines, the private names that workarounds need (only those that fail, without --all), accelerators, shared memory, the
-    limit of open files, and the launcher's variables. Imports the installed engines. Exits with 1 if training cannot run.
+    Says first which engines can train here and what keeps the others from it, then what was checked: versions and
+    whether they were tested, the engines, the private names that workarounds need (only those that fail, without
+    --all), accelerators, shared memory, the limit of open files, and the launcher's variables. Imports the installed
+    engines. Exits with 1 if training cannot run.
 
-    Started by a launcher, as in `torchrun --nnodes 2 ... -m unishard doctor`, the ranks also connect, and rank 0 reports the rendezvous,
-    latency and bandwidth over gloo and NCCL, the slowest link between two ranks, and differences of versions and clocks.
+    Started by a launcher, as in `torchrun --nnodes 2 ... -m unishard doctor`, the ranks also connect, and rank 0
+    reports the rendezvous, latency and bandwidth over gloo and NCCL, the slowest link between two ranks, and
+    differences of versions and clocks.
 
     Example: unishard doctor --ranks 4 --dir runs/llama
     """
@@ -48,7 +58,9 @@ def doctor(
     if topology.launcher == "python":
         checks = list(examine(ranks, directory))
     elif ranks is not None:
-        raise typer.BadParameter("a launcher has started this process among others; leave --ranks out", param_hint="--ranks")
+        raise typer.BadParameter(
+            "a launcher has started this process among others; leave --ranks out", param_hint="--ranks"
+        )
     else:
         connections = connected(topology)  # first: the ranks should not wait until one has imported the engines
         checks = [*(examine(None, directory) if topology.rank == 0 else []), *connections]
@@ -94,7 +106,13 @@ def _object(checks: Sequence[Check]) -> dict[str, Any]:
         "counts": _counts(checks),
         "versions": {check.name: check.details["version"] for check in checks if "version" in check.details},
         "checks": [
-            {"name": check.name, "status": str(check.status), "found": check.found, "instead": check.instead, **check.details}
+            {
+                "name": check.name,
+                "status": str(check.status),
+                "found": check.found,
+                "instead": check.instead,
+                **check.details,
+            }
             for check in checks
         ],
     }

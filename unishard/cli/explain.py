@@ -41,16 +41,22 @@ def explain(
     ] = None,
     native: Annotated[
         bool,
-        typer.Option("--native", help="Print the engine's own config, before `prepare` adds what the model says. [default backend: CFG's]"),
+        typer.Option(
+            "--native",
+            help="Print the engine's own config, before `prepare` adds what the model says. [default backend: CFG's]",
+        ),
     ] = False,
-    changed: Annotated[bool, typer.Option("--changed", help="Show only what the file and --set set, not the defaults.")] = False,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Show only what the file and --set set, not the defaults.")
+    ] = False,
     set_: Overrides = None,
     world_size: Ranks = None,
     gpus_per_node: RanksPerNode = None,
 ) -> None:
     """Show every value and its translation.
 
-    For each field of the config: its value, its origin, and what it becomes on each installed backend. A field that is off says so.
+    For each field of the config: its value, its origin, and what it becomes on each installed backend. A field that is
+    off says so.
 
     Example: unishard explain cfg.yaml deepspeed --changed
     """
@@ -92,16 +98,23 @@ def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology
             echo("nothing is set; every field has its default")
             return
     if is_narrow(len(_COLUMNS) + len(names), sys.stdout):
-        show_blocks(((f"{row.path} = {bare(row.value)}  ({row.origin})", list(_lines(row, names))) for row in rows), sys.stdout)
+        show_blocks(
+            ((f"{row.path} = {bare(row.value)}  ({row.origin})", list(_lines(row, names))) for row in rows), sys.stdout
+        )
     else:
         _show_tables(rows, names)
 
 
 def _show_tables(rows: Sequence[ExplainedField], names: Sequence[str]) -> None:
-    cells = [(row.path, bare(row.value), row.origin, *(_becomes(row.images.get(name)) for name in names)) for row in rows]
+    cells = [
+        (row.path, bare(row.value), row.origin, *(_becomes(row.images.get(name)) for name in names)) for row in rows
+    ]
     show((*_COLUMNS, *names), cells, sys.stdout)
     notes = [
-        (name, row.path, image.fit, image.note) for name in names for row in rows if (image := row.images.get(name)) and image.has_note
+        (name, row.path, image.fit, image.note)
+        for name in names
+        for row in rows
+        if (image := row.images.get(name)) and image.has_note
     ]
     if notes:
         sys.stdout.write("\n")

@@ -15,28 +15,39 @@ __all__ = ["export"]
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory, empty or new.", show_default=False)],
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16. [default: from the model's config, else fp32]", show_default=False),
+        typer.Option(
+            metavar="DTYPE",
+            help="fp32, bf16 or fp16. [default: from the model's config, else fp32]",
+            show_default=False,
+        ),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of one file.")] = "5GB",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory of the tokenizer. [default: the checkpoint's, if any]", show_default=False),
+        typer.Option(
+            metavar="DIR", help="Directory of the tokenizer. [default: the checkpoint's, if any]", show_default=False
+        ),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory of the model's config.json, for a converted checkpoint.", show_default=False),
+        typer.Option(
+            metavar="DIR", help="Directory of the model's config.json, for a converted checkpoint.", show_default=False
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
 ) -> None:
     """Write a checkpoint's weights in Hugging Face layout.
 
-    Writes safetensors with config.json, generation_config.json and the tokenizer, or PEFT adapters, from either engine. Runs in
-    one process, without a GPU, and keeps only small blocks in memory.
+    Writes safetensors with config.json, generation_config.json and the tokenizer, or PEFT adapters, from either engine.
+    Runs in one process, without a GPU, and keeps only small blocks in memory.
 
     Example: unishard export runs/llama exported --dtype bf16
     """
@@ -49,7 +60,13 @@ def export(
 
     folder = locate(checkpoint)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(f"{folder.name} -> {out}", total=None)
         layout = export_checkpoint(
@@ -67,5 +84,7 @@ def export(
     echo(f"{out}: {count_of(len(layout.files), 'file')} of tensors, {size(layout.size)} in {word}, from {folder}")
     if layout.bare:
         echo(
-            "no config.json written, because the checkpoint has none; add --model DIR, the directory with the model's config.json", err=True
+            "no config.json written, because the checkpoint has none; add --model DIR, the directory with the model's "
+            "config.json",
+            err=True,
         )

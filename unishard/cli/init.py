@@ -22,7 +22,9 @@ __all__ = ["init"]
 
 
 def init(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file.")] = Path("unishard.yaml"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file.")] = Path(
+        "unishard.yaml"
+    ),
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept all proposed values.")] = False,
     from_: Annotated[
         Path | None, typer.Option("--from", metavar="OLD", help="Start from a config of any tool.", show_default=False)
@@ -39,7 +41,9 @@ def init(
     if output.exists() and not force:
         raise UnishardError(f"{output}: exists; name another file with -o, or overwrite it with --force")
     if not yes and not sys.stdin.isatty():
-        raise UnishardError("cannot ask questions without a terminal; add --yes to accept the proposed values, and --set for others")
+        raise UnishardError(
+            "cannot ask questions without a terminal; add --yes to accept the proposed values, and --set for others"
+        )
     from unishard.formats.wizard import Draft
 
     draft = _started(from_, [change for change in set_ or () if change.startswith("backend=")]) if from_ else Draft()
@@ -97,7 +101,9 @@ def _ask(draft: Draft, question: Question) -> None:
     default = _change(draft, question).partition("=")[2]
     while True:
         said = typer.prompt(
-            wrapped(f"{text} [{default}]", width_of(sys.stdout) - len(": "), hanging="    "), default=default, show_default=False
+            wrapped(f"{text} [{default}]", width_of(sys.stdout) - len(": "), hanging="    "),
+            default=default,
+            show_default=False,
         )
         try:
             draft.answer([f"{question.path}={said}"])

@@ -31,37 +31,51 @@ def launch(
     script: ScriptName,
     arguments: ScriptArguments = None,
     module: ScriptIsModule = False,
-    nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of hosts, or MIN:MAX.", show_default=False)] = None,
-    processes_per_node: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks on each host. [default: one for each GPU]", show_default=False)
+    nodes: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of hosts, or MIN:MAX.", show_default=False)
     ] = None,
-    endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet.", show_default=False)] = None,
-    hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Take these from DeepSpeed's hostfile.", show_default=False)] = None,
+    processes_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks on each host. [default: one for each GPU]", show_default=False),
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet.", show_default=False)
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Take these from DeepSpeed's hostfile.", show_default=False)
+    ] = None,
     to_hostfile: Annotated[
         str | None,
-        typer.Option(metavar="HOST,HOST", help="Write DeepSpeed's hostfile of these hosts, and start nothing.", show_default=False),
+        typer.Option(
+            metavar="HOST,HOST",
+            help="Write DeepSpeed's hostfile of these hosts, and start nothing.",
+            show_default=False,
+        ),
     ] = None,
     node_rank: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="This host, with rendezvous: static.", show_default=False)
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Check first, for a few seconds, that several hosts reach each other.")
+        bool,
+        typer.Option("--check/--no-check", help="Check first, for a few seconds, that several hosts reach each other."),
     ] = True,
     set_: Overrides = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a Slurm job.")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write the manifest of a Kubernetes job.")] = False,
     ray: Annotated[bool, typer.Option("--ray", help="Run it on Ray Train.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the job, and submit nothing.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the job, and submit nothing.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, with --dry-run.")] = False,
 ) -> None:
     """Start the ranks of a script.
 
-    The section `launch:` of the config says how many, and the script gets the config with unishard.load(). On this host torchrun starts
-    them: Ctrl-C ends every rank, and the exit status is that of the rank that failed first. On several hosts, start the same command on
-    each, or let Slurm, Kubernetes or Ray do it: -o writes the job to a file instead of submitting it.
+    The section `launch:` of the config says how many, and the script gets the config with unishard.load(). On this host
+    torchrun starts them: Ctrl-C ends every rank, and the exit status is that of the rank that failed first. On several
+    hosts, start the same command on each, or let Slurm, Kubernetes or Ray do it: -o writes the job to a file instead of
+    submitting it.
 
     Options stand before SCRIPT; what follows it is passed to the script.
 
@@ -71,11 +85,18 @@ def launch(
     from unishard.tools.launch.command import Script
 
     given = {"nodes": nodes, "processes_per_node": processes_per_node, "endpoint": endpoint}
-    changes = [*_hosts(hostfile), *(set_ or []), *(f"launch.{name}={value}" for name, value in given.items() if value is not None)]
+    changes = [
+        *_hosts(hostfile),
+        *(set_ or []),
+        *(f"launch.{name}={value}" for name, value in given.items() if value is not None),
+    ]
     with own_file(config):
         cfg, origins = read(config, changes)
     request = LaunchRequest(
-        config, cfg, Script(script, tuple(arguments or ()), module), [change for change in changes if not change.startswith("launch")]
+        config,
+        cfg,
+        Script(script, tuple(arguments or ()), module),
+        [change for change in changes if not change.startswith("launch")],
     )
     systems = {"--slurm": slurm, "--kubernetes": kubernetes, "--to-hostfile": to_hostfile is not None, "--ray": ray}
     _refuse_contradictions(systems, output, node_rank, dry_run=dry_run, as_json=as_json)

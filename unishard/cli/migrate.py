@@ -42,11 +42,11 @@ def migrate(
 ) -> None:
     """Find the configs of a project.
 
-    Shows the format of each, how it would translate, and the commands that do it. Writes nothing. Looks at YAML, JSON and TOML files up to
-    1 MiB, except in virtual environments, node_modules and .git. A launch script or a line of a README that names a config with open
-    values is given to it (--with), as is the only config of Accelerate. Of another tool's file only DeepSpeed's config in it counts, or the
-    one that it names. The last line counts all files: each translates, is refused, is
-    another tool's, cannot be read, or is skipped.
+    Shows the format of each, how it would translate, and the commands that do it. Writes nothing. Looks at YAML, JSON
+    and TOML files up to 1 MiB, except in virtual environments, node_modules and .git. A launch script or a line of a
+    README that names a config with open values is given to it (--with), as is the only config of Accelerate. Of another
+    tool's file only DeepSpeed's config in it counts, or the one that it names. The last line counts all files: each
+    translates, is refused, is another tool's, cannot be read, or is skipped.
 
     Example: unishard migrate . --to unishard
     """
@@ -62,7 +62,10 @@ def migrate(
     broken = [one for one in seen if isinstance(one, UnreadableConfig)]
     skipped = [one for one in seen if isinstance(one, SkippedFile)]
     if report is MigrateForm.JSON:
-        whole = {"configs": list(map(_object, configs)), "other_tools": [{"path": one.path, "tool": one.tool} for one in others]}
+        whole = {
+            "configs": list(map(_object, configs)),
+            "other_tools": [{"path": one.path, "tool": one.tool} for one in others],
+        }
         left = {"unreadable": list(map(_why, broken)), "skipped": list(map(_why, skipped))}
         emit(json.dumps({"to": to, "counts": _counts(configs, others, broken, skipped), **whole, **left}, indent=2))
         return
@@ -112,7 +115,9 @@ def _in_words(counts: dict[str, int], to: str) -> str:
     return f"{count_of(files, 'file')}: {', '.join(parts)}"
 
 
-def _blocks(configs: list[FoundConfig], others: list[ForeignConfig], to: str, suffix: str) -> Iterator[tuple[str, list[str]]]:
+def _blocks(
+    configs: list[FoundConfig], others: list[ForeignConfig], to: str, suffix: str
+) -> Iterator[tuple[str, list[str]]]:
     """The path of each file, and what is known about it, the command to paste last."""
     for other in others:
         yield other.path, [_fitted(f"  not read: {'an' if other.tool[0] in 'AEIOUaeiou' else 'a'} {other.tool} config")]

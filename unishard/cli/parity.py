@@ -47,15 +47,19 @@ def parity(
     script: ScriptName,
     arguments: ScriptArguments = None,
     module: ScriptIsModule = False,
-    golden: Annotated[Path | None, typer.Option("--golden", metavar="FILE", help="Compare with this file.", show_default=False)] = None,
+    golden: Annotated[
+        Path | None, typer.Option("--golden", metavar="FILE", help="Compare with this file.", show_default=False)
+    ] = None,
     write_golden: Annotated[
-        Path | None, typer.Option("--write-golden", metavar="FILE", help="Write what CFG gives now.", show_default=False)
+        Path | None,
+        typer.Option("--write-golden", metavar="FILE", help="Write what CFG gives now.", show_default=False),
     ] = None,
     modules: Annotated[
         bool | None,
         typer.Option(
             "--modules/--no-modules",
-            help="Find the first module that differs; with --write-golden, write all modules. [default: find, do not write]",
+            help="Find the first module that differs; with --write-golden, write all modules. [default: find, do not "
+            "write]",
             show_default=False,
         ),
     ] = None,
@@ -69,10 +73,10 @@ def parity(
 ) -> None:
     """Check that a script gives the same losses and norms.
 
-    Runs CFG and compares with a golden file, or without one runs each engine and compares with the first. Exits with 0 if all steps agree
-    within the tolerances of the conformance suite, with 1 if not, after the first step that differs, the likely causes, and the first
-    module that differs, for which it runs again up to that step. Exits with 2 on an error. The script must load its config with
-    unishard.load(). Options stand before SCRIPT.
+    Runs CFG and compares with a golden file, or without one runs each engine and compares with the first. Exits with 0
+    if all steps agree within the tolerances of the conformance suite, with 1 if not, after the first step that differs,
+    the likely causes, and the first module that differs, for which it runs again up to that step. Exits with 2 on an
+    error. The script must load its config with unishard.load(). Options stand before SCRIPT.
 
     Example: unishard parity cfg.yaml --golden losses.jsonl --steps 20 train.py --epochs 1
     """
@@ -104,17 +108,24 @@ def parity(
             save(write_golden, golden_text(measured[0].records, cfg, measured[0].modules))
             echo(f"{write_golden}: {len(measured[0].records)} steps written" + (", with modules" if modules else ""))
             return
-        runs: list[ComparedRun] = [ComparedRun(str(row.candidate), Course.of(row.records), facts_of(cfg)) for row in measured]
+        runs: list[ComparedRun] = [
+            ComparedRun(str(row.candidate), Course.of(row.records), facts_of(cfg)) for row in measured
+        ]
         pairs = [(run, expected or runs[0]) for run in (runs if expected else runs[1:])]
         verdicts = [verdict_of(one, other, cfg.precision.compute) for one, other in pairs]
         if modules is not False:
 
             def again(chosen: Sequence[Variant], steps: tuple[int, ...]) -> Iterable[Measured]:
-                return run_all(cfg, task._replace(steps=steps[-1], module_steps=steps), chosen, changes, folder / "modules")
+                return run_all(
+                    cfg, task._replace(steps=steps[-1], module_steps=steps), chosen, changes, folder / "modules"
+                )
 
             verdicts = list(with_modules(verdicts, rows, golden, cfg, again))
     if as_json:
-        form: dict[str, Any] = {"same": all(each.same for each in verdicts), "comparisons": [each.as_json() for each in verdicts]}
+        form: dict[str, Any] = {
+            "same": all(each.same for each in verdicts),
+            "comparisons": [each.as_json() for each in verdicts],
+        }
         emit(json.dumps(form, indent=2))
     else:
         for verdict in verdicts:

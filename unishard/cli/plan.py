@@ -35,14 +35,18 @@ def plan(
     config: ConfigFile,
     model: Annotated[
         str,
-        typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False),
+        typer.Option(
+            "--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False
+        ),
     ],
     world_size: Ranks = None,
     gpus_per_node: RanksPerNode = None,
     device: DeviceName = None,
     memory: MemorySize = None,
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample.")] = 4096,
-    no_activations: Annotated[bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")] = False,
+    no_activations: Annotated[
+        bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")
+    ] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the file.")] = False,
     set_: Overrides = None,
     report: Report = "text",
@@ -50,8 +54,8 @@ def plan(
 ) -> None:
     """Show what a config needs before it runs.
 
-    For each engine and strategy: bytes on one rank by what they are for, the peak and where it is, what travels within and between
-    nodes, and what fits. Nothing is downloaded, and no GPU is needed.
+    For each engine and strategy: bytes on one rank by what they are for, the peak and where it is, what travels within
+    and between nodes, and what fits. Nothing is downloaded, and no GPU is needed.
 
     Example: unishard plan cfg.yaml --model ./llama --world-size 64 --gpus-per-node 8 --device h100-80g
     """
@@ -60,7 +64,9 @@ def plan(
     from unishard.tools.plan.planning import make_plan
 
     if write and set_:
-        raise typer.BadParameter("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
+        raise typer.BadParameter(
+            "--write edits the file, which --set does not; write the overrides into the file first: unishard set"
+        )
     target = device_of(device, memory)
     if write and target is None:
         raise typer.BadParameter("--write needs --device or --memory, by which to choose")
@@ -69,7 +75,9 @@ def plan(
     try:
         ranks = run_ranks(cfg, world_size, gpus_per_node)
         topology = _on_nodes(ranks.topology, gpus_per_node or cfg.launch.processes_per_node)
-        found = make_plan(cfg, PlannedModel(model, cfg), topology, target, seq_len=seq_len, activations=not no_activations)
+        found = make_plan(
+            cfg, PlannedModel(model, cfg), topology, target, seq_len=seq_len, activations=not no_activations
+        )
     except ConfigError as error:
         raise origins.locate(error) from None
     if as_json:

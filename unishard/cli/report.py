@@ -53,7 +53,16 @@ def _counts_of(items: Sequence[Item]) -> str:
 
 
 def _object(outcome: Outcome) -> dict[str, Any]:
-    fields = ("key", "value", "fit", "becomes", "note", "line", "assumed", *(("place", "beside") if outcome.filling else ()))
+    fields = (
+        "key",
+        "value",
+        "fit",
+        "becomes",
+        "note",
+        "line",
+        "assumed",
+        *(("place", "beside") if outcome.filling else ()),
+    )
     return {
         "file": outcome.reading.source.name,
         "from": outcome.reading.format,
@@ -64,7 +73,10 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "launch": outcome.launch,
         "warnings": list(outcome.warnings),
         **({"not_understood": list(outcome.filling.unknown)} if outcome.filling else {}),
-        "dropped": [{"key": one.key, "value": plain(one.value), "line": one.line, "effect": one.effect} for one in outcome.dropped],
+        "dropped": [
+            {"key": one.key, "value": plain(one.value), "line": one.line, "effect": one.effect}
+            for one in outcome.dropped
+        ],
         "changes": [{name: plain(value) for name, value in change._asdict().items()} for change in outcome.changes],
         "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }
@@ -94,8 +106,14 @@ def _markdown(outcome: Outcome) -> str:
         line = "" if item.line is None else str(item.line)
         cells = (line, _code(key_value(item)), fit, _code(item.becomes), _escaped(item.note))
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in needs_input(outcome).items())]
-    lines += [f"- changes: `{one.field}` from {_code(value_of(one.before))} to {_code(value_of(one.after))}" for one in outcome.changes]
+    lines += [
+        "",
+        *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in needs_input(outcome).items()),
+    ]
+    lines += [
+        f"- changes: `{one.field}` from {_code(value_of(one.before))} to {_code(value_of(one.after))}"
+        for one in outcome.changes
+    ]
     dropped = [(_code(f"{one.key} = {value_of(one.value)}"), one.effect) for one in outcome.dropped]
     lines += [f"- dropped: {what}{effect and f': {_escaped(effect)}'}" for what, effect in dropped]
     return "\n".join(lines).rstrip() + "\n"

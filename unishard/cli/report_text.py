@@ -25,7 +25,8 @@ _ORDER = (*LOUD, Fit.EQUIVALENT, Fit.IGNORED, Fit.EXACT)
 _LONGEST = 60
 _RANKS = "--world-size"
 _HANGING = {0: 4, 2: 6, 4: 4}
-"""How far the continuations of a line are indented, by its own indent: those of a key farther than the note below it."""
+"""How far the continuations of a line are indented, by its own indent: those of a key farther than the note below
+it."""
 
 
 class _Line(NamedTuple):
@@ -65,9 +66,13 @@ def _laid_out(line: _Line, width: int) -> str:
 
 
 def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
-    """The keys of the file, and the defaults of the tool that need attention, or all of them; the most important first."""
+    """The keys of the file, and the defaults of the tool that need attention, or all of them; the most important
+    first.
+    """
     repeated = [] if full else _repeated(outcome)
-    shown = [item for item in outcome.items if full or not item.assumed or item.notable or item.fit in LOUD or item.beside]
+    shown = [
+        item for item in outcome.items if full or not item.assumed or item.notable or item.fit in LOUD or item.beside
+    ]
     shown = [item for item in shown if not any(item is other for other in repeated)]
     return sorted(shown, key=lambda item: _ORDER.index(item.fit))
 
@@ -76,7 +81,11 @@ def _repeated(outcome: Outcome) -> list[Item]:
     """Keys such as `auto` of which what was read beside the document has a line that also says the value."""
     pairs = [pair for pair in zip(outcome.items, outcome.reading.entries, strict=False) if pair[0].place]
     said = {field for item, entry in pairs if item.beside for field in entry.meaning.fields}
-    return [item for item, entry in pairs if not item.beside and entry.meaning.fields and said.issuperset(entry.meaning.fields)]
+    return [
+        item
+        for item, entry in pairs
+        if not item.beside and entry.meaning.fields and said.issuperset(entry.meaning.fields)
+    ]
 
 
 def value_of(value: object) -> str:
@@ -104,7 +113,11 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
         yield _Line(f"warning: {warning}")
     items = listed(outcome, full=full)
     for fit in _ORDER:
-        here = [item for item in items if item.fit is fit and (full or fit is not Fit.EXACT or (item.assumed and not item.place))]
+        here = [
+            item
+            for item in items
+            if item.fit is fit and (full or fit is not Fit.EXACT or (item.assumed and not item.place))
+        ]
         if here:
             yield _Line(f"{fit}:", style=FIT_STYLES[fit])
         yield from _noted(here, outcome)
@@ -113,7 +126,9 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
         yield from _filled(outcome.filling, [] if full else items, outcome)
     yield from _dropped(outcome)
     if open_ := needs_input(outcome):
-        yield _Line(f"needs input: {' '.join(f'--set {path}=VALUE' for path in open_)}", style=FIT_STYLES[Fit.NEEDS_INPUT])
+        yield _Line(
+            f"needs input: {' '.join(f'--set {path}=VALUE' for path in open_)}", style=FIT_STYLES[Fit.NEEDS_INPUT]
+        )
     yield from _launched(outcome.launch)
     yield _Line(_sentence(outcome, items, full=full), style="bold")
 
@@ -148,7 +163,9 @@ def _dropped(outcome: Outcome) -> Iterator[_Line]:
 
 
 def _changes(outcome: Outcome) -> Iterator[_Line]:
-    """What the translation means otherwise though no key says so: first what the source does, then what its training script decides."""
+    """What the translation means otherwise though no key says so: first what the source does, then what its training
+    script decides.
+    """
     source, to = outcome.reading.format, outcome.to
     said = [change for change in outcome.changes if change.said]
     if said:
@@ -156,7 +173,10 @@ def _changes(outcome: Outcome) -> Iterator[_Line]:
     for change in said:
         yield _Line(f"{change.field}: {_before(change)} -> {value_of(change.after)}  ({change.note})", 2)
     if left := [f"{change.field} = {value_of(change.after)}" for change in outcome.changes if not change.said]:
-        yield _Line(f"left to the training script by {source}, decided by {to} unless you set it:", style=FIT_STYLES[Fit.NEEDS_INPUT])
+        yield _Line(
+            f"left to the training script by {source}, decided by {to} unless you set it:",
+            style=FIT_STYLES[Fit.NEEDS_INPUT],
+        )
         yield _Line(", ".join(left), 2)
 
 
@@ -202,7 +222,11 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     parts = [
         f"{counts[Fit.EXACT] + counts[Fit.EQUIVALENT]} of {len(written)} keys carried over",
         *(f"{counts[fit]} {fit}" for fit in (Fit.APPROXIMATE, Fit.UNSUPPORTED, Fit.IGNORED) if counts[fit]),
-        *([f"{_count(changed)} of the training"] if (changed := sum(change.said for change in outcome.changes)) else []),
+        *(
+            [f"{_count(changed)} of the training"]
+            if (changed := sum(change.said for change in outcome.changes))
+            else []
+        ),
         *([f"{_need(ranks)} {_RANKS}"] if ranks else []),
         *([f"{_need(counts[Fit.NEEDS_INPUT] - ranks)} input"] if counts[Fit.NEEDS_INPUT] > ranks else []),
     ]

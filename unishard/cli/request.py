@@ -43,7 +43,13 @@ class TranslateRequest(NamedTuple):
             found.outcome
             if found
             else translate(
-                self.source, self.to, from_=self.from_, overrides=self.overrides, topology=self.topology, drop=self.drop, with_=self.with_
+                self.source,
+                self.to,
+                from_=self.from_,
+                overrides=self.overrides,
+                topology=self.topology,
+                drop=self.drop,
+                with_=self.with_,
             )
         )
         return self._with_effects(outcome) if outcome.dropped else outcome

@@ -28,7 +28,9 @@ def save(path: Path, text: str) -> None:
         else:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UnishardError(f"{path}: cannot be written ({error.strerror}); name a file in an existing, writable directory") from None
+        raise UnishardError(
+            f"{path}: cannot be written ({error.strerror}); name a file in an existing, writable directory"
+        ) from None
 
 
 def _replace(path: Path, text: str, mode: int) -> None:

@@ -14,7 +14,8 @@ __all__ = ["schema"]
 def schema(output: Output = None) -> None:
     """Print the config's JSON Schema, for editors.
 
-    With it VS Code, PyCharm and other editors complete, explain and check the fields of a config. To attach it, write it to a file with
+    With it VS Code, PyCharm and other editors complete, explain and check the fields of a config. To attach it, write
+    it to a file with
     -o, which says what to add where. It knows the backends that are installed.
 
     Example: unishard schema -o unishard.schema.json

@@ -45,11 +45,16 @@ __all__ = [
 ]
 
 OptionalScript = Annotated[
-    str | None, typer.Argument(metavar="SCRIPT", help="What each rank runs; random data if only --model is given.", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="SCRIPT", help="What each rank runs; random data if only --model is given.", show_default=False
+    ),
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False),
+    typer.Option(
+        "--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False
+    ),
 ]
 SeqLen = Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample, with --model.")]
 Backends = Annotated[
@@ -65,16 +70,25 @@ Backends = Annotated[
 Strategies = Annotated[
     str | None,
     typer.Option(
-        "--strategies", metavar="A,B", help="Strategies. [default: that of CFG]", show_default=False, autocompletion=strategy_lists
+        "--strategies",
+        metavar="A,B",
+        help="Strategies. [default: that of CFG]",
+        show_default=False,
+        autocompletion=strategy_lists,
     ),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Optimizer steps of each run.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How often each candidate runs, in turns.")]
 Processes = Annotated[
-    int | None, typer.Option("--processes-per-node", min=1, metavar="N", help="Ranks. [default: one for each GPU]", show_default=False)
+    int | None,
+    typer.Option(
+        "--processes-per-node", min=1, metavar="N", help="Ranks. [default: one for each GPU]", show_default=False
+    ),
 ]
 Timeout = Annotated[float, typer.Option("--timeout", min=1, metavar="SECONDS", help="For one run.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep logs and output of each run here.", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Keep logs and output of each run here.", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -115,7 +129,9 @@ def script_of(name: str, arguments: Sequence[str] | None, module: bool) -> Scrip
     return Script(name, tuple(arguments or ()), module)
 
 
-def script_or_model(name: str | None, arguments: Sequence[str] | None, module: bool, model: str | None, seq_len: int) -> Script:
+def script_or_model(
+    name: str | None, arguments: Sequence[str] | None, module: bool, model: str | None, seq_len: int
+) -> Script:
     """The script of the command line, or without one the model on random data.
 
     Raises:
@@ -152,8 +168,12 @@ def folder_of(out: Path | None) -> Iterator[Path]:
             yield Path(folder)
 
 
-def run_all(cfg: Config, task: Task, rows: Sequence[ComparedRow], changes: Sequence[str], folder: Path) -> list[Measured]:
-    """Measure the candidates in turns: A B, then B A. One whose config is refused is a failed row, and one that has failed rests.
+def run_all(
+    cfg: Config, task: Task, rows: Sequence[ComparedRow], changes: Sequence[str], folder: Path
+) -> list[Measured]:
+    """Measure the candidates in turns: A B, then B A.
+
+    One whose config is refused is a failed row, and one that has failed rests.
 
     Args:
         cfg: The config.
@@ -170,7 +190,9 @@ def run_all(cfg: Config, task: Task, rows: Sequence[ComparedRow], changes: Seque
         if at in found and found[at].failure:
             continue
         echo(f"{number}/{len(turns)} {rows[at]}", err=True)
-        measured = _measured(cfg, task, rows[at], changes, folder / (rows[at].folder + (f"-{turn + 1}" if turn else "")))
+        measured = _measured(
+            cfg, task, rows[at], changes, folder / (rows[at].folder + (f"-{turn + 1}" if turn else ""))
+        )
         found[at] = measured if at not in found else found[at].again(measured)
     return [found[at] for at in range(len(rows))]
 

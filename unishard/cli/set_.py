@@ -20,7 +20,10 @@ def set_(
     changes: Annotated[
         list[str],
         typer.Argument(
-            metavar="FIELD=VALUE...", help="For example training.seed=1.", show_default=False, autocompletion=completion.changes
+            metavar="FIELD=VALUE...",
+            help="For example training.seed=1.",
+            show_default=False,
+            autocompletion=completion.changes,
         ),
     ],
 ) -> None:

@@ -72,7 +72,9 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) ->
     if file.isatty():
         widths = fitting([columns, *rows], file)
         if widths is None:
-            show_blocks(((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), file)
+            show_blocks(
+                ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), file
+            )
         else:
             _draw(columns, rows, widths, file)
         return

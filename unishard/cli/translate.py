@@ -45,13 +45,20 @@ class Command(TyperCommand):
 
 
 def translate(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.", show_default=False)],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="The format to write.", show_default=False, autocompletion=formats_like)],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.", show_default=False)
+    ],
+    to: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="The format to write.", show_default=False, autocompletion=formats_like),
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="What the training script gets, as --with.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="-- ARGUMENTS", help="What the training script gets, as --with.", show_default=False),
     ] = None,
     from_: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]", autocompletion=formats_like)
+        str | None,
+        typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]", autocompletion=formats_like),
     ] = None,
     output: Output = None,
     world_size: Ranks = None,
@@ -62,26 +69,36 @@ def translate(
         typer.Option(
             "--with",
             metavar="FILE",
-            help="Fill what IN leaves open from a launch script (train.sh), or TrainingArguments or Accelerate's config as YAML or JSON.",
+            help="Fill what IN leaves open from a launch script (train.sh), or TrainingArguments or Accelerate's "
+            "config as YAML or JSON.",
             show_default=False,
         ),
     ] = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option("--drop", metavar="KEY", help="Leave out a key of IN; globs work. Repeatable.", show_default=False),
+        typer.Option(
+            "--drop", metavar="KEY", help="Leave out a key of IN; globs work. Repeatable.", show_default=False
+        ),
     ] = None,
-    drop_unsupported: Annotated[bool, typer.Option("--drop-unsupported", help="Leave out every key without an equivalent.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read the result with its own tool and compare; exit with 2 on an unreported difference.")
+    drop_unsupported: Annotated[
+        bool, typer.Option("--drop-unsupported", help="Leave out every key without an equivalent.")
     ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 and write nothing if a key is only approximate.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Read the result with its own tool and compare; exit with 2 on an unreported difference."
+        ),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 2 and write nothing if a key is only approximate.")
+    ] = False,
     report: Annotated[ReportForm, typer.Option(help="Form of the report on stderr.")] = ReportForm.TEXT,
 ) -> None:
     """Translate a config of any tool into the format of another.
 
-    Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf, lightning, axolotl,
-    composer, torchtitan, llamafactory, swift, trl. Exits with 1 and writes nothing if a key has no equivalent; then it prints a command
-    that works.
+    Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf,
+    lightning, axolotl, composer, torchtitan, llamafactory, swift, trl. Exits with 1 and writes nothing if a key has no
+    equivalent; then it prints a command that works.
 
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
 
@@ -147,7 +164,9 @@ def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
     match form:
         case ReportForm.NONE:
             name = outcome.reading.source.name
-            problems = [Problem(item.key, item.note or why, f"{name}:{item.line}" if item.line else name) for item in found]
+            problems = [
+                Problem(item.key, item.note or why, f"{name}:{item.line}" if item.line else name) for item in found
+            ]
             echo(ConfigError(problems), err=True, laid_out=True)
         case ReportForm.TEXT | ReportForm.FULL:
             said = wrapped(f"nothing written: {len(found)} {why}; {instead}", report_width(sys.stderr), hanging="    ")

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, DeviceName, MemorySize, Overrides, ScriptArguments, ScriptIsModule, device_of
+from unishard.cli.arguments import (
+    ConfigFile,
+    DeviceName,
+    MemorySize,
+    Overrides,
+    ScriptArguments,
+    ScriptIsModule,
+    device_of,
+)
 from unishard.cli.completion import strategy_lists
 from unishard.cli.saving import save
 from unishard.cli.script_last import ScriptLast
@@ -58,7 +66,13 @@ def tune(
     backends: Backends = None,
     strategies: Annotated[
         str | None,
-        typer.Option("--strategies", metavar="A,B", help="Strategies. [default: all]", show_default=False, autocompletion=strategy_lists),
+        typer.Option(
+            "--strategies",
+            metavar="A,B",
+            help="Strategies. [default: all]",
+            show_default=False,
+            autocompletion=strategy_lists,
+        ),
     ] = None,
     most: Annotated[int, typer.Option("--most", min=2, metavar="N", help="How many candidates to measure.")] = 8,
     steps: Steps = 20,
@@ -67,14 +81,18 @@ def tune(
     set_: Overrides = None,
     timeout: Timeout = 600,
     out: Out = None,
-    write: Annotated[bool, typer.Option("--write", help="Write the best into the file, with the reasons as a comment.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the best into the file, with the reasons as a comment.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest config on this machine.
 
-    Candidates are engines, strategies, activation checkpointing and micro-batch sizes; the samples of an update stay the same. With
-    --model the plan drops those that do not fit into the device's memory, and the rest is measured on SCRIPT, or without one on random
-    data. SCRIPT must load its config with unishard.load() and take its batch size from it. Options stand before SCRIPT.
+    Candidates are engines, strategies, activation checkpointing and micro-batch sizes; the samples of an update stay
+    the same. With
+    --model the plan drops those that do not fit into the device's memory, and the rest is measured on SCRIPT, or
+    without one on random data. SCRIPT must load its config with unishard.load() and take its batch size from it.
+    Options stand before SCRIPT.
 
     Example: unishard tune cfg.yaml --model ./llama --write train.py --epochs 1
     """
@@ -82,7 +100,9 @@ def tune(
     from unishard.tools.compare.tuning import expect_several, lines_of, tuned
 
     if write and set_:
-        raise UnishardError("--write edits the file, which --set does not; write the overrides into the file first: unishard set")
+        raise UnishardError(
+            "--write edits the file, which --set does not; write the overrides into the file first: unishard set"
+        )
     cfg, changes, origins = given(config, set_, processes_per_node)
     what = script_or_model(script, arguments, module, model, seq_len)
     ranks = ranks_here(cfg)
@@ -141,7 +161,10 @@ def _trials(
         if note:
             echo(f"activations are not known: {note}", err=True)
         if device is None:
-            echo("the memory of the device is not known, so nothing is dropped for it; give --device or --memory", err=True)
+            echo(
+                "the memory of the device is not known, so nothing is dropped for it; give --device or --memory",
+                err=True,
+            )
         known = [word for word in RECOMPUTATIONS if word == "none" or facts.activations(word, 1) is not None]
     wanted = strategies_of(strategies) or strategies_for(cfg, topology)
     return trials_of(cfg, backends_of(cfg, backends), wanted, words_of(cfg, known), most, topology, facts)
@@ -167,7 +190,9 @@ def _write(config: Path, found: Tuned, ranks: int, steps: int) -> None:
     from unishard.config.loading.editing import check_text, edit
     from unishard.tools.compare.tuning import comment_of, with_comment
 
-    text = with_comment(edit(config, found.changes) if found.changes else text_of(config), comment_of(found, ranks, steps))
+    text = with_comment(
+        edit(config, found.changes) if found.changes else text_of(config), comment_of(found, ranks, steps)
+    )
     check_text(text, str(config))
     save(config, text)
     echo(f"{config}: wrote {', '.join(found.changes) or 'only the reasons: it is the fastest as it is'}", err=True)

@@ -16,7 +16,9 @@ __all__ = ["write_verification"]
 
 
 def write_verification(found: Verification, file: TextIO) -> None:
-    """Write the settings and the result to a stream: what all agree on once, and what differs with each side's value."""
+    """Write the settings and the result to a stream: what all agree on once, and what differs with each side's
+    value.
+    """
     width, longest = report_width(file), max((len(row.field) for row in found.rows), default=0)
     for row in found.rows:
         file.write(wrapped(f"{row.field.ljust(longest)}  {_said(row)}", width, hanging=" " * (longest + 2)) + "\n")
@@ -49,4 +51,7 @@ def _closing(found: Verification) -> Iterator[str]:
         yield f"not verified: {effective.consumer} refuses it ({effective.refused}){undecided}"
     else:
         count, hidden = sum(row.differs for row in found.rows), len(found.unreported)
-        yield f"verified with {effective.consumer}: {len(found.rows)} settings, {count} differ, {hidden} of these unreported"
+        yield (
+            f"verified with {effective.consumer}: {len(found.rows)} settings, {count} differ, {hidden} of these "
+            "unreported"
+        )

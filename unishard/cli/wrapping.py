@@ -62,7 +62,9 @@ def shell_lines(words: Iterable[str], width: int = _READABLE, *, indent: str = "
 
 
 def wrapped(text: str, width: int, *, start: str = "", hanging: str | None = None) -> str:
-    """Break lines that are too long between words. A word that is longer than a line stays whole, and so does what people paste.
+    """Break lines that are too long between words.
+
+    A word that is longer than a line stays whole, and so does what people paste.
 
     Args:
         text: One or more lines.
@@ -112,7 +114,9 @@ def echo(text: object = "", *, err: bool = False, laid_out: bool = False) -> Non
 
 
 def emit(document: str, *, end: str = "\n") -> None:
-    """Print what another program may read: as it is into a file or a pipe, with control characters escaped on a terminal."""
+    """Print what another program may read: as it is into a file or a pipe, with control characters escaped on a
+    terminal.
+    """
     typer.echo((printable(document) if sys.stdout.isatty() else document) + end, nl=False)
 
 

@@ -67,9 +67,9 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = Field(default="none")
     """Which modules keep only their inputs and rerun their forward in backward. It saves memory and costs time.
 
-    `full`: each of the model's repeated blocks. `selective`: the same, but the outputs of matrix products with weights, of
-    convolutions and of fused attention are kept, so only cheap operations are recomputed. A list of class names: the modules of these
-    classes. The random state is restored before a recomputation, so losses do not change.
+    `full`: each of the model's repeated blocks. `selective`: the same, but the outputs of matrix products with weights,
+    of convolutions and of fused attention are kept, so only cheap operations are recomputed. A list of class names: the
+    modules of these classes. The random state is restored before a recomputation, so losses do not change.
     """
     training: Training = Field(default_factory=Training.model_construct)
     """The loop."""
@@ -92,14 +92,15 @@ class Config(Section):
     strict: bool = Field(default=False)
     """Whether an approximate translation is an error instead of a line in the report."""
     native: dict[str, dict[str, Any]] = Field(default={})
-    """Settings of one engine that have no field here, keyed by backend: `native: {deepspeed: {...}}`. Merged last into what that
-    backend generates, validated by it, and listed in the report."""
+    """Settings of one engine that have no field here, keyed by backend: `native: {deepspeed: {...}}`. Merged last into
+    what that backend generates, validated by it, and listed in the report."""
 
     def override(self, *changes: str) -> Self:
         """Return a config with some fields changed; this one stays as it is.
 
         Args:
-            changes: Such as `"training.micro_batch_size=4"`, `"sharding=full_shard"`; the value is YAML, the last one wins.
+            changes: Such as `"training.micro_batch_size=4"`, `"sharding=full_shard"`; the value is YAML, the last one
+                wins.
 
         Raises:
             ConfigError: A field or a value is invalid. Lists every problem.
@@ -118,7 +119,9 @@ class Config(Section):
             what = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
             problems.append(("offload.params", what))
         if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
-            problems.append(("training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise"))
+            problems.append(
+                ("training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise")
+            )
         if within_group != "full_shard" and "prefetch_bucket_size" in self.communication.changed:
             problems.append(
                 (
@@ -139,4 +142,6 @@ def expect_config(value: object) -> None:
         ConfigError: It is not.
     """
     if not isinstance(value, Config):
-        raise ConfigError([Problem("", f"expected a unishard.Config, got {type(value).__name__}; {instead('cfg', value)}")])
+        raise ConfigError(
+            [Problem("", f"expected a unishard.Config, got {type(value).__name__}; {instead('cfg', value)}")]
+        )

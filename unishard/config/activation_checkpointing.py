@@ -27,11 +27,11 @@ class Compile(Section):
     shorthand: ClassVar[tuple[str, ...]] = ("mode",)
 
     mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(_lower), Spellings()] = Field(default="none")
-    """`per_block` compiles the model's repeated blocks; their common code is compiled once. `full` compiles the whole model, with a
-    graph break wherever the engine gathers a unit."""
+    """`per_block` compiles the model's repeated blocks; their common code is compiled once. `full` compiles the whole
+    model, with a graph break wherever the engine gathers a unit."""
     backend: str = Field(default="inductor")
-    """torch.compile's backend: `inductor` generates kernels (on the CPU it needs a C++ compiler); `aot_eager` and `eager` only
-    trace, which helps to find graph breaks."""
+    """torch.compile's backend: `inductor` generates kernels (on the CPU it needs a C++ compiler); `aot_eager` and
+    `eager` only trace, which helps to find graph breaks."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,7 @@
-"""Whether the batch sizes of a config agree with a number of ranks, and what to write if not. Imports neither torch nor an engine."""
+"""Whether the batch sizes of a config agree with a number of ranks, and what to write if not.
+
+Imports neither torch nor an engine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ def check_batch(training: Training, world_size: int) -> int:
     if training.global_batch_size in (None, product):
         return product
     what = (
-        f"is {training.global_batch_size}, but micro_batch_size {training.micro_batch_size} x gradient_accumulation_steps "
+        f"is {training.global_batch_size}, but micro_batch_size {training.micro_batch_size} x "
+        "gradient_accumulation_steps "
         f"{training.gradient_accumulation_steps} x {count_of(world_size, 'rank')} is {product}"
     )
     raise ConfigError([Problem(_PATH, f"{what}; {_instead(training, training.global_batch_size, world_size)}")])
@@ -39,11 +43,18 @@ def ranks_of_batch(training: Training) -> int | None:
     if whole % share == 0:
         return whole // share
     micro, steps = training.micro_batch_size, training.gradient_accumulation_steps
-    what = f"is {whole}, but each rank adds micro_batch_size {micro} x gradient_accumulation_steps {steps} = {share} samples"
+    what = (
+        f"is {whole}, but each rank adds micro_batch_size {micro} x gradient_accumulation_steps {steps} = {share} "
+        "samples"
+    )
     if whole % micro:
-        raise ConfigError([Problem(_PATH, f"{what}; write a multiple of {share}, such as {_nearest(whole, share)}, or remove it")])
+        raise ConfigError(
+            [Problem(_PATH, f"{what}; write a multiple of {share}, such as {_nearest(whole, share)}, or remove it")]
+        )
     fewer = _largest_divisor(whole // micro, steps)
-    instead = f"write gradient_accumulation_steps: {fewer}, which gives it on {count_of(whole // (micro * fewer), 'rank')}"
+    instead = (
+        f"write gradient_accumulation_steps: {fewer}, which gives it on {count_of(whole // (micro * fewer), 'rank')}"
+    )
     raise ConfigError([Problem(_PATH, f"{what}; {instead}, or remove global_batch_size")])
 
 
@@ -59,7 +70,10 @@ def _instead(training: Training, whole: int, world_size: int) -> str:
     nearest = _nearest(whole, micro * world_size)
     more = nearest // (micro * world_size)
     before = f"gradient_accumulation_steps: {more} and " if more != steps else ""
-    return f"{world_size} ranks do not divide {whole}: write {before}global_batch_size: {nearest}, or remove global_batch_size"
+    return (
+        f"{world_size} ranks do not divide {whole}: write {before}global_batch_size: {nearest}, or remove "
+        "global_batch_size"
+    )
 
 
 def _of_a_rank(training: Training) -> int:

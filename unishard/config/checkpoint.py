@@ -23,7 +23,9 @@ def _signal(value: Any) -> Any:
     word = value.upper().removeprefix("SIG")
     if f"SIG{word}" not in SIGNALS:
         raise PydanticCustomError(
-            "signal", "{value} cannot trigger a checkpoint; write one of {known}", {"value": value, "known": ", ".join(SIGNALS)}
+            "signal",
+            "{value} cannot trigger a checkpoint; write one of {known}",
+            {"value": value, "known": ", ".join(SIGNALS)},
         )
     return f"SIG{word}"
 
@@ -36,39 +38,48 @@ Signal = Annotated[
 
 
 class Checkpoint(Section):
-    """When and where the training state is saved, so that a run can be resumed. `checkpoint: runs/a` stands for `dir`."""
+    """When and where the training state is saved, so that a run can be resumed.
+
+    `checkpoint: runs/a` stands for `dir`.
+    """
 
     shorthand: ClassVar[tuple[str, ...]] = ("dir",)
 
     dir: str | None = Field(default=None)
-    """Directory of the run's checkpoints, one subdirectory each. `engine.save()` writes there and `engine.load("latest")` reads from it.
-    It must be shared by all ranks on all nodes. `null`: nothing is saved automatically, and `engine.save(dir)` needs a directory."""
+    """Directory of the run's checkpoints, one subdirectory each. `engine.save()` writes there and
+    `engine.load("latest")` reads from it. It must be shared by all ranks on all nodes. `null`: nothing is saved
+    automatically, and `engine.save(dir)` needs a directory."""
     on_existing: Literal["error", "resume", "new"] = Field(default="error")
-    """What a run does if `dir` holds checkpoints of another run already. `resume`: `prepare` resumes from the newest one, and
-    `engine.resumed` says where; the first time, when there is none, a new run begins. `error`: the first update is an error unless the
-    script has called `engine.load("latest")`. `new`: a new run begins beside the others; the names of its checkpoints end with its id,
-    theirs are never deleted, and `latest` is the newest of all. Loading a checkpoint of another directory begins a new run, too."""
+    """What a run does if `dir` holds checkpoints of another run already. `resume`: `prepare` resumes from the newest
+    one, and `engine.resumed` says where; the first time, when there is none, a new run begins. `error`: the first
+    update is an error unless the script has called `engine.load("latest")`. `new`: a new run begins beside the others;
+    the names of its checkpoints end with its id, theirs are never deleted, and `latest` is the newest of all. Loading a
+    checkpoint of another directory begins a new run, too."""
     every_steps: int | None = Field(default=None, ge=1)
-    """Save after every N optimizer steps, counted from the start of the training: at steps 500, 1000, ... also after a resume.
-    `null`: never by steps."""
+    """Save after every N optimizer steps, counted from the start of the training: at steps 500, 1000, ... also after a
+    resume. `null`: never by steps."""
     every_minutes: float | None = Field(default=None, gt=0, le=525_600, allow_inf_nan=False)
-    """Save after the first optimizer step once this many minutes have passed since the last checkpoint. `null`: never by time."""
+    """Save after the first optimizer step once this many minutes have passed since the last checkpoint. `null`: never
+    by time."""
     keep_last: int | None = Field(default=None, ge=1)
-    """How many of the run's newest checkpoints to keep. Older ones are deleted once a newer one is complete; those of other runs are
-    never deleted. `null` keeps all."""
+    """How many of the run's newest checkpoints to keep. Older ones are deleted once a newer one is complete; those of
+    other runs are never deleted. `null` keeps all."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Checkpoints whose step is a multiple of this are never deleted. Needs `keep_last`, because nothing is deleted without it."""
+    """Checkpoints whose step is a multiple of this are never deleted. Needs `keep_last`, because nothing is deleted
+    without it."""
     keep_best: int | None = Field(default=None, ge=1)
-    """How many checkpoints with the best metric, of `engine.save(metric=...)`, to keep beside those of `keep_last`. Needs `keep_last`."""
+    """How many checkpoints with the best metric, of `engine.save(metric=...)`, to keep beside those of `keep_last`.
+    Needs `keep_last`."""
     best: Literal["min", "max"] = Field(default="min")
     """Whether the lowest or the highest metric is the best: for `keep_best` and `engine.load("best")`."""
     async_save: bool = Field(default=False)
-    """Whether a save copies the state to host memory and returns, so that files are written while the training continues. It needs as much
-    host memory as the state of the node's ranks. One save runs at a time; the next call raises its errors."""
+    """Whether a save copies the state to host memory and returns, so that files are written while the training
+    continues. It needs as much host memory as the state of the node's ranks. One save runs at a time; the next call
+    raises its errors."""
     on_signal: list[Signal] = Field(default=[])
-    """Signals such as `[SIGTERM, SIGUSR1]`, in any case, with or without `SIG`. When any rank receives one, all ranks save after the
-    current optimizer step and exit with code 85. Batch systems send one before they stop a job (Slurm: `sbatch --signal=USR1@120`). The
-    exit code tells a job script to requeue the run."""
+    """Signals such as `[SIGTERM, SIGUSR1]`, in any case, with or without `SIG`. When any rank receives one, all ranks
+    save after the current optimizer step and exit with code 85. Batch systems send one before they stop a job (Slurm:
+    `sbatch --signal=USR1@120`). The exit code tells a job script to requeue the run."""
 
     @property
     def automatic(self) -> bool:

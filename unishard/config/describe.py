@@ -37,7 +37,10 @@ def type_in_words(kind: Any, metadata: Iterable[Any] = (), *, plural: bool = Fal
     if origin is tuple:
         return f"a list of {len(args)} {type_in_words(args[0], plural=True)}"
     if origin is dict:
-        return f"a mapping of names to {'mappings' if get_origin(args[1]) is dict else type_in_words(args[1], plural=True)}"
+        return (
+            "a mapping of names to "
+            f"{'mappings' if get_origin(args[1]) is dict else type_in_words(args[1], plural=True)}"
+        )
     if kind in _NUMBERS:
         return _NUMBERS[kind][plural] + _bounds(metadata)
     if isinstance(kind, type) and issubclass(kind, Section):

@@ -24,7 +24,10 @@ class Place(NamedTuple):
 
 
 class Mpi(NamedTuple):
-    """An MPI launcher: its variables, and how to pass on others. Where several are listed, the first that is set counts."""
+    """An MPI launcher: its variables, and how to pass on others.
+
+    Where several are listed, the first that is set counts.
+    """
 
     name: str
     rank: str
@@ -75,8 +78,8 @@ UNSIZED = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK")
 """Variables of launchers that number their processes without saying how many there are."""
 
 _SHELLS = {"4294967290", "4294967291"}
-"""Steps that are no start by srun: the interactive shell of `salloc`, and a batch script (slurm.h, SLURM_INTERACTIVE_STEP and
-SLURM_BATCH_SCRIPT)."""
+"""Steps that are no start by srun: the interactive shell of `salloc`, and a batch script (slurm.h,
+SLURM_INTERACTIVE_STEP and SLURM_BATCH_SCRIPT)."""
 
 
 def torchrun(environ: Environ) -> Place:
@@ -114,11 +117,16 @@ def started_by(environ: Environ) -> Place | None:
         if mpi.rank not in environ and mpi.world_size not in environ:
             continue
         rank, world = number(environ, mpi.rank), number(environ, mpi.world_size)
-        # Under `srun --mpi=pmi2` both say the same. Under mpirun in a Slurm job, SLURM_PROCID numbers mpirun's own daemons.
+        # Under `srun --mpi=pmi2` both say the same. Under mpirun in a Slurm job, SLURM_PROCID numbers mpirun's own
+        # daemons.
         if step is not None and mpi.rank == "PMI_RANK" and (step.rank, step.world_size) == (rank, world):
             return step
         return Place(
-            "mpirun", rank, world, number(environ, *mpi.local_rank, default=rank), number(environ, *mpi.local_world_size, default=world)
+            "mpirun",
+            rank,
+            world,
+            number(environ, *mpi.local_rank, default=rank),
+            number(environ, *mpi.local_world_size, default=world),
         )
     return step
 

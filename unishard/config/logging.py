@@ -17,7 +17,8 @@ _FILES = ("jsonl", "tensorboard", "mlflow")
 
 
 class Logging(Section):
-    """What the engine logs by itself: loss, gradient norm, learning rate, throughput and memory, and the values of `engine.log`.
+    """What the engine logs by itself: loss, gradient norm, learning rate, throughput and memory, and the values of
+    `engine.log`.
 
     Training does not change. `logging: [progress, jsonl]` stands for `to`.
     """
@@ -25,17 +26,20 @@ class Logging(Section):
     shorthand: ClassVar[tuple[str, ...]] = ("to",)
 
     to: list[Destination] = Field(default=[])
-    """Where rank 0 writes. `progress`: a line on standard error. `jsonl`: one JSON object per line in `dir`/log.jsonl. `tensorboard`:
-    event files in `dir`. `wandb`: Weights & Biases. `mlflow`: an MLflow run. The last three need their package:
-    `pip install 'unishard[tensorboard]'`, `[wandb]`, `[mlflow]`. Empty: nothing is measured."""
+    """Where rank 0 writes. `progress`: a line on standard error. `jsonl`: one JSON object per line in `dir`/log.jsonl.
+    `tensorboard`: event files in `dir`. `wandb`: Weights & Biases. `mlflow`: an MLflow run. The last three need their
+    package: `pip install 'unishard[tensorboard]'`, `[wandb]`, `[mlflow]`. Empty: nothing is measured."""
     every_steps: int = Field(default=10, ge=1)
-    """Log after every N optimizer steps, counted from the start of the training. The loss is the mean over these steps."""
+    """Log after every N optimizer steps, counted from the start of the training. The loss is the mean over these
+    steps."""
     dir: str | None = Field(default=None)
-    """Directory for the files of `jsonl`, `tensorboard`, of `mlflow` without `mlflow_uri`, and of `wandb` (default there: ./wandb)."""
+    """Directory for the files of `jsonl`, `tensorboard`, of `mlflow` without `mlflow_uri`, and of `wandb` (default
+    there: ./wandb)."""
     module_steps: list[int] = Field(default=[])
-    """Optimizer steps, counted from 1, in which each module is measured: mean and root mean square of its output and of the gradient of
-    its output, and the norm of each weight and of its gradient, one JSON object per line in `dir`/modules.jsonl. Needs `jsonl` in `to`.
-    The other steps cost nothing more. Modules inside a compiled block are not seen."""
+    """Optimizer steps, counted from 1, in which each module is measured: mean and root mean square of its output and of
+    the gradient of its output, and the norm of each weight and of its gradient, one JSON object per line in
+    `dir`/modules.jsonl. Needs `jsonl` in `to`. The other steps cost nothing more. Modules inside a compiled block are
+    not seen."""
     project: str | None = Field(default=None)
     """Project of `wandb`, experiment of `mlflow`. `null`: their default."""
     run_name: str | None = Field(default=None)
@@ -59,13 +63,19 @@ class Logging(Section):
         problems += [(field, "is empty; write a text, or null for none") for field in empty]
         if any(step < 1 for step in self.module_steps):
             least = min(self.module_steps)
-            problems.append(("module_steps", f"counts from 1, got {least}; write numbers of at least 1, such as [1, 100]"))
+            problems.append(
+                ("module_steps", f"counts from 1, got {least}; write numbers of at least 1, such as [1, 100]")
+            )
         writing = [name for name in _FILES if name in self.to and not (name == "mlflow" and self.mlflow_uri)]
         if self.dir is None and writing:
-            problems.append(("dir", f"is missing; {' and '.join(writing)} in logging.to need a directory for their files"))
+            problems.append(
+                ("dir", f"is missing; {' and '.join(writing)} in logging.to need a directory for their files")
+            )
         for field in [field for field, users in USERS.items() if field in self.changed and not {*users} & {*self.to}]:
             needed = ", ".join(USERS[field])
-            problems.append((field, f"is unused unless logging.to has one of {needed}; add one, or remove logging.{field}"))
+            problems.append(
+                (field, f"is unused unless logging.to has one of {needed}; add one, or remove logging.{field}")
+            )
         refuse(problems)
         return self
 

@@ -62,7 +62,9 @@ class ParameterGroup(Section):
         if not self.params:
             problems.append(("params", "is empty; name at least one pattern, such as embed"))
         if self.lr is None and self.weight_decay is None:
-            problems.append(("lr", "and weight_decay are both missing, so the group changes nothing; write one of them"))
+            problems.append(
+                ("lr", "and weight_decay are both missing, so the group changes nothing; write one of them")
+            )
         refuse(problems)
         return self
 
@@ -72,12 +74,16 @@ class Optimizer(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
-    name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion"], BeforeValidator(_lower), Spellings()] = Field(default="adamw")
-    """`adamw` (decoupled weight decay), `adam` (weight decay added to the gradient), `sgd` and `adagrad` are torch's, fused where
-    torch supports it; `lion` comes from the package lion-pytorch (the extra `optimizers`)."""
+    name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion"], BeforeValidator(_lower), Spellings()] = Field(
+        default="adamw"
+    )
+    """`adamw` (decoupled weight decay), `adam` (weight decay added to the gradient), `sgd` and `adagrad` are torch's,
+    fused where torch supports it; `lion` comes from the package lion-pytorch (the extra `optimizers`)."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Learning rate, before the schedule."""
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair)] = Field(default_factory=_default("betas", (0.9, 0.999)))
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair)] = Field(
+        default_factory=_default("betas", (0.9, 0.999))
+    )
     """Decay rates of the moments, of `adamw` and `adam` (default 0.9, 0.999) and `lion` (default 0.9, 0.99)."""
     eps: float = Field(default_factory=_default("eps", 1e-8), ge=0, allow_inf_nan=False)
     """Term added to the denominator, of `adamw` and `adam` (default 1e-8) and `adagrad` (default 1e-10)."""
@@ -90,11 +96,11 @@ class Optimizer(Section):
     weight_decay: float = Field(default_factory=_default("weight_decay", 0.0), ge=0, allow_inf_nan=False)
     """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, else 0."""
     no_decay: list[Pattern] = Field(default=[])
-    """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`), such as
-    `[bias, norm]`. One that matches no trainable parameter is a warning, and an error if none does."""
+    """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`),
+    such as `[bias, norm]`. One that matches no trainable parameter is a warning, and an error if none does."""
     groups: list[ParameterGroup] = Field(default=[])
-    """Parameters with their own learning rate or weight decay: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies the rate
-    of each group."""
+    """Parameters with their own learning rate or weight decay: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies
+    the rate of each group."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,7 +115,9 @@ class Optimizer(Section):
                 yield field, f"belongs to {words}, not to {self.name}; remove it or set optimizer.name to {names[0]}"
         if self.nesterov and self.name == "sgd" and not self.momentum:
             yield "nesterov", "needs a momentum; set optimizer.momentum, such as 0.9"
-        if self.name == "lion" and not all(rate is None or rate > 0 for rate in (self.lr, *(group.lr for group in self.groups))):
+        if self.name == "lion" and not all(
+            rate is None or rate > 0 for rate in (self.lr, *(group.lr for group in self.groups))
+        ):
             yield "lr", "must be above 0 with lion; write a positive rate, or freeze the parameters"
         if self.no_decay and not self.weight_decay:
             yield "no_decay", "is unused without weight decay; set optimizer.weight_decay or remove it"

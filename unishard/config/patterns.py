@@ -23,7 +23,9 @@ def _pattern(value: str) -> str:
             {"value": shown(value), "error": str(error)},
         ) from None
     if not value:
-        raise PydanticCustomError("pattern", "contains an empty pattern, which matches everything; write a substring of a parameter's name")
+        raise PydanticCustomError(
+            "pattern", "contains an empty pattern, which matches everything; write a substring of a parameter's name"
+        )
     return value
 
 

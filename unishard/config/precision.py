@@ -36,7 +36,8 @@ def _dtype(value: Any) -> Any:
     if word in _PURE:
         raise PydanticCustomError(
             "pure",
-            "{word} keeps weights and optimizer state in {dtype} too; write compute: {dtype} and master: {dtype} below precision, "
+            "{word} keeps weights and optimizer state in {dtype} too; write compute: {dtype} and master: {dtype} below "
+            "precision, "
             "or only {dtype} for fp32 master weights",
             {"word": word, "dtype": _PURE[word]},
         )
@@ -53,7 +54,9 @@ _MATMUL = {"highest": "fp32", "ieee": "fp32", "high": "tf32"}
 
 def _matmul(value: Any) -> Any:
     if isinstance(value, bool):
-        raise PydanticCustomError("not_a_word", "is not true or false; write tf32 or fp32, or keep for torch's own setting")
+        raise PydanticCustomError(
+            "not_a_word", "is not true or false; write tf32 or fp32, or keep for torch's own setting"
+        )
     word = _lower(value)
     return _MATMUL.get(word, word) if isinstance(word, str) else word
 
@@ -71,35 +74,43 @@ class Precision(Section):
     shorthand: ClassVar[tuple[str, ...]] = ("compute",)
 
     compute: DType = Field(default="fp32")
-    """Dtype of parameters and activations in forward and backward. `bf16` and `fp16` also cast floating-point inputs, as `cast_inputs`
-    says; under `fp32` no input is cast, so it must be fp32. `fp16` scales the loss."""
+    """Dtype of parameters and activations in forward and backward. `bf16` and `fp16` also cast floating-point inputs,
+    as `cast_inputs` says; under `fp32` no input is cast, so it must be fp32. `fp16` scales the loss."""
     master: DType = Field(default="fp32")
-    """Dtype of the weights that the optimizer updates, and of its state. `fp32` keeps master weights beside a `bf16` or `fp16` copy, also
-    for a model that was loaded in another dtype. The dtype of `compute` keeps no master weights: less memory, but small updates are
-    lost."""
+    """Dtype of the weights that the optimizer updates, and of its state. `fp32` keeps master weights beside a `bf16` or
+    `fp16` copy, also for a model that was loaded in another dtype. The dtype of `compute` keeps no master weights: less
+    memory, but small updates are lost."""
     reduce: DType = Field(default="fp32")
-    """Dtype in which gradients are summed over the ranks. `bf16` or `fp16` halves the traffic and loses small gradients."""
+    """Dtype in which gradients are summed over the ranks. `bf16` or `fp16` halves the traffic and loses small
+    gradients."""
     accumulate: DType = Field(default_factory=_as_master)
-    """Dtype in which the gradients of an accumulation window (the micro-batches of one update) are summed. Default: that of `master`."""
+    """Dtype in which the gradients of an accumulation window (the micro-batches of one update) are summed. Default:
+    that of `master`."""
     cast_inputs: bool | Annotated[list[str], Field(min_length=1)] = Field(default=True)
-    """Which floating-point inputs are cast to a 16-bit `compute`: `true` for all inputs of the model and the first argument of each unit,
-    `false` for none, or the names of the arguments of both that are cast, as in the signatures of `forward`. bf16 rounds whole numbers
-    above 256: name the other arguments to keep timesteps or positions as they are."""
+    """Which floating-point inputs are cast to a 16-bit `compute`: `true` for all inputs of the model and the first
+    argument of each unit, `false` for none, or the names of the arguments of both that are cast, as in the signatures
+    of `forward`. bf16 rounds whole numbers above 256: name the other arguments to keep timesteps or positions as they
+    are."""
     keep_fp32: Literal["auto"] | list[Pattern] = Field(default="auto")
-    """Parameters and buffers that stay in fp32 under a 16-bit `compute`: regular expressions, matched anywhere in their names. A module
-    whose parameters are all kept computes in fp32; its floating-point inputs are cast to fp32, and its outputs back. `auto` keeps what a
-    transformers model names in `_keep_in_fp32_modules_strict`, and in fp16 also in `_keep_in_fp32_modules`, whose forward casts itself.
-    `[]` keeps nothing."""
-    buffers: Annotated[Literal["keep", "fp32", "bf16", "fp16"], BeforeValidator(_lower), Spellings()] = Field(default="keep")
+    """Parameters and buffers that stay in fp32 under a 16-bit `compute`: regular expressions, matched anywhere in their
+    names. A module whose parameters are all kept computes in fp32; its floating-point inputs are cast to fp32, and its
+    outputs back. `auto` keeps what a transformers model names in `_keep_in_fp32_modules_strict`, and in fp16 also in
+    `_keep_in_fp32_modules`, whose forward casts itself. `[]` keeps nothing."""
+    buffers: Annotated[Literal["keep", "fp32", "bf16", "fp16"], BeforeValidator(_lower), Spellings()] = Field(
+        default="keep"
+    )
     """Dtype to which `prepare` casts floating-point buffers, such as rotary tables; `keep` does not cast them."""
-    matmul: Annotated[Literal["keep", "fp32", "tf32"], BeforeValidator(_matmul), Spellings(tuple(_MATMUL))] = Field(default="keep")
-    """How matrix products of fp32 tensors are computed, in the whole process (`torch.set_float32_matmul_precision`). `tf32` rounds their
-    factors to 10 bits, several times as fast on NVIDIA GPUs from Ampere on; `fp32` does not. `keep` leaves the setting as it is: torch's
-    default is `fp32`. All models that one process prepares need the same value. Products in bf16 and fp16 do not change."""
+    matmul: Annotated[Literal["keep", "fp32", "tf32"], BeforeValidator(_matmul), Spellings(tuple(_MATMUL))] = Field(
+        default="keep"
+    )
+    """How matrix products of fp32 tensors are computed, in the whole process (`torch.set_float32_matmul_precision`).
+    `tf32` rounds their factors to 10 bits, several times as fast on NVIDIA GPUs from Ampere on; `fp32` does not. `keep`
+    leaves the setting as it is: torch's default is `fp32`. All models that one process prepares need the same value.
+    Products in bf16 and fp16 do not change."""
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(default="dynamic")
-    """Loss scale in fp16: the loss is multiplied by it before backward, and the gradients are divided by it afterwards. `dynamic` halves
-    it when a gradient is not finite and doubles it after `loss_scale_growth_interval` updates in a row, as `torch.amp.GradScaler` does.
-    A number is constant."""
+    """Loss scale in fp16: the loss is multiplied by it before backward, and the gradients are divided by it afterwards.
+    `dynamic` halves it when a gradient is not finite and doubles it after `loss_scale_growth_interval` updates in a
+    row, as `torch.amp.GradScaler` does. A number is constant."""
     initial_loss_scale: float = Field(default=65536.0, gt=0, allow_inf_nan=False)
     """Initial value of a dynamic loss scale."""
     loss_scale_growth_interval: int = Field(default=2000, ge=1)
@@ -117,24 +128,42 @@ class Precision(Section):
 
     def _dtypes(self) -> Iterator[tuple[str, str]]:
         if self.master not in ("fp32", self.compute):
-            yield "master", f"{self.master} is neither fp32 nor the dtype of compute; write fp32, or {self.compute} for no master weights"
+            yield (
+                "master",
+                f"{self.master} is neither fp32 nor the dtype of compute; write fp32, or {self.compute} for no master "
+                "weights",
+            )
         if self.reduce not in ("fp32", self.compute):
             yield (
                 "reduce",
-                f"{self.reduce} would round the {self.compute} gradients; write fp32, or set precision.compute to {self.reduce}",
+                f"{self.reduce} would round the {self.compute} gradients; write fp32, or set precision.compute to "
+                f"{self.reduce}",
             )
         if self.pure and self.accumulate != self.master:
-            yield "accumulate", f"gradients have the dtype of the weights, {self.master}; remove it, or set precision.master to fp32"
+            yield (
+                "accumulate",
+                f"gradients have the dtype of the weights, {self.master}; remove it, or set precision.master to fp32",
+            )
         elif self.accumulate not in ("fp32", self.compute):
             yield (
                 "accumulate",
-                f"{self.accumulate} would round the {self.compute} gradients; write fp32, or set precision.compute to {self.accumulate}",
+                f"{self.accumulate} would round the {self.compute} gradients; write fp32, or set precision.compute to "
+                f"{self.accumulate}",
             )
 
     def _scaling(self) -> Iterator[tuple[str, str]]:
-        given = [name for name in ("loss_scale", "initial_loss_scale", "loss_scale_growth_interval") if name in self.changed]
+        given = [
+            name for name in ("loss_scale", "initial_loss_scale", "loss_scale_growth_interval") if name in self.changed
+        ]
         for name in given:
             if self.compute != "fp16":
-                yield name, f"is unused with compute {self.compute}, which needs no loss scale; remove it or choose fp16"
+                yield (
+                    name,
+                    f"is unused with compute {self.compute}, which needs no loss scale; remove it or choose fp16",
+                )
             elif name != "loss_scale" and self.loss_scale != "dynamic":
-                yield name, f"is unused with a constant loss_scale of {self.loss_scale:g}; remove it or write loss_scale: dynamic"
+                yield (
+                    name,
+                    f"is unused with a constant loss_scale of {self.loss_scale:g}; remove it or write loss_scale: "
+                    "dynamic",
+                )

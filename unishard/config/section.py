@@ -35,7 +35,10 @@ _NO_TEXT = re.compile("[\0\ud800-\udbff]|[\udc00-\udc7f]|[\udd00-\udfff]")
 
 
 class Reader(Protocol):
-    """The part of `unishard.config.loading` that configs made in Python use. It is a layer above, so it puts itself into `Section.reader`."""
+    """The part of `unishard.config.loading` that configs made in Python use.
+
+    It is a layer above, so it puts itself into `Section.reader`.
+    """
 
     def refusal(self, section: type[Section], error: ValidationError, data: Any) -> ConfigError:
         """The messages of `unishard.load` for values that a section rejects."""
@@ -51,7 +54,10 @@ else:
 
 
 class _Refusing(_Metaclass):
-    """Lets `Section(...)` raise ConfigError. An `__init__` would also be called by validators, and would hide their errors' places."""
+    """Lets `Section(...)` raise ConfigError.
+
+    An `__init__` would also be called by validators, and would hide their errors' places.
+    """
 
     def __call__(cls, /, *args: object, **values: Any) -> Any:
         if args:
@@ -64,9 +70,13 @@ class _Refusing(_Metaclass):
 
 
 class Section(BaseModel, metaclass=_Refusing):
-    """A section of the config. The docstring under a field is its description in the docs, the JSON Schema and `unishard init`."""
+    """A section of the config.
 
-    # Validators are built, and docstrings read, when they are first needed: doing both at import takes longer than a translation.
+    The docstring under a field is its description in the docs, the JSON Schema and `unishard init`.
+    """
+
+    # Validators are built, and docstrings read, when they are first needed: doing both at import takes longer than a
+    # translation.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     shorthand: ClassVar[tuple[str, ...]] = ()
@@ -81,7 +91,10 @@ class Section(BaseModel, metaclass=_Refusing):
     def changed(self) -> set[str]:
         """The fields that were given and differ from their default. A dump gives all fields, and must load again."""
         fields = {name: type(self).model_fields[name] for name in self.model_fields_set}
-        defaults = {name: field.get_default(call_default_factory=True, validated_data=self.__dict__) for name, field in fields.items()}
+        defaults = {
+            name: field.get_default(call_default_factory=True, validated_data=self.__dict__)
+            for name, field in fields.items()
+        }
         return {name for name, default in defaults.items() if getattr(self, name) != default}
 
     @classmethod
@@ -115,7 +128,10 @@ class Section(BaseModel, metaclass=_Refusing):
         return super().model_validate(data)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        what = "cannot be set, because a config is frozen; write cfg = cfg.override('training.seed=3'), which returns another one"
+        what = (
+            "cannot be set, because a config is frozen; write cfg = cfg.override('training.seed=3'), which returns "
+            "another one"
+        )
         raise ConfigError([Problem(name, what)])
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -149,7 +165,9 @@ class Section(BaseModel, metaclass=_Refusing):
         return {
             field.target.id: inspect.cleandoc(str(text.value.value))
             for field, text in pairs
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id in cls.model_fields
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and field.target.id in cls.model_fields
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
         }
 
@@ -164,10 +182,15 @@ class Section(BaseModel, metaclass=_Refusing):
     @field_validator("*", mode="before")
     @classmethod
     def _is_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse text that no path, no environment variable and no output can hold. A section looks at its own fields."""
+        """Refuse text that no path, no environment variable and no output can hold.
+
+        A section looks at its own fields.
+        """
         kind = cls.model_fields[str(info.field_name)].annotation
         section = items_of(kind) or kind
-        if not (isinstance(section, type) and issubclass(section, Section)) and any(map(_NO_TEXT.search, _texts(value))):
+        if not (isinstance(section, type) and issubclass(section, Section)) and any(
+            map(_NO_TEXT.search, _texts(value))
+        ):
             raise PydanticCustomError("text", "contains a NUL character or half of a surrogate pair; remove it")
         return value
 

@@ -34,10 +34,17 @@ def check_groups(cfg: Config, topology: Topology) -> None:
     if world % size:
         fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
         instead = f"write one of {', '.join(fitting)}" if fitting else "choose full_shard"
-        raise ConfigError([Problem("sharding.group_size", f"{said}, which does not divide {count_of(world, 'rank')}; {instead}")])
+        raise ConfigError(
+            [Problem("sharding.group_size", f"{said}, which does not divide {count_of(world, 'rank')}; {instead}")]
+        )
     if size == 1 < world:
         raise ConfigError(
-            [Problem("sharding.group_size", f"{said}, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard")]
+            [
+                Problem(
+                    "sharding.group_size",
+                    f"{said}, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard",
+                )
+            ]
         )
 
 

@@ -55,29 +55,30 @@ class Sharding(Section):
     strategy: Strategy = Field(default="full_shard")
     """What is sharded.
 
-    `no_shard`: nothing; every rank holds the whole training state (DDP, ZeRO-0). `shard_optimizer`: fp32 master weights and
-    optimizer state (ZeRO-1). `shard_grad_op`: also gradients, reduced on every micro-batch (ZeRO-2). `full_shard`: also
-    parameters, gathered unit by unit (FSDP FULL_SHARD, ZeRO-3). `hybrid_shard` and `hybrid_shard_grad_op`: `full_shard` and
-    `shard_grad_op` within groups of `group_size` ranks, replicated across groups (FSDP HYBRID_SHARD, MiCS). FSDP's
-    enum names, `ddp`, `hsdp` and `zero0` to `zero3` are accepted in any case.
+    `no_shard`: nothing; every rank holds the whole training state (DDP, ZeRO-0). `shard_optimizer`: fp32 master weights
+    and optimizer state (ZeRO-1). `shard_grad_op`: also gradients, reduced on every micro-batch (ZeRO-2). `full_shard`:
+    also parameters, gathered unit by unit (FSDP FULL_SHARD, ZeRO-3). `hybrid_shard` and `hybrid_shard_grad_op`:
+    `full_shard` and `shard_grad_op` within groups of `group_size` ranks, replicated across groups (FSDP HYBRID_SHARD,
+    MiCS). FSDP's enum names, `ddp`, `hsdp` and `zero0` to `zero3` are accepted in any case.
     """
     group_size: int | None = Field(default=None, ge=2)
-    """Ranks in one sharding group (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks. Consecutive
-    ranks form a group. `null` for the ranks of one node. A group of all ranks means no replication."""
+    """Ranks in one sharding group (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks.
+    Consecutive ranks form a group. `null` for the ranks of one node. A group of all ranks means no replication."""
     reshard_after_forward: bool | int = Field(default=True)
     """Whether a unit's parameters are freed after its forward and gathered again for its backward (`full_shard`
-    and `hybrid_shard` only). `false` halves the all-gathers and needs more memory. A number, such as the ranks of one node, keeps a shard
-    of the gathered parameters on each of so many ranks, so that backward gathers among these only; it must divide the ranks that share one
-    copy."""
+    and `hybrid_shard` only). `false` halves the all-gathers and needs more memory. A number, such as the ranks of one
+    node, keeps a shard of the gathered parameters on each of so many ranks, so that backward gathers among these only;
+    it must divide the ranks that share one copy."""
     units: Literal["auto"] | list[str] = Field(default="auto")
-    """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the model's
-    repeated blocks (`_no_split_modules` of a Hugging Face model)."""
+    """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the
+    model's repeated blocks (`_no_split_modules` of a Hugging Face model)."""
     min_unit_params: int = Field(default=0, ge=0)
     """Modules with fewer parameters than this are not units."""
     conditional_modules: list[str] = Field(default=[])
-    """Classes of modules that a rank may skip in a micro-batch, entirely or partly, such as experts behind a router or an image
-    tower. Neither they nor modules inside them are units: they are gathered and reduced with the enclosing unit, or with the root
-    if there is none. A rank that does not use one of their parameters contributes zeros to the average."""
+    """Classes of modules that a rank may skip in a micro-batch, entirely or partly, such as experts behind a router or
+    an image tower. Neither they nor modules inside them are units: they are gathered and reduced with the enclosing
+    unit, or with the root if there is none. A rank that does not use one of their parameters contributes zeros to the
+    average."""
 
     @property
     def within_group(self) -> str:
@@ -86,7 +87,9 @@ class Sharding(Section):
 
     @property
     def reshard_group(self) -> int | None:
-        """The ranks among which a unit is sharded between its forward and its backward, if `reshard_after_forward` is a number."""
+        """The ranks among which a unit is sharded between its forward and its backward, if `reshard_after_forward` is a
+        number.
+        """
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     @property
@@ -106,19 +109,30 @@ class Sharding(Section):
             ]
         if not self.hybrid and self.group_size is not None:
             problems.append(
-                ("group_size", f"is unused with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard")
+                (
+                    "group_size",
+                    f"is unused with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard",
+                )
             )
         if self.within_group != "full_shard" and "reshard_after_forward" in given:
-            problems.append(("reshard_after_forward", f"is unused with strategy {self.strategy}; remove it or choose full_shard"))
+            problems.append(
+                ("reshard_after_forward", f"is unused with strategy {self.strategy}; remove it or choose full_shard")
+            )
         elif self.reshard_group is not None and self.reshard_group < 2:
-            problems.append(("reshard_after_forward", f"is {self.reshard_group}; write a number of ranks from 2 on, or true or false"))
+            problems.append(
+                (
+                    "reshard_after_forward",
+                    f"is {self.reshard_group}; write a number of ranks from 2 on, or true or false",
+                )
+            )
         if self.units == []:
             problems.append(("units", "is empty; name at least one class or write auto"))
         if self.units != "auto":
             problems += [
                 (
                     "conditional_modules",
-                    f"{name} is also in units, but a conditional module cannot be a unit; remove it from one of the two",
+                    f"{name} is also in units, but a conditional module cannot be a unit; remove it from one of the "
+                    "two",
                 )
                 for name in self.conditional_modules
                 if name in self.units

@@ -19,19 +19,21 @@ class Training(Section):
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per rank and update; their gradients are averaged."""
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Samples in one update over all ranks. Only checked: it must equal micro_batch_size x gradient_accumulation_steps x
-    ranks. If omitted, it is computed."""
+    """Samples in one update over all ranks. Only checked: it must equal micro_batch_size x gradient_accumulation_steps
+    x ranks. If omitted, it is computed."""
     gradient_clipping: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Maximum global L2 norm of the gradients. `null` for no clipping."""
     nonfinite: Literal["skip", "raise", "ignore"] = Field(default="skip")
-    """What happens to an update whose gradients contain an infinity or a NaN on any rank: `skip` skips it, `raise` raises
-    `NonFiniteError`; both leave parameters, optimizer state and schedule unchanged. `ignore` applies it, as plain torch does."""
+    """What happens to an update whose gradients contain an infinity or a NaN on any rank: `skip` skips it, `raise`
+    raises `NonFiniteError`; both leave parameters, optimizer state and schedule unchanged. `ignore` applies it, as
+    plain torch does."""
     last_window: Literal["step", "drop"] = Field(default="step")
-    """What happens to micro-batches at the end of the data that do not fill an accumulation window: `step` averages over
-    them, `drop` skips them."""
+    """What happens to micro-batches at the end of the data that do not fill an accumulation window: `step` averages
+    over them, `drop` skips them."""
     buffers: Literal["sync", "rank0", "local"] = Field(default="sync")
-    """What happens to buffers that ranks have changed by their own data, such as the running statistics of BatchNorm, when the model is
-    put in evaluation mode, saved or exported: `sync` averages them over the ranks (integers are rank 0's), `rank0` sends rank 0's to all
-    ranks, `local` leaves each rank its own, and checkpoints have rank 0's. Buffers that are not persistent are left alone."""
+    """What happens to buffers that ranks have changed by their own data, such as the running statistics of BatchNorm,
+    when the model is put in evaluation mode, saved or exported: `sync` averages them over the ranks (integers are rank
+    0's), `rank0` sends rank 0's to all ranks, `local` leaves each rank its own, and checkpoints have rank 0's. Buffers
+    that are not persistent are left alone."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the data order and, plus the rank, of torch's random numbers after `prepare`."""

@@ -1,7 +1,8 @@
 """The interface between `Engine` and a sharding engine: everything that a backend implements for run time.
 
-`Engine` defines the training loop; each adapter method does one operation on the sharding engine. Subclass `EngineAdapter` for
-training, and `InferenceAdapter` for models prepared with `train=False` under a strategy that shards parameters.
+`Engine` defines the training loop; each adapter method does one operation on the sharding engine. Subclass
+`EngineAdapter` for training, and `InferenceAdapter` for models prepared with `train=False` under a strategy that shards
+parameters.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class InferenceAdapter(ABC):
 
     @abstractmethod
     def placement(self) -> Placement:
-        """Report what the engine holds, from its live tensors, not from the config. `prepare` compares it with the config."""
+        """Report what the engine holds, from its live tensors, not from the config.
+
+        `prepare` compares it with the config.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -81,19 +85,25 @@ class InferenceAdapter(ABC):
         """
 
     def loaded(self) -> None:  # noqa: B027 (nothing to do if there is one copy)
-        """Update every copy after master weights, frozen parameters and optimizer state were written in place. Collective."""
+        """Update every copy after master weights, frozen parameters and optimizer state were written in place.
+
+        Collective.
+        """
 
     def weights_written(self) -> None:
         """Update every copy after master weights were written in place, between two updates. Collective."""
         self.loaded()
 
     def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """A block in which these parameters are full tensors that autograd knows, also outside the forward of their modules. Collective.
+        """A block in which these parameters are full tensors that autograd knows, also outside the forward of their
+        modules. Collective.
 
-        A gradient that reaches them in a `backward` inside the block is accumulated and reduced like any other, whenever it comes.
+        A gradient that reaches them in a `backward` inside the block is accumulated and reduced like any other,
+        whenever it comes.
 
         Args:
-            names: Names in the user's model, the same and in the same order on every rank. No state is read or written in the block.
+            names: Names in the user's model, the same and in the same order on every rank. No state is read or written
+                in the block.
         """
         return nullcontext()
 
@@ -140,11 +150,14 @@ class EngineAdapter(InferenceAdapter):
         """The adapter itself."""
         return self
 
-    # -- one accumulation window ------------------------------------------------------------------------------------------
+    # -- one accumulation window
+    # ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, *, last: bool) -> None:
-        """Prepare for the forward of a micro-batch; `last` in its window tells the engine when to run its collectives."""
+        """Prepare for the forward of a micro-batch; `last` in its window tells the engine when to run its
+        collectives.
+        """
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
@@ -168,16 +181,16 @@ class EngineAdapter(InferenceAdapter):
 
         Returns:
             The global L2 norm of the divided gradients before clipping (fp32), and whether the update was made. Unless
-            `training.nonfinite` is `ignore`, an update with a non-finite norm is skipped and changes neither parameters nor state.
-            An adapter whose device does that without the host returns the norm as a `HostRead`, and None: it was made if the norm is
-            finite.
+            `training.nonfinite` is `ignore`, an update with a non-finite norm is skipped and changes neither parameters
+            nor state. An adapter whose device does that without the host returns the norm as a `HostRead`, and None: it
+            was made if the norm is finite.
         """
 
     @abstractmethod
     def drop_gradients(self) -> None:
         """Drop all gradients of the window, reduced or not, and a forward that had no backward."""
 
-    # -- shards -----------------------------------------------------------------------------------------------------------
+    # -- shards --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
@@ -185,15 +198,16 @@ class EngineAdapter(InferenceAdapter):
 
         Args:
             parameter: A trainable parameter.
-            create: Whether to create a zero gradient for a parameter without one; if not, the result is None on every rank.
+            create: Whether to create a zero gradient for a parameter without one; if not, the result is None on every
+                rank.
         """
 
     @abstractmethod
     def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """This rank's shards of a parameter's optimizer state, by the optimizer's keys.
 
-        Tensors in the parameter's shape are live memory. A number, such as a step count, is a shard of shape () with an fp32 copy in
-        host memory. Empty for a parameter that was never updated, and if this rank holds nothing of it.
+        Tensors in the parameter's shape are live memory. A number, such as a step count, is a shard of shape () with an
+        fp32 copy in host memory. Empty for a parameter that was never updated, and if this rank holds nothing of it.
         """
 
     @abstractmethod
@@ -203,7 +217,8 @@ class EngineAdapter(InferenceAdapter):
         Optimizers create their state in the first step, so a new engine has none to load into.
         """
 
-    # -- with defaults ----------------------------------------------------------------------------------------------------
+    # -- with defaults
+    # ----------------------------------------------------------------------------------------------------
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -212,7 +227,10 @@ class EngineAdapter(InferenceAdapter):
         return optimizer
 
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
-        """Freeze parameters or make them trainable, between two windows. Updates must not change parameters without a gradient."""
+        """Freeze parameters or make them trainable, between two windows.
+
+        Updates must not change parameters without a gradient.
+        """
         named = dict(self.module.named_parameters(remove_duplicate=False))
         for name in names:
             named[name].requires_grad_(trainable)
@@ -220,7 +238,8 @@ class EngineAdapter(InferenceAdapter):
     def watch(self, output: Any) -> None:
         """Call `on_gradient` with the gradient of each tensor in an output of `forward`.
 
-        An adapter whose engine registers its own hooks on outputs calls this before those, and overrides this method to do nothing.
+        An adapter whose engine registers its own hooks on outputs calls this before those, and overrides this method to
+        do nothing.
         """
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -231,7 +250,8 @@ class EngineAdapter(InferenceAdapter):
         """Called when `torch.autograd.grad` of an output is about to run through the model, before it uses parameters.
 
         Args:
-            graph: Whether the gradients get a graph (`create_graph=True`), for a backward through them, such as a gradient penalty's.
+            graph: Whether the gradients get a graph (`create_graph=True`), for a backward through them, such as a
+                gradient penalty's.
 
         Raises:
             ContractError: The engine cannot do this; says where it works.
@@ -243,7 +263,8 @@ class EngineAdapter(InferenceAdapter):
     def shared_parameters(self) -> Mapping[str, nn.Parameter]:
         """By name, the parameters that can train and whose gradients are right only if all ranks have one, or none.
 
-        Those that any rank may skip are not among them: conditional modules, and all where the engine adds zeros for missing gradients.
+        Those that any rank may skip are not among them: conditional modules, and all where the engine adds zeros for
+        missing gradients.
         """
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
@@ -252,12 +273,16 @@ class EngineAdapter(InferenceAdapter):
         return self.shared_parameters()[name]
 
     def without_gradient(self) -> Collection[str]:
-        """Names of the `shared_parameters` that have no gradient of this rank in the window, after its last backward."""
+        """Names of the `shared_parameters` that have no gradient of this rank in the window, after its last
+        backward.
+        """
         return [name for name, parameter in self.shared_parameters().items() if parameter.grad is None]
 
     @property
     def gradient_order(self) -> str:
-        """A hash of the order in which the gradients of the window came; empty if they are reduced in an order of their own."""
+        """A hash of the order in which the gradients of the window came; empty if they are reduced in an order of their
+        own.
+        """
         return ""
 
     def leaves(self) -> Iterable[Tensor]:

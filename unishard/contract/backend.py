@@ -1,4 +1,7 @@
-"""The protocol between the core and a backend. A backend's author implements it, and an `EngineAdapter`, and runs `unishard.testing`."""
+"""The protocol between the core and a backend.
+
+A backend's author implements it, and an `EngineAdapter`, and runs `unishard.testing`.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,15 @@ class Backend(Protocol):
 
     @property
     def requires(self) -> Mapping[str, str]:
-        """Import name of each package that `prepare` needs, to the extra that brings it: `{"deepspeed": "deepspeed"}`."""
+        """Import name of each package that `prepare` needs, to the extra that brings it:
+        `{"deepspeed": "deepspeed"}`.
+        """
         ...
 
     @property
     def tested(self) -> Mapping[str, Sequence[str]]:
-        """Versions that were tested, oldest first, by the name of each package that decides how it trains: `{"torch": ("2.11", "2.12")}`.
+        """Versions that were tested, oldest first, by the name of each package that decides how it trains:
+        `{"torch": ("2.11", "2.12")}`.
 
         A version counts as tested if it begins with one of them, number by number: 2.11.1 with 2.11.
         """
@@ -77,7 +83,9 @@ class Backend(Protocol):
         ...
 
     def require(self, cfg: Config, translation: Translation) -> None:
-        """Check that this machine can run a config, for `unishard check`; `prepare` checks it, too. May import the engine.
+        """Check that this machine can run a config, for `unishard check`; `prepare` checks it, too.
+
+        May import the engine.
 
         Raises:
             BackendError: The engine is too old, or lacks something that the config needs.
@@ -91,7 +99,9 @@ class Backend(Protocol):
 
     @property
     def script_rules(self) -> Mapping[str, Rule]:
-        """How a training script without unishard hands each field to the engine: one row for each leaf of `Config`, in its order."""
+        """How a training script without unishard hands each field to the engine: one row for each leaf of `Config`, in
+        its order.
+        """
         ...
 
     def parse(
@@ -101,8 +111,8 @@ class Backend(Protocol):
 
         Args:
             native: What a training script without unishard hands to the engine, as nested mappings.
-            defaults: What a tool around the engine assumes where `native` is silent, by dotted key; the engine's own defaults count
-                for the rest.
+            defaults: What a tool around the engine assumes where `native` is silent, by dotted key; the engine's own
+                defaults count for the rest.
             topology: The ranks, where they are known.
         """
         ...
@@ -119,14 +129,16 @@ class Backend(Protocol):
 
     @property
     def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
-        """Checkpoint directories of the engine's own, by the word after `--from` and `--to` of `unishard checkpoint convert`."""
+        """Checkpoint directories of the engine's own, by the word after `--from` and `--to` of
+        `unishard checkpoint convert`.
+        """
         ...
 
     def footprint(self, shape: ModelShape, cfg: Config, topology: Topology) -> Footprint:
         """What one rank holds and sends in an optimizer step. Pure.
 
-        Bytes of the persistent state are exact for the optimizer of the config: `unishard plan` shows them, and `prepare` can compare them
-        with what is held.
+        Bytes of the persistent state are exact for the optimizer of the config: `unishard plan` shows them, and
+        `prepare` can compare them with what is held.
 
         Args:
             shape: The model.
@@ -150,14 +162,17 @@ class Backend(Protocol):
         """Shard the model and put an adapter around its engine. Imports the engine. Collective.
 
         Args:
-            model: Full, on any device, trainable parameters in `precision.master`; they may differ between ranks (rank 0's count).
-                They may be on the meta device, on rank 0 too: `unishard.engine.model.materialization` gives them their data.
+            model: Full, on any device, trainable parameters in `precision.master`; they may differ between ranks (rank
+                0's count).
+                They may be on the meta device, on rank 0 too: `unishard.engine.model.materialization` gives them their
+                    data.
             cfg: What to run.
             translation: What `translate` made of it; its native config is what runs.
             topology: The ranks. The process group is up.
             units: What is gathered together, what casts its inputs, and what a rank may skip.
-            optimizer: Builds the optimizer from the named trainable parameters. None for a model that is only evaluated, which is asked
-                for where the strategy shards parameters, which are then to be frozen and cast to `precision.compute`.
+            optimizer: Builds the optimizer from the named trainable parameters. None for a model that is only
+                evaluated, which is asked for where the strategy shards parameters, which are then to be frozen and cast
+                to `precision.compute`.
 
         Returns:
             An `EngineAdapter`; an `InferenceAdapter` where `optimizer` is None.

@@ -1,7 +1,9 @@
-"""What a document of another tool says: one `Key` row for each key of its format, and one `Entry` for each key that a document has.
+"""What a document of another tool says: one `Key` row for each key of its format, and one `Entry` for each key that a
+document has.
 
-With the rules of `unishard.contract.rules` these rows describe a format as data: reading, writing, the report and docs/formats.md all come
-from them. Engines describe their own arguments so (`Backend.keys`); formats that wrap an engine's arguments add theirs.
+With the rules of `unishard.contract.rules` these rows describe a format as data: reading, writing, the report and
+docs/formats.md all come from them. Engines describe their own arguments so (`Backend.keys`); formats that wrap an
+engine's arguments add theirs.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ __all__ = [
 Path = tuple[str, ...]
 _DOTTED = re.compile(r"[a-z_]+(\.[a-z_]+)+|backend|activation_checkpointing|strict")
 _MOST_HINTS = 200
-"""Unknown keys of a document that get a "did you mean"; comparing a word takes time, and a file with more has no slips."""
+"""Unknown keys of a document that get a "did you mean"; comparing a word takes time, and a file with more has no
+slips."""
 
 
 class Unreadable(ValueError):
@@ -65,10 +68,11 @@ class Meaning(NamedTuple):
     fields: Mapping[str, Any] = {}
     """Values of config fields by dotted path; `Undecided` if the script decides."""
     native: Mapping[str, Any] = {}
-    """Settings that only one engine has, by dotted key that begins with the engine's name: those of the config's `native`. Exact where
-    that engine runs; `fit` and `note` say what is lost where another one does."""
+    """Settings that only one engine has, by dotted key that begins with the engine's name: those of the config's
+    `native`. Exact where that engine runs; `fit` and `note` say what is lost where another one does."""
     kept: bool = False
-    """Whether the key is copied where the document is written anew in its own format, in the words of the tool's current version."""
+    """Whether the key is copied where the document is written anew in its own format, in the words of the tool's
+    current version."""
     elsewhere: Mapping[str, Any] = {}
     """Values of config fields that stand for `native` where another engine runs, whatever other keys say."""
     unknown: bool = False
@@ -76,7 +80,8 @@ class Meaning(NamedTuple):
     notable: bool = False
     """Whether the default report has a line for it also where the tool assumes it."""
     decides: tuple[str, ...] = ()
-    """If unsupported: the fields that the key decides otherwise. An override of the first decides instead of the key."""
+    """If unsupported: the fields that the key decides otherwise. An override of the first decides instead of the
+    key."""
     stale: bool = False
     """Whether the tool refuses or misreads the key as it stands, so that it goes through in no case."""
 
@@ -145,7 +150,9 @@ class Entry(NamedTuple):
         refused = fit is Fit.UNSUPPORTED
         fields, native = ({}, {}) if refused else (self.meaning.fields, self.meaning.native)
         decides = (*self.meaning.decides, *self.meaning.fields) if refused else ()
-        return self._replace(meaning=self.meaning._replace(fit=fit, note=note, fields=fields, native=native, decides=decides))
+        return self._replace(
+            meaning=self.meaning._replace(fit=fit, note=note, fields=fields, native=native, decides=decides)
+        )
 
 
 def interpret(
@@ -162,14 +169,16 @@ def interpret(
     """Interpret a document: one entry for each of its keys, and one for each default of its tool that must be written.
 
     Args:
-        keys: The rows of the format by dotted key. A mapping whose key has a row, and below which no other row lies, is one value.
+        keys: The rows of the format by dotted key. A mapping whose key has a row, and below which no other row lies, is
+            one value.
         document: Nested mappings.
         tool: Who reads such documents, with its version, for messages.
         ignores_unknown: Whether the tool overlooks a key that it does not know (it is dropped then, otherwise refused).
         defaults: What a tool around this one assumes, by dotted key; counts more than `Key.silent`.
         topology: The ranks.
-        accepts: What the tool itself takes for a key, by dotted key; raises `Unreadable` for a value that it refuses. Asked about what is
-            repeated as it is, or handed on, where the tool looks at the value although it means nothing here.
+        accepts: What the tool itself takes for a key, by dotted key; raises `Unreadable` for a value that it refuses.
+            Asked about what is repeated as it is, or handed on, where the tool looks at the value although it means
+            nothing here.
         auto: Whether the tool has the word `auto`, as which other keys then see a placeholder such as `${STAGE}`.
     """
     blocks = _blocks(keys)
@@ -177,7 +186,10 @@ def interpret(
     assumed = {key: row.silent for key, row in keys.items() if row.silent is not NOTHING} | dict(defaults or {})
     said = {key: value for path, value in values.items() if (key := _key(path))}
     given = Given(
-        {key: AUTO if auto and (is_placeholder(value) or is_template_word(value)) else value for key, value in said.items()},
+        {
+            key: AUTO if auto and (is_placeholder(value) or is_template_word(value)) else value
+            for key, value in said.items()
+        },
         assumed,
         topology,
     )
@@ -211,7 +223,9 @@ def _blocks(keys: Iterable[str]) -> frozenset[str]:
     return frozenset(key[:at] for key in keys for at, character in enumerate(key) if character == ".")
 
 
-def _values(keys: Mapping[str, Key], blocks: Collection[str], document: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _values(
+    keys: Mapping[str, Key], blocks: Collection[str], document: Mapping[str, Any], above: Path = ()
+) -> Iterator[tuple[Path, Any]]:
     for name, value in document.items():
         path = (*above, str(name))
         key = _key(path)
@@ -225,7 +239,9 @@ def _not_a_block(key: str, value: Any, keys: Mapping[str, Key]) -> Meaning:
     """The meaning of a key that must be a mapping and is not, or is empty."""
     if value is None or value == {}:
         return Meaning(Fit.IGNORED, "holds nothing", kept=True)
-    below = list(dict.fromkeys(other.removeprefix(f"{key}.").partition(".")[0] for other in keys if other.startswith(f"{key}.")))
+    below = list(
+        dict.fromkeys(other.removeprefix(f"{key}.").partition(".")[0] for other in keys if other.startswith(f"{key}."))
+    )
     known = ", ".join(below[:4]) + (", ..." if below[4:] else "")
     return Meaning(Fit.UNSUPPORTED, f"must be a mapping of keys ({known}), got {shown(value)}; write them below it")
 
@@ -254,7 +270,9 @@ def _filled_in(row: Key, placeholders: Iterable[str]) -> Meaning:
 
 
 def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> Meaning:
-    """Check that the tool accepts a value that is copied unchanged: null is omitted instead, any other value is unsupported."""
+    """Check that the tool accepts a value that is copied unchanged: null is omitted instead, any other value is
+    unsupported.
+    """
     if accepts is None or meaning.fit is Fit.UNSUPPORTED or placeholders_in(value):
         return meaning
     meaning = meaning._replace(stale=meaning.stale or not _accepted(value, accepts))

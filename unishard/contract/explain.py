@@ -29,7 +29,8 @@ class Image:
 
     fit: Fit
     native: str
-    """The settings written, such as `zero_optimization.stage = 3`; if there are none, what implements the field, or that it is off."""
+    """The settings written, such as `zero_optimization.stage = 3`; if there are none, what implements the field, or
+    that it is off."""
     note: str
     off: bool = False
     """Whether the field is off, or decides nothing under this config."""
@@ -70,14 +71,24 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
     for path, _ in leaves(Config):
         value, origin = value_at(cfg, path), origins.describe(cfg, path)
         if value is None and path in computed:
-            value, origin = computed[path], f"computed for {topology.world_size} {'rank' if topology.world_size == 1 else 'ranks'}"
+            value, origin = (
+                computed[path],
+                f"computed for {topology.world_size} {'rank' if topology.world_size == 1 else 'ranks'}",
+            )
         rows.append(
-            ExplainedField(path, value, origin, {name: _image(name, path, cfg, topology, value, idle.get(path)) for name in reports})
+            ExplainedField(
+                path,
+                value,
+                origin,
+                {name: _image(name, path, cfg, topology, value, idle.get(path)) for name in reports},
+            )
         )
     known = {row.path for row in rows}
     for name, lines in reports.items():
         rows += [
-            ExplainedField(line.path, line.value, origins.describe(cfg, "native"), {name: Image(line.fit, line.native, line.note)})
+            ExplainedField(
+                line.path, line.value, origins.describe(cfg, "native"), {name: Image(line.fit, line.native, line.note)}
+            )
             for line in lines
             if line.path not in known
         ]

@@ -16,7 +16,10 @@ AUTO = "auto"
 """What transformers and Accelerate fill in from the training script."""
 LEFT_OUT = "left out, which leaves it to the tool's default; write the value here"
 """The note of an undecided value for which a format has a key but no word."""
-KEPT_AUTO = 'kept as "auto", which transformers and Accelerate fill in from the training script; write the value for anything else'
+KEPT_AUTO = (
+    'kept as "auto", which transformers and Accelerate fill in from the training script; write the value for '
+    "anything else"
+)
 """The note of a value that is written as `AUTO`."""
 
 
@@ -36,7 +39,9 @@ class Expressed(NamedTuple):
     """What became of each."""
 
 
-def express(rules: Mapping[str, Rule], cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+def express(
+    rules: Mapping[str, Rule], cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()
+) -> Expressed:
     """What a table of rules makes of a config. Pure; imports no engine.
 
     Args:

@@ -1,4 +1,6 @@
-"""Builds the usual rows of a format's table of rules: for the training script, for no key, and for what tools around torch share."""
+"""Builds the usual rows of a format's table of rules: for the training script, for no key, and for what tools around
+torch share.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,10 @@ def endless(cfg: Config) -> bool:
 
 
 NO_INVERSE_SQRT = When(
-    "inverse_sqrt", lambda cfg: cfg.scheduler.name == "inverse_sqrt", Fit.UNSUPPORTED, "there is no such schedule; choose linear or cosine"
+    "inverse_sqrt",
+    lambda cfg: cfg.scheduler.name == "inverse_sqrt",
+    Fit.UNSUPPORTED,
+    "there is no such schedule; choose linear or cosine",
 )
 """The case of `scheduler.name` where a tool has no inverse square root."""
 
@@ -132,7 +137,12 @@ def _moved(what: str, key: str, to: Setting, files: str, note: str) -> Rule:
         (
             unless("none", lambda cfg: getattr(cfg.offload, what) == "none"),
             When("nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", Fit.UNSUPPORTED, files),
-            When(f"cpu without offload.{rest}: cpu", lambda cfg: getattr(cfg.offload, rest) != "cpu", Fit.APPROXIMATE, note),
+            When(
+                f"cpu without offload.{rest}: cpu",
+                lambda cfg: getattr(cfg.offload, rest) != "cpu",
+                Fit.APPROXIMATE,
+                note,
+            ),
         ),
     )
 
@@ -152,21 +162,33 @@ def saved_by_script(call: str) -> dict[str, Rule]:
     return {
         "checkpoint.dir": write(f"the directory of {call}", lambda cfg: cfg.checkpoint.dir is None, null),
         "checkpoint.on_existing": write(
-            f"look in that directory before {call} is called the first time", lambda cfg: cfg.checkpoint.on_existing == "error", "error"
+            f"look in that directory before {call} is called the first time",
+            lambda cfg: cfg.checkpoint.on_existing == "error",
+            "error",
         ),
         "checkpoint.every_steps": write(
-            f"{call} whenever the number of updates is a multiple of it", lambda cfg: cfg.checkpoint.every_steps is None, null
+            f"{call} whenever the number of updates is a multiple of it",
+            lambda cfg: cfg.checkpoint.every_steps is None,
+            null,
         ),
         "checkpoint.every_minutes": write(
-            f"{call} by the clock of rank 0, broadcast to all ranks", lambda cfg: cfg.checkpoint.every_minutes is None, null
+            f"{call} by the clock of rank 0, broadcast to all ranks",
+            lambda cfg: cfg.checkpoint.every_minutes is None,
+            null,
         ),
         "checkpoint.keep_last": write("delete older checkpoints", lambda cfg: cfg.checkpoint.keep_last is None, null),
         "checkpoint.keep_every": write("spare these from it", lambda cfg: cfg.checkpoint.keep_every is None, null),
-        "checkpoint.keep_best": write("spare those with the best metric from it", lambda cfg: cfg.checkpoint.keep_best is None, null),
-        "checkpoint.best": write("compare the metrics", lambda cfg: cfg.checkpoint.keep_best is None, "without keep_best"),
+        "checkpoint.keep_best": write(
+            "spare those with the best metric from it", lambda cfg: cfg.checkpoint.keep_best is None, null
+        ),
+        "checkpoint.best": write(
+            "compare the metrics", lambda cfg: cfg.checkpoint.keep_best is None, "without keep_best"
+        ),
         "checkpoint.async_save": none(_WAITS, lambda cfg: not cfg.checkpoint.async_save, "false"),
         "checkpoint.on_signal": write(
-            f"a handler (signal.signal) that sets a flag, and {call} after the update", lambda cfg: not cfg.checkpoint.on_signal, "empty"
+            f"a handler (signal.signal) that sets a flag, and {call} after the update",
+            lambda cfg: not cfg.checkpoint.on_signal,
+            "empty",
         ),
     }
 
@@ -180,7 +202,10 @@ def logged_by_script(what: str = "") -> dict[str, Rule]:
     note = f"affects only logs{what and '; '}{what}"
     return {
         **{path: none(note, lambda cfg: not cfg.logging.to, "nothing is logged") for path in _LOGGING},
-        **{path: none("traces only; use torch.profiler", lambda cfg: not cfg.profile.steps, "no steps") for path in _PROFILE},
+        **{
+            path: none("traces only; use torch.profiler", lambda cfg: not cfg.profile.steps, "no steps")
+            for path in _PROFILE
+        },
     }
 
 
@@ -213,7 +238,9 @@ def _unlaunched(name: str, note: str) -> Rule:
     return none(note, lambda cfg: bool(getattr(cfg.launch, name) == default), case)
 
 
-def unlooked(fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str] = (Fit.EXACT, "GradScaler does it")) -> Rule:
+def unlooked(
+    fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str] = (Fit.EXACT, "GradScaler does it")
+) -> Rule:
     """The row of `training.nonfinite` where only torch's `GradScaler` looks at gradients, which only fp16 has.
 
     Args:
@@ -229,7 +256,11 @@ def unlooked(fit: Fit, key: str, note: str, *more: When, scaled: tuple[Fit, str]
         note,
         when=(
             unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
-            When("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16", *scaled),
+            When(
+                "skip in fp16",
+                lambda cfg: cfg.training.nonfinite == "skip" and cfg.precision.compute == "fp16",
+                *scaled,
+            ),
             *more,
         ),
     )

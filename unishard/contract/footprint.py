@@ -1,4 +1,7 @@
-"""What a backend says of memory and traffic before a run: the shape of a model, and what one rank holds and sends. Imports no torch."""
+"""What a backend says of memory and traffic before a run: the shape of a model, and what one rank holds and sends.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,32 @@ from typing import Literal, NamedTuple, Self
 
 from unishard.config import Precision
 
-__all__ = ["ITEMSIZE", "Bytes", "Collective", "Footprint", "ModelShape", "ParameterShape", "TensorShape", "itemsize", "optimizer_tensors"]
+__all__ = [
+    "ITEMSIZE",
+    "Bytes",
+    "Collective",
+    "Footprint",
+    "ModelShape",
+    "ParameterShape",
+    "TensorShape",
+    "itemsize",
+    "optimizer_tensors",
+]
 
 ITEMSIZE: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by dtypes of a config."""
 
-_SIZES = {"float64": 8, "int64": 8, "complex64": 8, "int32": 4, "uint32": 4, "float32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+_SIZES = {
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "int32": 4,
+    "uint32": 4,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+}
 _SIZES |= {"uint16": 2, "uint64": 8, "complex128": 16, "complex32": 4}
 
 Phase = Literal["forward", "backward", "step"]
@@ -69,10 +92,16 @@ class ParameterShape(TensorShape):
         asked = precision.keep_fp32
         if precision.compute == "fp32" or not self.floating:
             return False
-        return precision.compute in self.fp32_in if asked == "auto" else any(re.search(pattern, self.name) for pattern in asked)
+        return (
+            precision.compute in self.fp32_in
+            if asked == "auto"
+            else any(re.search(pattern, self.name) for pattern in asked)
+        )
 
     def rows(self, ranks: int, rank: int | None = None) -> int:
-        """Elements of a shard by rows of the first dimension: of the largest, which padding gives to every rank, or of a rank's own."""
+        """Elements of a shard by rows of the first dimension: of the largest, which padding gives to every rank, or of
+        a rank's own.
+        """
         if not self.numel:
             return 0
         first = self.shape[0] if self.shape else 1
@@ -156,7 +185,9 @@ class Collective(NamedTuple):
     """Distance of neighbors in the group: 1 for ranks in a row."""
 
     def sent(self) -> int:
-        """Bytes that one rank sends, by the ring algorithms of NCCL: an all-reduce is a reduce-scatter and an all-gather."""
+        """Bytes that one rank sends, by the ring algorithms of NCCL: an all-reduce is a reduce-scatter and an
+        all-gather.
+        """
         once = self.nbytes * (self.ranks - 1) // self.ranks
         return 2 * once if self.kind == "all_reduce" else once
 
@@ -172,7 +203,10 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one rank holds and sends in an optimizer step. Bytes of tensors; not of the allocator, the CUDA context and NCCL."""
+    """What one rank holds and sends in an optimizer step.
+
+    Bytes of tensors; not of the allocator, the CUDA context and NCCL.
+    """
 
     parameters: Bytes
     """The parameters between steps, in the dtype that the engine keeps; padding included, as in all fields."""
@@ -187,15 +221,18 @@ class Footprint:
     buffers: Bytes
     """The model's buffers, and those that the engine allocates once for its collectives and copies."""
     gathered: int = 0
-    """The most device bytes that gathered parameters and the buffers of collectives take at once, kept ones excluded."""
+    """The most device bytes that gathered parameters and the buffers of collectives take at once, kept ones
+    excluded."""
     forward: tuple[int, ...] = ()
-    """Device bytes beyond the persistent ones while a unit computes in forward, activations excluded: for each unit, and last the root."""
+    """Device bytes beyond the persistent ones while a unit computes in forward, activations excluded: for each unit,
+    and last the root."""
     backward: tuple[int, ...] = ()
     """The same in the last backward of a step, gradients of units that are done included."""
     keeps_whole: bool = False
     """Whether the whole gradients of a unit stay until its backward ends."""
     reduction: tuple[int, ...] = ()
-    """Device bytes beyond the persistent ones while the gradients of each unit are reduced at the end of its backward."""
+    """Device bytes beyond the persistent ones while the gradients of each unit are reduced at the end of its
+    backward."""
     final: int = 0
     """The same when all activations are gone, at the end of the last backward."""
     step: int = 0
@@ -228,8 +265,8 @@ class Footprint:
 def optimizer_tensors(name: str, *, amsgrad: bool = False, momentum: float = 0.0) -> tuple[int, int]:
     """State of an optimizer of the config: tensors in the shape of a stepped tensor, and bytes of its other ones.
 
-    torch 2.13, optim/adam.py, adagrad.py: `step` is a tensor of one fp32 element, and SGD's momentum has none; lion-pytorch 0.2 has one
-    moment and no step.
+    torch 2.13, optim/adam.py, adagrad.py: `step` is a tensor of one fp32 element, and SGD's momentum has none;
+    lion-pytorch 0.2 has one moment and no step.
     """
     match name:
         case "adamw" | "adam":

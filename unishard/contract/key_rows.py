@@ -15,7 +15,19 @@ from unishard.contract.express import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_template_word
 
-__all__ = ["boolean", "broadcast_buffers", "drops", "integer", "listed", "number", "one_of", "own", "refuses", "sets", "text"]
+__all__ = [
+    "boolean",
+    "broadcast_buffers",
+    "drops",
+    "integer",
+    "listed",
+    "number",
+    "one_of",
+    "own",
+    "refuses",
+    "sets",
+    "text",
+]
 
 Convert = Callable[[Any], Any]
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -80,7 +92,9 @@ def _float(value: Any) -> float | None:
 def _bounds(low: float, high: float) -> str:
     if math.isfinite(low) and math.isfinite(high):
         return f" from {low:g} to {high:g}"
-    words = [f"{word} {limit:g}" for word, limit in (("of at least", low), ("of at most", high)) if math.isfinite(limit)]
+    words = [
+        f"{word} {limit:g}" for word, limit in (("of at least", low), ("of at most", high)) if math.isfinite(limit)
+    ]
     return f" {words[0]}" if words else ""
 
 
@@ -156,12 +170,16 @@ def broadcast_buffers(value: Any, given: Given) -> Meaning:
     """The argument of DistributedDataParallel that sends rank 0's buffers before each forward."""
     if not boolean(value):
         return Meaning(fields={"training.buffers": "local"})
-    note = "DDP sends them before each forward; here they are sent where they are read: at evaluation and in checkpoints"
+    note = (
+        "DDP sends them before each forward; here they are sent where they are read: at evaluation and in checkpoints"
+    )
     return Meaning(Fit.EQUIVALENT, note, {"training.buffers": "rank0"})
 
 
 def drops(why: str, *, silent: Any = NOTHING, unknown: bool = False) -> Key:
-    """A key that concerns only a launcher, a log or files. It is copied when the document is written in its own format again.
+    """A key that concerns only a launcher, a log or files.
+
+    It is copied when the document is written in its own format again.
 
     Args:
         why: What it concerns.

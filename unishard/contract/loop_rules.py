@@ -37,20 +37,29 @@ _LAUNCH = {
 LOOP: Mapping[str, Rule] = {
     "backend": loop("chooses this table"),
     "precision.matmul": Rule(
-        Fit.EXACT, "torch.set_float32_matmul_precision", "highest or high, for the whole process", when=(unless("keep", _keeps, ""),)
+        Fit.EXACT,
+        "torch.set_float32_matmul_precision",
+        "highest or high, for the whole process",
+        when=(unless("keep", _keeps, ""),),
     ),
     "precision.initial_loss_scale": loop("where the dynamic scale begins", NOT_FP16),
     "precision.loss_scale_growth_interval": loop("counts updates", NOT_FP16),
     "activation_checkpointing": Rule(
-        Fit.EXACT, "torch.utils.checkpoint.checkpoint", "around `forward`, inside the engine's hooks; not reentrant, keeps random state"
+        Fit.EXACT,
+        "torch.utils.checkpoint.checkpoint",
+        "around `forward`, inside the engine's hooks; not reentrant, keeps random state",
     ),
     "training.micro_batch_size": loop("batch size of `unishard.dataloader`"),
-    "training.gradient_accumulation_steps": loop("`backward` divides the loss by it, `step` updates at the end of a window"),
+    "training.gradient_accumulation_steps": loop(
+        "`backward` divides the loss by it, `step` updates at the end of a window"
+    ),
     "training.global_batch_size": loop("compared with micro-batch x accumulation x ranks"),
     "training.gradient_clipping": loop("fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"),
     "training.nonfinite": loop("checks the global norm before the update, the same on every rank"),
     "training.last_window": loop("`step` divides by the true length of the last window, or leaves it out"),
-    "training.buffers": loop("hashes are compared at evaluation and at a save, and persistent buffers that differ made equal"),
+    "training.buffers": loop(
+        "hashes are compared at evaluation and at a save, and persistent buffers that differ made equal"
+    ),
     "training.seed": loop("seeds the data order, and each rank's generators after `prepare`"),
     "optimizer.name": loop("built by unishard: torch's own, or Lion of lion-pytorch"),
     "optimizer.lr": _ARGUMENT,
@@ -72,7 +81,9 @@ LOOP: Mapping[str, Rule] = {
     "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
     "communication.desync_timeout": loop("how long that check waits, in seconds"),
     "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
-    "checkpoint.dir": loop("each rank writes the parts that it holds, under the names that parameters have in the model"),
+    "checkpoint.dir": loop(
+        "each rank writes the parts that it holds, under the names that parameters have in the model"
+    ),
     "checkpoint.on_existing": loop("`resume` in `prepare`, the check before the first update"),
     "checkpoint.every_steps": loop("counts updates, at the end of a window"),
     "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),

@@ -59,7 +59,8 @@ def fresh_state(optimizer: Any, group: Mapping[str, Any], like: Tensor, spec: St
     for name in spec.numbers:
         if name not in keys.numbers:
             raise CheckpointError(
-                f"the state of {type(optimizer).__name__} has no number {name!r}, only {', '.join(keys.numbers) or 'none'}; load it with "
+                f"the state of {type(optimizer).__name__} has no number {name!r}, only "
+                f"{', '.join(keys.numbers) or 'none'}; load it with "
                 "the optimizer that saved it, or pass strict=False"
             )
     state: dict[str, Any] = dict.fromkeys(keys.nothing)
@@ -76,7 +77,8 @@ def keys_of(optimizer: Any, group: Mapping[str, Any], like: Tensor | None = None
         like: The tensor that it steps; by default the group's first tensor.
 
     Raises:
-        CheckpointError: A copy of the optimizer cannot step, or its state is neither a number nor in the parameter's shape.
+        CheckpointError: A copy of the optimizer cannot step, or its state is neither a number nor in the parameter's
+            shape.
     """
     if like is None:
         like = next(iter(group["params"]), torch.empty(1))
@@ -108,7 +110,11 @@ def tensors_and_numbers(
     if not state:
         return {}, {}
     known = keys_of(optimizer, group, like)  # the shapes are ambiguous for a 0-d parameter
-    later = _kinds(optimizer, {name: value for name, value in state.items() if name not in {*known.tensors, *known.numbers}}, like.shape)
+    later = _kinds(
+        optimizer,
+        {name: value for name, value in state.items() if name not in {*known.tensors, *known.numbers}},
+        like.shape,
+    )
     kept = {name: value for name, value in state.items() if value is not None}
     tensors = {name: value for name, value in kept.items() if name in known.tensors or name in later.tensors}
     numbers = {name: value for name, value in kept.items() if name not in tensors}
@@ -129,7 +135,8 @@ def _kinds(optimizer: Any, state: Mapping[str, Any], shape: torch.Size) -> Keys:
         if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise CheckpointError(
-                f"the state {name!r} of {type(optimizer).__name__} is {what}, neither in the parameter's shape nor one number, so it "
+                f"the state {name!r} of {type(optimizer).__name__} is {what}, neither in the parameter's shape nor one "
+                "number, so it "
                 "cannot be sharded with the parameter; use an optimizer with element-wise state, such as AdamW"
             )
     return Keys({name: value.dtype for name, value in tensors.items()}, numbers, nothing)
@@ -142,7 +149,8 @@ def _first_state(optimizer: Any, options: Mapping[str, Any], dummy: nn.Parameter
     inner = [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
     if inner:
         raise CheckpointError(
-            f"{kind.__name__} wraps another optimizer ({inner[0]}), whose state cannot be separated from its own; use the inner one"
+            f"{kind.__name__} wraps another optimizer ({inner[0]}), whose state cannot be separated from its own; use "
+            "the inner one"
         )
     dummy.grad = torch.zeros_like(dummy)
     own = object.__new__(kind)
@@ -156,11 +164,13 @@ def _first_state(optimizer: Any, options: Mapping[str, Any], dummy: nn.Parameter
             own.step()
     except Exception as error:  # whatever the user's own class raises
         raise CheckpointError(
-            f"the state keys of {kind.__name__} cannot be determined: step() of a copy fails with {type(error).__name__}: {error}; "
+            f"the state keys of {kind.__name__} cannot be determined: step() of a copy fails with "
+            f"{type(error).__name__}: {error}; "
             "make step() work without arguments, from param_groups only"
         ) from error
     finally:
-        # Some optimizers free in __del__ what the copy shares with the original (DeepSpeed 0.19.8, ops/adam/cpu_adam.py).
+        # Some optimizers free in __del__ what the copy shares with the original (DeepSpeed 0.19.8,
+        # ops/adam/cpu_adam.py).
         own.__class__ = torch.optim.Optimizer
     return dict(own.state[dummy])
 

@@ -1,7 +1,9 @@
-"""Private names of an engine that a rare case needs, each with a probe that says whether the installed version still has them.
+"""Private names of an engine that a rare case needs, each with a probe that says whether the installed version still
+has them.
 
-An ordinary run uses only public names. A case that needs private names is a `Patch`: it is installed only for runs that can meet the case,
-and if its probe fails, only that case is refused. `unishard doctor` runs every probe. Imports no engine until a probe runs.
+An ordinary run uses only public names. A case that needs private names is a `Patch`: it is installed only for runs that
+can meet the case, and if its probe fails, only that case is refused. `unishard doctor` runs every probe. Imports no
+engine until a probe runs.
 """
 
 from __future__ import annotations
@@ -59,14 +61,20 @@ class Patch:
 
     @property
     def works(self) -> bool:
-        """Whether the case can be run: the installed version has every name, or does not need the patch. Imports the engine."""
+        """Whether the case can be run: the installed version has every name, or does not need the patch.
+
+        Imports the engine.
+        """
         return not self.missing()
 
     def refusal(self) -> str:
         """Why the case cannot be run, and what to do instead, in one sentence."""
-        absent = ", ".join(" or ".join(each.partition(":")[2] for each in name.split(" or ")) for name in self.missing())
+        absent = ", ".join(
+            " or ".join(each.partition(":")[2] for each in name.split(" or ")) for name in self.missing()
+        )
         return (
-            f"{self.case} needs {absent} of {self.package}, which {self.package} {version_of(self.package)} does not have "
+            f"{self.case} needs {absent} of {self.package}, which {self.package} {version_of(self.package)} does not "
+            "have "
             f"(it was run on {self.versions}); {self.instead}"
         )
 
@@ -107,7 +115,9 @@ def _exists(name: str) -> bool:
         return False
     for part in path.split("."):
         if not hasattr(found, part):
-            return isinstance(found, type) and part in _assigned(found.__mro__)  # an attribute of its instances ends the path
+            return isinstance(found, type) and part in _assigned(
+                found.__mro__
+            )  # an attribute of its instances ends the path
         found = getattr(found, part)
     return True
 
@@ -116,7 +126,9 @@ def _exists(name: str) -> bool:
 def _assigned(bases: tuple[Any, ...]) -> frozenset[str]:
     """Names that a class and its bases annotate, or use as attributes in their methods."""
     return frozenset(
-        name for base in bases for name in (*inspect.get_annotations(base), *(name for code in _codes(base) for name in code.co_names))
+        name
+        for base in bases
+        for name in (*inspect.get_annotations(base), *(name for code in _codes(base) for name in code.co_names))
     )
 
 

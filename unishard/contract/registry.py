@@ -43,8 +43,8 @@ def available(group: str = GROUP) -> dict[str, EntryPoint]:
 def _installed() -> Mapping[str, EntryPoints]:
     """The entry points of each distribution that offers a backend or a format.
 
-    `importlib.metadata.entry_points` would parse those of every distribution, and `EntryPoint.dist.name` parses a whole README at each
-    call: together several times as long.
+    `importlib.metadata.entry_points` would parse those of every distribution, and `EntryPoint.dist.name` parses a whole
+    README at each call: together several times as long.
     """
     offering = dict.fromkeys(one.name for one in distributions() if _offers(one))
     # `distribution` returns the first one on the path, which is the one that is imported.
@@ -68,7 +68,8 @@ def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
         # A distribution's own point is compared only with another one: asking for its name parses its metadata.
         if other is not point and (_distribution(other), other.value) != (_distribution(point), point.value):
             raise BackendError(
-                f"{_KINDS[point.group]} {point.name!r} is offered twice: {other.value} by {_distribution(other)} and {point.value} by "
+                f"{_KINDS[point.group]} {point.name!r} is offered twice: {other.value} by {_distribution(other)} and "
+                f"{point.value} by "
                 f"{_distribution(point)}; uninstall one of the two"
             )
     return dict(sorted(found.items()))

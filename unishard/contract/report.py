@@ -61,7 +61,9 @@ class Translation(NamedTuple):
         ]
         if strict:
             problems += [
-                Problem(line.path, f"{line.value!r} is only approximate on {self.backend}, and strict is true: {line.note}")
+                Problem(
+                    line.path, f"{line.value!r} is only approximate on {self.backend}, and strict is true: {line.note}"
+                )
                 for line in self.report.of(Fit.APPROXIMATE)
             ]
         if problems:

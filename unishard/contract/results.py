@@ -13,9 +13,9 @@ __all__ = ["Placement", "Resumed", "Step"]
 class Step(Sequence[Any]):
     """What one call of `Engine.step` did. Reads like a named tuple.
 
-    `updated`, `skipped` and `grad_norm` come from the device. It need not be through with the update when `step` returns: the first
-    access to one of them waits until the gradient norm is computed, on this rank only. Read them only where you use them, such as where
-    you log, and the host stays ahead of the device.
+    `updated`, `skipped` and `grad_norm` come from the device. It need not be through with the update when `step`
+    returns: the first access to one of them waits until the gradient norm is computed, on this rank only. Read them
+    only where you use them, such as where you log, and the host stays ahead of the device.
     """
 
     __slots__ = ("_ended", "_lr", "_norm", "_updated")
@@ -48,19 +48,26 @@ class Step(Sequence[Any]):
 
     @property
     def updated(self) -> bool:
-        """Whether the parameters were updated: true at the end of an accumulation window, unless the update was skipped."""
+        """Whether the parameters were updated: true at the end of an accumulation window, unless the update was
+        skipped.
+        """
         if self._updated is None:
             self._read()
         return bool(self._updated)
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the averaged gradients before clipping, in fp32; None inside a window, infinite if a gradient is not finite."""
+        """Global L2 norm of the averaged gradients before clipping, in fp32; None inside a window, infinite if a
+        gradient is not finite.
+        """
         return self._read()
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group in this update; inside a window, in the coming one. Never waits."""
+        """Learning rate of the first parameter group in this update; inside a window, in the coming one.
+
+        Never waits.
+        """
         return self._lr
 
     @property
@@ -76,7 +83,8 @@ class Step(Sequence[Any]):
             self._norm = norm if finite else math.inf  # of NaN, some engines only report that the norm is not finite
         return self._norm
 
-    # -- as a named tuple -------------------------------------------------------------------------------------------------
+    # -- as a named tuple
+    # -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._fields)
@@ -113,7 +121,8 @@ class Placement(NamedTuple):
     engine: str
     """Class that runs the model, such as `DeepSpeedEngine`."""
     units: tuple[str, ...]
-    """Names of the modules whose parameters are gathered together, without the root; empty if the engine has no units."""
+    """Names of the modules whose parameters are gathered together, without the root; empty if the engine has no
+    units."""
     master_dtypes: frozenset[str]
     """Dtypes of the weights that the optimizer updates, such as `{"float32"}`."""
     master_numel: int

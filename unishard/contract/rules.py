@@ -1,7 +1,8 @@
 """A mapping is a table: one `Rule` for each leaf of the config.
 
-A backend describes its engine with such a table, and a format of another tool describes its documents with one. From the same rows come
-the native config, the document, the report, `unishard explain`, MAPPING.md and docs/formats.md, so all of them agree.
+A backend describes its engine with such a table, and a format of another tool describes its documents with one. From
+the same rows come the native config, the document, the report, `unishard explain`, MAPPING.md and docs/formats.md, so
+all of them agree.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ SCRIPT = "your training script"
 
 
 class Fit(StrEnum):
-    """How well a field or a key is kept. In order: of several, the last counts. Backends need the first three and the last."""
+    """How well a field or a key is kept. In order: of several, the last counts.
+
+    Backends need the first three and the last.
+    """
 
     EXACT = "exact"
     """Same maths, same collectives."""
@@ -68,14 +72,16 @@ class Rule(NamedTuple):
 
     fit: Fit
     key: str
-    """The native keys or calls, in words; `SCRIPT` where the training script must do it, and `NO_KEY` where nothing does."""
+    """The native keys or calls, in words; `SCRIPT` where the training script must do it, and `NO_KEY` where nothing
+    does."""
     note: str = ""
     to: Setting = lambda cfg, topology: {}
     """The nested fragment of native config, or of the document, that the field decides; fragments are merged."""
     when: tuple[When, ...] = ()
     """Exceptions, the first that holds counts."""
     auto: bool = False
-    """Whether a format has the word `auto` for a value that the training script decides; otherwise the key is omitted."""
+    """Whether a format has the word `auto` for a value that the training script decides; otherwise the key is
+    omitted."""
 
     def outcome(self, cfg: Config) -> tuple[Fit, str]:
         """The fit and the note for this config."""

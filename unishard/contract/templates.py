@@ -1,4 +1,6 @@
-"""Placeholders in files that something else fills in: `${VAR}` and `$VAR` of a shell, `${a.b}` of OmegaConf, `{{ x }}` of Jinja."""
+"""Placeholders in files that something else fills in: `${VAR}` and `$VAR` of a shell, `${a.b}` of OmegaConf, `{{ x }}`
+of Jinja.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ _SHORTEST = 4
 
 def is_template_word(value: Any) -> bool:
     """Whether text in the place of a number or a switch is a word such as `GBSIZE`, which a script replaces (sed)."""
-    return isinstance(value, str) and len(value) >= _SHORTEST and _WORD.fullmatch(value) is not None and value not in _VALUES
+    return (
+        isinstance(value, str)
+        and len(value) >= _SHORTEST
+        and _WORD.fullmatch(value) is not None
+        and value not in _VALUES
+    )
 
 
 def placeholders_in(value: Any) -> tuple[str, ...]:

@@ -29,8 +29,11 @@ TOLERANCES = {
         5e-3,
         1e-6,
         2e-2,
-        "the first updates are the same to fp32 rounding; later a difference of 1e-7 flips one bf16 rounding, and that grows",
+        "the first updates are the same to fp32 rounding; later a difference of 1e-7 flips one bf16 rounding, and that "
+        "grows",
     ),
-    "fp16": Tolerance(1e-5, 5e-3, 1e-5, 2e-2, "as in bf16; sums of fp16 gradients in another order differ a little more"),
+    "fp16": Tolerance(
+        1e-5, 5e-3, 1e-5, 2e-2, "as in bf16; sums of fp16 gradients in another order differ a little more"
+    ),
 }
 """By compute dtype."""

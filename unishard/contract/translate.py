@@ -1,4 +1,7 @@
-"""Translate a config to an engine's native config, checked against the topology. Imports neither torch nor an engine."""
+"""Translate a config to an engine's native config, checked against the topology.
+
+Imports neither torch nor an engine.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
 
     Raises:
         BackendError: There is no backend with that name.
-        ConfigError: The config's backend is not installed, its batch sizes contradict each other, its groups do not fit the
-            ranks, or the backend rejects a key of `native`.
+        ConfigError: The config's backend is not installed, its batch sizes contradict each other, its groups do not fit
+            the ranks, or the backend rejects a key of `native`.
     """
     expect_config(cfg)
     topology = topology or Topology()

@@ -19,7 +19,8 @@ class Unit:
     """Name in `model.named_modules()`."""
     module: nn.Module
     is_embedding: bool = field(init=False)
-    """Whether it is torch's table of embeddings and nothing else, whose gradient depends on the indices and not on the weights.
+    """Whether it is torch's table of embeddings and nothing else, whose gradient depends on the indices and not on the
+    weights.
 
     Decided when it is found, before `prepare` adds hooks and functions of its own.
     """
@@ -42,7 +43,8 @@ class ModelUnits(NamedTuple):
     gathered: Sequence[Unit]
     """Modules whose parameters are gathered together; empty with `no_shard`."""
     casting: Sequence[Unit]
-    """Modules that, like the root, cast their inputs to `precision.compute`: those gathered; with `no_shard`, the default units."""
+    """Modules that, like the root, cast their inputs to `precision.compute`: those gathered; with `no_shard`, the
+    default units."""
     conditional: Sequence[Unit]
     """Modules that a rank may skip in a micro-batch."""
 

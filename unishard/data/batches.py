@@ -23,9 +23,14 @@ Enter = Callable[[str, str], None]
 
 
 class Window(Sequence[Any]):
-    """The batches of one accumulation window on this rank. Each is moved to the device when it is accessed, not before."""
+    """The batches of one accumulation window on this rank.
 
-    def __init__(self, batches: Sequence[Any], device: torch.device, watch: Callable[[Any], None] | None = None) -> None:
+    Each is moved to the device when it is accessed, not before.
+    """
+
+    def __init__(
+        self, batches: Sequence[Any], device: torch.device, watch: Callable[[Any], None] | None = None
+    ) -> None:
         self._batches = batches
         self._device = device
         self._watch = watch
@@ -70,8 +75,8 @@ def windows(
 ) -> Iterator[Window]:
     """Group a loader's batches into accumulation windows. The last one may be shorter. Collective.
 
-    Ranks with loaders of different lengths would deadlock, so the lengths are compared: once at the start if `len(loader)` is known, else
-    before each window.
+    Ranks with loaders of different lengths would deadlock, so the lengths are compared: once at the start if
+    `len(loader)` is known, else before each window.
 
     Args:
         loader: Yields this rank's batches.
@@ -95,7 +100,9 @@ def windows(
     yielded = 0
     for length in lengths:
         if not isinstance(length, int) or length < 1:
-            raise ContractError(f"an accumulation window needs at least 1 batch, got a length of {length!r}; yield positive integers")
+            raise ContractError(
+                f"an accumulation window needs at least 1 batch, got a length of {length!r}; yield positive integers"
+            )
         window = list(islice(rest, length))
         if total is None and enter is not None:
             enter("batches", f", after {yielded} batches")
@@ -110,7 +117,10 @@ def windows(
 
 
 def _equal(number: int) -> bool:
-    """Whether all ranks have the same number. One small collective of the hosts; `agree` would need two, and send pickles."""
+    """Whether all ranks have the same number.
+
+    One small collective of the hosts; `agree` would need two, and send pickles.
+    """
     most, least = host_numbers.largest([number, -number])
     return most == -least
 
@@ -128,9 +138,10 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor of a batch to the device.
 
-    Traverses dicts, such as transformers' `BatchEncoding`, lists, tuples, named tuples and dataclasses, and calls `.to(device)` on other
-    objects that have it. Copies to a CUDA device start in pinned memory, so that neither the host nor the device waits for them, except
-    those of an object's own `.to`. A container without tensors to move is returned unchanged, not copied.
+    Traverses dicts, such as transformers' `BatchEncoding`, lists, tuples, named tuples and dataclasses, and calls
+    `.to(device)` on other objects that have it. Copies to a CUDA device start in pinned memory, so that neither the
+    host nor the device waits for them, except those of an object's own `.to`. A container without tensors to move is
+    returned unchanged, not copied.
     """
     if isinstance(batch, Tensor):
         if device.type == "cuda" and batch.device.type == "cpu":
@@ -145,7 +156,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return _rebuilt_sequence(batch, _moved(enumerate(batch), device))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return _rebuilt_dataclass(batch, _moved(((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)), device))
+        return _rebuilt_dataclass(
+            batch, _moved(((field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)), device)
+        )
     return batch
 
 

@@ -21,7 +21,9 @@ class _UnknownError(Exception):
 
 
 def of_dataset(dataset: Any) -> str | None:
-    """A digest of a dataset's type, its length and its first and last samples; None where `dataset[0]` would run code of others."""
+    """A digest of a dataset's type, its length and its first and last samples; None where `dataset[0]` would run code
+    of others.
+    """
     try:
         ends = tuple(_ends(dataset))
     except _UnknownError:

@@ -36,7 +36,9 @@ class Epochs:
         A loader that was iterated, or that has loaded a position, keeps its own.
         """
         self._read = [read for read in self._read if read.dataset() is not None]
-        same = next((read for read in self._read if read.dataset() is loader.dataset and read.order == loader.order), None)
+        same = next(
+            (read for read in self._read if read.dataset() is loader.dataset and read.order == loader.order), None
+        )
         if same is not None:
             self._read.remove(same)
             if loader.untouched:
@@ -48,7 +50,9 @@ class Epochs:
                 self._warn_of_same_order(loader, digest)
         dataset, weak = _reference(loader.dataset)
         if not weak:
-            self._read = [read for read in self._read if read.weak]  # datasets that are only held for this: one at a time
+            self._read = [
+                read for read in self._read if read.weak
+            ]  # datasets that are only held for this: one at a time
         self._read.append(_Read(dataset, digest, loader.order, loader.cursor, weak))
 
     def forget(self) -> None:
@@ -58,9 +62,12 @@ class Epochs:
     def _warn_of_same_order(self, loader: ShareLoader, digest: str | None) -> None:
         if digest is None or not loader.order["shuffle"]:
             return
-        if any(read.digest == digest and read.order == loader.order and read.cursor.next > (0, 0) for read in self._read):
+        if any(
+            read.digest == digest and read.order == loader.order and read.cursor.next > (0, 0) for read in self._read
+        ):
             warnings.warn(
-                f"a new {type(loader.dataset).__name__} with the same samples as the last one starts again at epoch 0, in the same order; "
+                f"a new {type(loader.dataset).__name__} with the same samples as the last one starts again at epoch 0, "
+                "in the same order; "
                 "build the dataset once, before the loop over epochs",
                 UserWarning,
                 stacklevel=3,
@@ -77,13 +84,19 @@ class Orders:
         """Whether the last pass over this dataset had this order, and updates were made in it."""
         same = [read for read in self._read if read[0]() is dataset]
         dataset_, weak = _reference(dataset)
-        self._read = [read for read in self._read if read[0]() not in (None, dataset) and (weak or isinstance(read[0], weakref.ref))]
+        self._read = [
+            read
+            for read in self._read
+            if read[0]() not in (None, dataset) and (weak or isinstance(read[0], weakref.ref))
+        ]
         self._read.append((dataset_, order, updates))
         return any(read[1] == order and read[2] < updates for read in same)
 
 
 def _reference(dataset: Any) -> tuple[Callable[[], Any], bool]:
-    """A function that returns the dataset, and whether it lets the dataset go: lists and tuples cannot be referenced weakly."""
+    """A function that returns the dataset, and whether it lets the dataset go: lists and tuples cannot be referenced
+    weakly.
+    """
     try:
         return weakref.ref(dataset), True
     except TypeError:

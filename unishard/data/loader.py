@@ -42,8 +42,8 @@ class Cursor:
 class ShareLoader(DataLoader[Any]):
     """A torch `DataLoader` with a resumable position; returned by `dataloader`.
 
-    The position counts batches that were yielded, not those that workers have prefetched. It is the same on all ranks: the epoch, and
-    the number of its samples that all ranks have read in total.
+    The position counts batches that were yielded, not those that workers have prefetched. It is the same on all ranks:
+    the epoch, and the number of its samples that all ranks have read in total.
     """
 
     unfollowed: ClassVar[int] = 0
@@ -52,9 +52,12 @@ class ShareLoader(DataLoader[Any]):
     """The loader of the last one."""
 
     def __init__(self, dataset: Dataset[Any], sampler: ShareSampler, **options: Any) -> None:
-        # A separate generator: drawing the workers' seeds from torch's global one would change the model's random numbers.
+        # A separate generator: drawing the workers' seeds from torch's global one would change the model's random
+        # numbers.
         self._own_generator = None if options.get("generator") is not None else torch.Generator()
-        super().__init__(dataset, batch_sampler=sampler, **{**options, "generator": options.get("generator") or self._own_generator})
+        super().__init__(
+            dataset, batch_sampler=sampler, **{**options, "generator": options.get("generator") or self._own_generator}
+        )
         self._shares = sampler
         self.cursor = Cursor()
         self.untouched = True
@@ -79,16 +82,24 @@ class ShareLoader(DataLoader[Any]):
         self.cursor = Cursor(*cursor.next)
 
     def require_enough_samples(self) -> None:
-        """Raise DataError if the dataset does not fill one micro-batch on each rank: each round would repeat samples."""
+        """Raise DataError if the dataset does not fill one micro-batch on each rank: each round would repeat
+        samples.
+        """
         shares = self._shares
         if shares.dataset_length >= shares.round:
             return
         ranks = shares.round // shares.micro_batch_size
         most = shares.dataset_length // ranks
-        instead = f"set training.micro_batch_size to at most {most}, or use more data" if most else "use more data, or fewer ranks"
+        instead = (
+            f"set training.micro_batch_size to at most {most}, or use more data"
+            if most
+            else "use more data, or fewer ranks"
+        )
         raise DataError(
-            f"the dataset has {count_of(shares.dataset_length, 'sample')}, but a micro-batch on each rank takes {shares.round} "
-            f"(training.micro_batch_size {shares.micro_batch_size} x {count_of(ranks, 'rank')}), so every update would repeat "
+            f"the dataset has {count_of(shares.dataset_length, 'sample')}, but a micro-batch on each rank takes "
+            f"{shares.round} "
+            f"(training.micro_batch_size {shares.micro_batch_size} x {count_of(ranks, 'rank')}), so every update would "
+            "repeat "
             f"samples; {instead}"
         )
 
@@ -107,7 +118,9 @@ class ShareLoader(DataLoader[Any]):
         return self._shares.rounds_after(samples)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's own iterator type is private
-        """The rest of the epoch after `load_state_dict` (possibly empty with more ranks and `drop_last`), else the next epoch."""
+        """The rest of the epoch after `load_state_dict` (possibly empty with more ranks and `drop_last`), else the next
+        epoch.
+        """
         shares, cursor = self._shares, self.cursor
         shares.epoch, shares.samples = epoch, samples = cursor.now = cursor.next
         cursor.next = (epoch + 1, 0)
@@ -142,14 +155,18 @@ class ShareLoader(DataLoader[Any]):
             DataError: It is not such a state, or belongs to another order of samples.
         """
         identity = self._shares.identity
-        if not {"epoch", "samples", *identity} <= state.keys() or not (is_count(state["epoch"]) and is_count(state["samples"])):
+        if not {"epoch", "samples", *identity} <= state.keys() or not (
+            is_count(state["epoch"]) and is_count(state["samples"])
+        ):
             raise DataError(
-                f"the state ({', '.join(map(str, state))}) is not from a unishard.dataloader; pass what its state_dict() returned"
+                f"the state ({', '.join(map(str, state))}) is not from a unishard.dataloader; pass what its "
+                "state_dict() returned"
             )
         changed = [f"{name} was {state[name]}, is {now}" for name, now in identity.items() if state[name] != now]
         if changed:
             raise DataError(
-                f"the loader's state belongs to another order of samples ({'; '.join(changed)}); use the same dataset, seed and shuffle"
+                f"the loader's state belongs to another order of samples ({'; '.join(changed)}); use the same dataset, "
+                "seed and shuffle"
             )
         self.cursor.now = self.cursor.next = (state["epoch"], state["samples"])
         self.untouched = False
@@ -179,33 +196,36 @@ def dataloader(
 ) -> ShareLoader:
     """Create a torch `DataLoader` over this rank's share of a dataset, in micro-batches of the config's size.
 
-    The order depends only on `training.seed` and the epoch. Micro-batch `i` of rank `r` of `W` is slice `i * W + r` of it, so the samples
-    of an optimizer step are the same for any number of ranks with the same global batch size. Each iteration is a new epoch with a new
-    order; so is one over a new loader of the same dataset in `engine.batches`. All ranks get the same number of micro-batches, all of them
-    full.
+    The order depends only on `training.seed` and the epoch. Micro-batch `i` of rank `r` of `W` is slice `i * W + r` of
+    it, so the samples of an optimizer step are the same for any number of ranks with the same global batch size. Each
+    iteration is a new epoch with a new order; so is one over a new loader of the same dataset in `engine.batches`. All
+    ranks get the same number of micro-batches, all of them full.
 
-    `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on any number of ranks, with any `training.micro_batch_size`
-    and any `num_workers`: the remaining samples follow in the same order.
+    `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on any number of ranks, with any
+    `training.micro_batch_size` and any `num_workers`: the remaining samples follow in the same order.
 
     Args:
         dataset: Map-style: it has `__len__` and `__getitem__`. The same on all ranks.
         cfg: Supplies `training.micro_batch_size` and `training.seed`.
         shuffle: Whether to reshuffle in each epoch; else the order is the dataset's.
-        drop_last: Drop the samples at the end of an epoch that do not give each rank a full micro-batch. By default the ranks are
-            filled up with samples from the beginning of the order, as torch's `DistributedSampler` does.
+        drop_last: Drop the samples at the end of an epoch that do not give each rank a full micro-batch. By default the
+            ranks are filled up with samples from the beginning of the order, as torch's `DistributedSampler` does.
         collate_fn: Makes a batch of a list of samples; default: torch's.
         num_workers: Worker processes of each rank; 0 loads in this process.
-        pin_memory: Whether batches are in pinned memory, which speeds up copies to a GPU; default: if CUDA is available.
+        pin_memory: Whether batches are in pinned memory, which speeds up copies to a GPU; default: if CUDA is
+            available.
         timeout: Seconds to wait for a batch of a worker before an error; 0 waits forever.
         worker_init_fn: Called in each worker with its number, after it is seeded.
         multiprocessing_context: How workers start: `fork`, `spawn`, `forkserver`, or a context; default: Python's.
-        generator: Seeds the workers instead of `training.seed`, the epoch, the position and the rank. It does not affect the order.
+        generator: Seeds the workers instead of `training.seed`, the epoch, the position and the rank. It does not
+            affect the order.
         prefetch_factor: Batches that each worker loads in advance; default: torch's.
         persistent_workers: Keep the workers between epochs.
         refused: Nothing: torch's other options are set by the config or by unishard.
 
     Raises:
-        DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is set by the config.
+        DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is set by the
+            config.
         TypeError: There is no such option.
         ValueError: torch refuses the options, such as `prefetch_factor` without workers.
     """
@@ -216,10 +236,14 @@ def dataloader(
     for name in refused:
         if name not in _DECIDED:
             raise TypeError(f"dataloader() got an unexpected keyword argument {name!r}")
-        raise DataError(f"dataloader does not accept {name}: it {_DECIDED[name]}; remove it, or pass your own loader to engine.batches()")
+        raise DataError(
+            f"dataloader does not accept {name}: it {_DECIDED[name]}; remove it, or pass your own loader to "
+            "engine.batches()"
+        )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"dataloader cannot shard {type(dataset).__name__}: it has no __len__ or no __getitem__; split it by rank yourself "
+            f"dataloader cannot shard {type(dataset).__name__}: it has no __len__ or no __getitem__; split it by rank "
+            "yourself "
             "(Hugging Face: datasets.distributed.split_dataset_by_node) and pass its loader to engine.batches()"
         )
     rank, world = _place()

@@ -23,7 +23,10 @@ _INSTEAD = "use unishard.dataloader(dataset, cfg), or give the DataLoader a Dist
 
 
 class LoaderChecks:
-    """Checks the loaders of one engine. Ranks are compared at the first pass in training mode, and at the first one in evaluation mode."""
+    """Checks the loaders of one engine.
+
+    Ranks are compared at the first pass in training mode, and at the first one in evaluation mode.
+    """
 
     def __init__(self, cfg: Config, warn: Callable[[str], None]) -> None:
         self._training = cfg.training
@@ -48,8 +51,8 @@ class LoaderChecks:
             updates: How many the engine has made.
 
         Raises:
-            DataError: On every rank: ranks read the same share, the data are sharded twice, or batches have another size than the checked
-                `training.global_batch_size` needs.
+            DataError: On every rank: ranks read the same share, the data are sharded twice, or batches have another
+                size than the checked `training.global_batch_size` needs.
         """
         facts, self._first_window = facts_of(loader), False
         if together and training not in self._compared:
@@ -57,13 +60,16 @@ class LoaderChecks:
             self._compare(facts._replace(dataset=of_dataset(getattr(loader, "dataset", None))), training=training)
         if facts.whole is not None and dist.get_world_size() > 1 and not self._split_by_user:
             self._warn(
-                f"each of the {dist.get_world_size()} ranks reads the entire dataset through {facts.whole}, not its own share; {_INSTEAD}"
+                f"each of the {dist.get_world_size()} ranks reads the entire dataset through {facts.whole}, not its "
+                f"own share; {_INSTEAD}"
             )
         if training:
             self._facts, self._sizes = facts, []
             self._warn_of_batch_size(facts.batch_size, facts.name)
             if facts.order is not None and self._orders.repeats(getattr(loader, "dataset", None), facts.order, updates):
-                self._warn(f"the {facts.name} reads the samples in the same order as in the last epoch; {facts.reorder}")
+                self._warn(
+                    f"the {facts.name} reads the samples in the same order as in the last epoch; {facts.reorder}"
+                )
 
     def _compare(self, facts: LoaderFacts, *, training: bool) -> None:
         everyone: list[Any] = [facts] * dist.get_world_size()
@@ -80,7 +86,8 @@ class LoaderChecks:
         differ = None not in digests and len(digests) > 1
         if differ and facts.ours:
             self._warn(
-                "the ranks pass different datasets to unishard.dataloader, which gives each rank its share of one dataset; pass the same "
+                "the ranks pass different datasets to unishard.dataloader, which gives each rank its share of one "
+                "dataset; pass the same "
                 "on every rank: not one that is split by rank, or shuffled or drawn without a seed"
             )
         self._split_by_user = self._split_by_user or differ
@@ -103,7 +110,8 @@ class LoaderChecks:
                 self._warn_of_batch_size(self._sizes[0], self._facts.name)
             self._facts = None
 
-    # -- warnings ---------------------------------------------------------------------------------------------------------
+    # -- warnings
+    # ---------------------------------------------------------------------------------------------------------
 
     def _warn_of_batch_size(self, size: int | None, name: str) -> None:
         if size is not None and size != self._training.micro_batch_size:
@@ -113,14 +121,18 @@ class LoaderChecks:
         same = ranks_with_same(batch)
         if same is not None:
             self._warn(
-                f"ranks {same[0]} and {same[1]} read the same first batch, so they train on the same samples; let each rank read its "
+                f"ranks {same[0]} and {same[1]} read the same first batch, so they train on the same samples; let each "
+                "rank read its "
                 f"own: {_INSTEAD}, or split the data by rank"
             )
 
-    # -- batch sizes ------------------------------------------------------------------------------------------------------
+    # -- batch sizes
+    # ------------------------------------------------------------------------------------------------------
 
     def _contradicted_batch_size(self, everyone: Sequence[LoaderFacts]) -> str | None:
-        """What is wrong if a batch size contradicts `training.global_batch_size`, which people set to have the product checked."""
+        """What is wrong if a batch size contradicts `training.global_batch_size`, which people set to have the product
+        checked.
+        """
         if self._training.global_batch_size is None:
             return None
         for rank, facts in enumerate(everyone):
@@ -133,12 +145,16 @@ class LoaderChecks:
     def _other_batch_size(self, size: int, name: str) -> str:
         return (
             f"{name} has batches of {size}, and training.micro_batch_size is {self._training.micro_batch_size}; write "
-            f"batch_size=cfg.training.micro_batch_size in the script, or training.micro_batch_size: {size} in the config"
+            f"batch_size=cfg.training.micro_batch_size in the script, or training.micro_batch_size: {size} in the "
+            "config"
         )
 
 
 def ranks_with_same(value: Any) -> tuple[int, int] | None:
-    """The first two ranks that pass the same tensors, numbers and text; None if there are none, or that is unknown. Collective."""
+    """The first two ranks that pass the same tensors, numbers and text; None if there are none, or that is unknown.
+
+    Collective.
+    """
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, of_value(value))
     counts = Counter(digest for digest in digests if digest is not None)
@@ -155,7 +171,8 @@ def _wrong_shares(everyone: Sequence[LoaderFacts]) -> str | None:
     if twice is not None:
         sources = " and ".join(dict.fromkeys(share.source for share in twice))
         return (
-            f"the data are sharded twice, by {sources}: each rank reads one of {prod(share.of for share in twice)} parts; use one of them"
+            f"the data are sharded twice, by {sources}: each rank reads one of {prod(share.of for share in twice)} "
+            "parts; use one of them"
         )
     shares = [facts.shares[0] for facts in everyone if facts.shares]
     if len(shares) < len(everyone):
@@ -165,13 +182,19 @@ def _wrong_shares(everyone: Sequence[LoaderFacts]) -> str | None:
     if len(parts) == 1 and set(readers) == set(range(min(parts))) and len(set(readers.values())) == 1:
         return None
     read = ", ".join(f"rank {rank} reads share {share.number} of {share.of}" for rank, share in enumerate(shares[:8]))
-    instead = "give it neither num_replicas nor rank, which it takes from the process group, or " if "Sampler" in shares[0].source else ""
+    instead = (
+        "give it neither num_replicas nor rank, which it takes from the process group, or "
+        if "Sampler" in shares[0].source
+        else ""
+    )
     ranks = "the only rank all the data" if len(shares) == 1 else f"each of the {len(shares)} ranks its own share"
     return f"{shares[0].source} does not give {ranks}: {read}; {instead}use unishard.dataloader(dataset, cfg)"
 
 
 def _samples_in(batch: Any) -> int | None:
-    """How many samples a batch has, if all its tensors agree on it and one has more dimensions; 1 may be packed samples."""
+    """How many samples a batch has, if all its tensors agree on it and one has more dimensions; 1 may be packed
+    samples.
+    """
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
     tensors = [value for value in values if isinstance(value, Tensor)]
     sizes = {len(tensor) if tensor.ndim else None for tensor in tensors}

@@ -41,7 +41,8 @@ class LoaderFacts(NamedTuple):
     whole: str | None = None
     """What reads the entire dataset, if nothing takes a share."""
     order: Hashable | None = None
-    """What determines the order of the next pass of a loader that shuffles; None if it draws another one, or that is unknown."""
+    """What determines the order of the next pass of a loader that shuffles; None if it draws another one, or that is
+    unknown."""
     reorder: str = ""
     """What to do for another order."""
     dataset: str | None = None
@@ -53,7 +54,9 @@ def facts_of(loader: Iterable[Any]) -> LoaderFacts:
     if isinstance(loader, ShareLoader):
         return LoaderFacts("unishard.dataloader", ours=True)
     name, by_accelerate = type(loader).__name__, _is_of_accelerate(loader)
-    if not isinstance(loader, DataLoader) or (by_accelerate and name == "DataLoaderDispatcher"):  # whose rank 0 reads for all
+    if not isinstance(loader, DataLoader) or (
+        by_accelerate and name == "DataLoaderDispatcher"
+    ):  # whose rank 0 reads for all
         return LoaderFacts(name, hides_batches=True)
     batch_sampler, divisor, shares = loader.batch_sampler, 1, _shares_of_accelerate(loader.dataset)
     if outer := _shares_of_accelerate(batch_sampler):
@@ -61,7 +64,9 @@ def facts_of(loader: Iterable[Any]) -> LoaderFacts:
         divisor = outer[0].of if getattr(batch_sampler, "split_batches", False) else 1
         batch_sampler = getattr(batch_sampler, "batch_sampler", None)
     if isinstance(batch_sampler, ShareSampler):
-        shares.append(Share("unishard.dataloader", batch_sampler.rank, batch_sampler.round // batch_sampler.micro_batch_size))
+        shares.append(
+            Share("unishard.dataloader", batch_sampler.rank, batch_sampler.round // batch_sampler.micro_batch_size)
+        )
     plain: Any = batch_sampler if _is_torchs(batch_sampler, BatchSampler) else None
     sampler: Any = loader.sampler if plain is None else plain.sampler
     if isinstance(sampler, DistributedSampler):
@@ -86,7 +91,11 @@ def _is_of_accelerate(part: Any) -> bool:
 def _shares_of_accelerate(part: Any) -> list[Share]:
     """The share that `BatchSamplerShard` or `IterableDatasetShard` takes (Accelerate 1.15, data_loader.py)."""
     count, index = getattr(part, "num_processes", None), getattr(part, "process_index", None)
-    return [Share("Accelerate", index, count)] if _is_of_accelerate(part) and isinstance(count, int) and isinstance(index, int) else []
+    return (
+        [Share("Accelerate", index, count)]
+        if _is_of_accelerate(part) and isinstance(count, int) and isinstance(index, int)
+        else []
+    )
 
 
 def _whole(sampler: Any) -> str | None:
@@ -96,16 +105,25 @@ def _whole(sampler: Any) -> str | None:
 
 
 def _is_torchs(part: Any, *kinds: type) -> bool:
-    """Whether a sampler is of one of torch's classes, not of a subclass; torchdata's stateful ones have the same names (0.11)."""
+    """Whether a sampler is of one of torch's classes, not of a subclass; torchdata's stateful ones have the same names
+    (0.11).
+    """
     kind = type(part)
-    return kind in kinds or (kind.__module__.startswith("torchdata.") and kind.__name__ in {each.__name__ for each in kinds})
+    return kind in kinds or (
+        kind.__module__.startswith("torchdata.") and kind.__name__ in {each.__name__ for each in kinds}
+    )
 
 
 def _order(sampler: Any) -> tuple[Hashable | None, str]:
     """What determines a sampler's next order, and what to do for another one."""
     if isinstance(sampler, DistributedSampler):
-        by_epoch = type(sampler).__iter__ is DistributedSampler.__iter__ or type(sampler).__module__.startswith("torchdata.")
-        again = f"its {type(sampler).__name__} is still at epoch {sampler.epoch}: call set_epoch(epoch) on it before each epoch"
+        by_epoch = type(sampler).__iter__ is DistributedSampler.__iter__ or type(sampler).__module__.startswith(
+            "torchdata."
+        )
+        again = (
+            f"its {type(sampler).__name__} is still at epoch {sampler.epoch}: call set_epoch(epoch) on it before "
+            "each epoch"
+        )
         return ((sampler.seed, sampler.epoch), again) if sampler.shuffle and by_epoch else (None, "")
     if type(sampler) is RandomSampler and sampler.generator is not None:
         again = "its generator has the same seed again: make it once, before the loop over epochs"

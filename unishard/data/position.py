@@ -50,15 +50,20 @@ class StatefulLoader(Protocol):
 
 
 def is_stateful(loader: Iterable[Any]) -> TypeGuard[StatefulLoader]:
-    """Whether a loader has a position. Accelerate's have the methods, but without `use_stateful_dataloader` they raise (1.15)."""
+    """Whether a loader has a position.
+
+    Accelerate's have the methods, but without `use_stateful_dataloader` they raise (1.15).
+    """
     return isinstance(loader, StatefulLoader) and bool(getattr(loader, "use_stateful_dataloader", True))
 
 
 class LoaderPass(Iterable[Any]):
-    """One pass over a training loader, from its position to the end of its epoch. Its length is the number of batches left.
+    """One pass over a training loader, from its position to the end of its epoch.
 
-    Before the last batch for training is yielded, the loader is exhausted, so that its position is the start of the next epoch and not
-    the end of this one.
+    Its length is the number of batches left.
+
+    Before the last batch for training is yielded, the loader is exhausted, so that its position is the start of the
+    next epoch and not the end of this one.
     """
 
     def __init__(self, loader: StatefulLoader, done: int, window: int, around: Iterable[Any] | None = None) -> None:
@@ -124,7 +129,9 @@ def batches_left(loader: Iterable[Any]) -> int | None:
     return loader.batches_left if isinstance(loader, ShareLoader) else length_of(loader)
 
 
-def left_after(loader: StatefulLoader, positions: Sequence[Position], world_then: int, rank: int, world_size: int) -> int | None:
+def left_after(
+    loader: StatefulLoader, positions: Sequence[Position], world_then: int, rank: int, world_size: int
+) -> int | None:
     """Batches that are left after `resume` with the same arguments; None if unknown."""
     where = of_rank(positions, world_then, rank, world_size)
     if where is None or where["loader"] != _kind(loader):
@@ -179,17 +186,20 @@ def resume(loader: StatefulLoader, positions: Sequence[Position], world_then: in
     then, now = positions[0]["loader"], _kind(loader)
     if then != now:
         raise DataError(
-            f"the checkpoint's data position is for a {then}, but this run uses a {now}; pass a {then} to engine.batches(), or load the "
+            f"the checkpoint's data position is for a {then}, but this run uses a {now}; pass a {then} to "
+            "engine.batches(), or load the "
             "checkpoint without its data position: engine.load(..., data=False)"
         )
     mine = of_rank(positions, world_then, rank, world_size)
     if mine is None:
         saved_on = count_of(world_then, "rank")
         raise DataError(
-            f"{now} was saved on {saved_on} and cannot be resumed on {world_size}, since only the loader knows which rank reads which "
+            f"{now} was saved on {saved_on} and cannot be resumed on {world_size}, since only the loader knows which "
+            "rank reads which "
             f"samples; resume on {saved_on}, or train with unishard.dataloader, which resumes on any number of ranks"
         )
-    # To resume, torchdata's loader (0.11) creates an iterator, which draws a seed that an uninterrupted run drew long before.
+    # To resume, torchdata's loader (0.11) creates an iterator, which draws a seed that an uninterrupted run drew long
+    # before.
     with torch.random.fork_rng(devices=[]):
         loader.load_state_dict(mine["state"])
         loader.state_dict()

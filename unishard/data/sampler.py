@@ -26,7 +26,15 @@ class ShareSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, dataset_length: int, micro_batch_size: int, *, rank: int, world_size: int, seed: int, shuffle: bool, drop_last: bool
+        self,
+        dataset_length: int,
+        micro_batch_size: int,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
     ) -> None:
         """See `unishard.dataloader`.
 
@@ -49,8 +57,10 @@ class ShareSampler(Sampler[list[int]]):
             raise DataError("the dataset is empty; it needs at least one sample")
         if not len(self):
             raise DataError(
-                f"the dataset has {dataset_length} samples, fewer than the {self.round} of one micro-batch on each of {world_size} ranks, "
-                "and drop_last=True drops them; use drop_last=False, fewer ranks, or a smaller training.micro_batch_size"
+                f"the dataset has {dataset_length} samples, fewer than the {self.round} of one micro-batch on each of "
+                f"{world_size} ranks, "
+                "and drop_last=True drops them; use drop_last=False, fewer ranks, or a smaller "
+                "training.micro_batch_size"
             )
 
     def __len__(self) -> int:

@@ -39,18 +39,29 @@ _INSTEAD = {
 
 
 def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader that a progress bar of tqdm shows, or the only `unishard.dataloader` that another object holds; else `loader`."""
+    """The loader that a progress bar of tqdm shows, or the only `unishard.dataloader` that another object holds; else
+    `loader`.
+    """
     found = _inner(loader, _DEPTH)
     return loader if found is None else found
 
 
 def _inner(loader: Any, depth: int) -> Any:
-    if isinstance(loader, DataLoader) or not depth or not hasattr(type(loader), "__iter__") or isinstance(loader, nn.Module):
+    if (
+        isinstance(loader, DataLoader)
+        or not depth
+        or not hasattr(type(loader), "__iter__")
+        or isinstance(loader, nn.Module)
+    ):
         return loader if isinstance(loader, DataLoader) else None
     if type(loader).__module__.partition(".")[0] == "tqdm":
         shown = getattr(loader, "iterable", None)
         return _inner(shown, depth - 1) or shown
-    held = {id(inner): inner for value in getattr(loader, "__dict__", {}).values() if (inner := _inner(value, depth - 1)) is not None}
+    held = {
+        id(inner): inner
+        for value in getattr(loader, "__dict__", {}).values()
+        if (inner := _inner(value, depth - 1)) is not None
+    }
     shares = [inner for inner in held.values() if isinstance(inner, ShareLoader)]
     return shares[0] if len(shares) == 1 else None
 
@@ -76,4 +87,6 @@ def _is_read(held: Any) -> bool:
 
 def instead_of(loader: Iterable[Any]) -> str:
     """What to write instead of a wrapper that hides its loader."""
-    return _INSTEAD.get(type(loader).__name__, "pass the loader itself, engine.batches(loader), and wrap what that yields")
+    return _INSTEAD.get(
+        type(loader).__name__, "pass the loader itself, engine.batches(loader), and wrap what that yields"
+    )

@@ -1,4 +1,6 @@
-"""Checks that all ranks hold the same values: one all-reduce of 64 bytes while they do, whatever the number of ranks."""
+"""Checks that all ranks hold the same values: one all-reduce of 64 bytes while they do, whatever the number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def _same(digest: bytes) -> bool:
 
 
 def _differences(texts: Mapping[str, str]) -> str:
-    """The values that differ, one line each. Collective: each rank compares with rank 0 and sends what differs; rank 0 tells all."""
+    """The values that differ, one line each.
+
+    Collective: each rank compares with rank 0 and sends what differs; rank 0 tells all.
+    """
     rank = dist.get_rank()
     said: list[Any] = [{name: _short(text) for name, text in texts.items()} if rank == 0 else None]
     dist.broadcast_object_list(said, src=0)
@@ -73,7 +78,11 @@ def _described(first: Mapping[str, str], others: Sequence[Mapping[str, str]]) ->
         values = {rank: theirs[name] for rank, theirs in enumerate(others) if name in theirs}
         shown = range(len(others)) if len(others) <= _SHOWN else sorted({0, *list(values)[: _SHOWN - 1]})
         held = [f"rank {rank} has {values.get(rank, first.get(name, _MISSING))}" for rank in shown]
-        more = f" and {len(values) + 1 - _SHOWN} more ranks have other values" if len(values) >= _SHOWN and len(others) > _SHOWN else ""
+        more = (
+            f" and {len(values) + 1 - _SHOWN} more ranks have other values"
+            if len(values) >= _SHOWN and len(others) > _SHOWN
+            else ""
+        )
         lines.append(f"{name}: " + ", ".join(held) + more)
     return "\n".join(lines)
 

@@ -26,7 +26,9 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
         tensors: The same shapes, dtypes, order and device on every rank. Costs up to 8 MiB beside them.
     """
     tensors = list(tensors)
-    make_dense(tensor for tensor in tensors if 0 in tensor.stride())  # expanded: several elements in one place, which cannot be written
+    make_dense(
+        tensor for tensor in tensors if 0 in tensor.stride()
+    )  # expanded: several elements in one place, which cannot be written
     if dist.get_world_size() == 1:
         return
     with torch.no_grad():

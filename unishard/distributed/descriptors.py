@@ -1,4 +1,6 @@
-"""File descriptors of a large run: each gloo group connects every rank with every other one, three groups in a run of unishard."""
+"""File descriptors of a large run: each gloo group connects every rank with every other one, three groups in a run of
+unishard.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import resource
 __all__ = ["LAZY", "make_room", "needed"]
 
 LAZY = 256
-"""Ranks above which gloo connects two ranks when they first send to each other. Below, a rank that is killed breaks its connections, which
-the others notice in a collective at once and not only through their connection to rank 0."""
+"""Ranks above which gloo connects two ranks when they first send to each other. Below, a rank that is killed breaks its
+connections, which the others notice in a collective at once and not only through their connection to rank 0."""
 _GROUPS = 3
 """The default group, the one for the host, and the one of saves in the background."""
 _OTHERS = 512
@@ -24,7 +26,8 @@ def needed(world_size: int) -> int:
 
 
 def make_room(world_size: int) -> None:
-    """Raise this process's limit of open files as far as the run needs and the system lets it, and let gloo connect lazily.
+    """Raise this process's limit of open files as far as the run needs and the system lets it, and let gloo connect
+    lazily.
 
     Args:
         world_size: Number of ranks.

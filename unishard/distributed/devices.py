@@ -30,7 +30,9 @@ def use(index: int) -> None:
 
 
 def of_numbers() -> torch.device:
-    """The device for small tensors in collectives of the default process group: the CPU, unless the group has only NCCL."""
+    """The device for small tensors in collectives of the default process group: the CPU, unless the group has only
+    NCCL.
+    """
     if "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device() if _own is None else _own)
@@ -39,8 +41,8 @@ def of_numbers() -> torch.device:
 def choose(topology: Topology, *, shared: bool) -> int:
     """Index of this rank's CUDA device.
 
-    A device that the caller has set is kept; torch itself starts on 0. Otherwise a rank that sees one device takes it, as under
-    `srun --gpus-per-task=1`, and a rank that sees several takes the one at its local rank.
+    A device that the caller has set is kept; torch itself starts on 0. Otherwise a rank that sees one device takes it,
+    as under `srun --gpus-per-task=1`, and a rank that sees several takes the one at its local rank.
 
     Args:
         topology: The ranks.
@@ -57,9 +59,12 @@ def choose(topology: Topology, *, shared: bool) -> int:
     if shared:
         return topology.local_rank % count
     what = (
-        f"local rank {topology.local_rank} has no CUDA device: the node shows only {count}, numbered from 0, and NCCL needs one for each "
-        f"rank; start at most {count} ranks on a node (torchrun --nproc-per-node={count}), make one device visible to each rank "
-        '(srun --gpus-per-task=1), or to share devices in a test call torch.distributed.init_process_group("gloo") before unishard'
+        f"local rank {topology.local_rank} has no CUDA device: the node shows only {count}, numbered from 0, and NCCL "
+        "needs one for each "
+        f"rank; start at most {count} ranks on a node (torchrun --nproc-per-node={count}), make one device visible to "
+        "each rank "
+        '(srun --gpus-per-task=1), or to share devices in a test call torch.distributed.init_process_group("gloo") '
+        "before unishard"
     )
     raise ConfigError([Problem("", what)])
 
@@ -89,7 +94,8 @@ def refuse_shared(index: int) -> None:
         first = everyone.index(device)
         if first != rank:
             what = (
-                f"ranks {first} and {rank} use the same CUDA device of {device[0]}, which NCCL does not support; start one rank for each "
+                f"ranks {first} and {rank} use the same CUDA device of {device[0]}, which NCCL does not support; start "
+                "one rank for each "
                 "device (torchrun --nproc-per-node), or make one device visible to each rank (srun --gpus-per-task=1)"
             )
             raise ConfigError([Problem("", what)])
@@ -98,16 +104,19 @@ def refuse_shared(index: int) -> None:
 def use_host_cores(offload: Offload, topology: Topology) -> None:
     """Let an offloaded optimizer use this rank's share of the CPU cores if torchrun has limited it to one thread.
 
-    torchrun sets OMP_NUM_THREADS=1 if it is unset and there are several ranks. Applied only with CUDA, where only the optimizer computes
-    on the host: a model on the CPU keeps its number of threads, and with it the order of its sums.
+    torchrun sets OMP_NUM_THREADS=1 if it is unset and there are several ranks. Applied only with CUDA, where only the
+    optimizer computes on the host: a model on the CPU keeps its number of threads, and with it the order of its sums.
     """
-    one_thread = os.environ.get("OMP_NUM_THREADS") == "1" and dist.is_torchelastic_launched() and topology.local_world_size > 1
+    one_thread = (
+        os.environ.get("OMP_NUM_THREADS") == "1" and dist.is_torchelastic_launched() and topology.local_world_size > 1
+    )
     if (offload.params, offload.optimizer) == ("none", "none") or not one_thread or not torch.cuda.is_available():
         return
     threads = len(os.sched_getaffinity(0)) // topology.local_world_size
     if threads > torch.get_num_threads():
         torch.set_num_threads(threads)
         _logger.info(
-            "the offloaded optimizer uses %d threads per rank instead of torchrun's OMP_NUM_THREADS=1; set OMP_NUM_THREADS to override",
+            "the offloaded optimizer uses %d threads per rank instead of torchrun's OMP_NUM_THREADS=1; set "
+            "OMP_NUM_THREADS to override",
             threads,
         )

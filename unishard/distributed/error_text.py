@@ -22,7 +22,9 @@ def text_of(error: BaseException) -> str:
 
 
 def readable(error: BaseException) -> BaseException:
-    """The error; if its text, or that of one behind it, is too long or raises, one of the same name with the text that can be written."""
+    """The error; if its text, or that of one behind it, is too long or raises, one of the same name with the text that
+    can be written.
+    """
     chain = [error]
     while (inner := _behind(chain[-1])) is not None and inner not in chain:
         chain.append(inner)

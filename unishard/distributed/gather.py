@@ -32,7 +32,8 @@ def leaves_of(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves_of(value, f"{path}[{index}]")
     else:
         raise ContractError(
-            f"gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists and tuples, but {path or 'it'} is a "
+            "gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists and tuples, but "
+            f"{path or 'it'} is a "
             f"{type(data).__name__}; make it a tensor, or a list with one entry per sample"
         )
 
@@ -114,7 +115,9 @@ def _gather_tensor(tensor: Tensor, device: torch.device, pad: float | None) -> T
     mine = flat.view(torch.uint8)  # as bytes: the backend need not support the dtype
     everyones = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(everyones, mine)
-    parts = [theirs.view(flat.dtype).view(largest)[: sizes[0]] for theirs, sizes in zip(everyones, lengths, strict=True)]
+    parts = [
+        theirs.view(flat.dtype).view(largest)[: sizes[0]] for theirs, sizes in zip(everyones, lengths, strict=True)
+    ]
     return torch.cat(parts).to(origin)
 
 

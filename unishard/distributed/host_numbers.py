@@ -19,7 +19,10 @@ def total(number: int) -> int:
 
 
 def start_total(number: int) -> Callable[[], int]:
-    """Start to add up a number over all ranks; what is returned waits for the sum. Collective, and the second call is not."""
+    """Start to add up a number over all ranks; what is returned waits for the sum.
+
+    Collective, and the second call is not.
+    """
     wait = _start([number], dist.ReduceOp.SUM)
     return lambda: wait()[0]
 

@@ -11,7 +11,9 @@ __all__ = ["HostRead"]
 
 
 class HostRead:
-    """Copies a number to pinned host memory behind what is queued now; `get` waits for that copy, and not for what is queued after it."""
+    """Copies a number to pinned host memory behind what is queued now; `get` waits for that copy, and not for what is
+    queued after it.
+    """
 
     def __init__(self, value: Tensor) -> None:
         """Queue the copy; does not wait.

@@ -49,7 +49,9 @@ def deferred() -> Iterator[None]:
 
 
 def share(error: BaseException) -> BaseException:
-    """Mark an interrupt of this rank of which all others have heard, so that they all leave a collective call together."""
+    """Mark an interrupt of this rank of which all others have heard, so that they all leave a collective call
+    together.
+    """
     error.shared = True  # type: ignore[attr-defined]
     return error
 

@@ -1,4 +1,6 @@
-"""The port where the ranks meet, when another program has it: torch's client then waits in C++ forever, whatever its timeout."""
+"""The port where the ranks meet, when another program has it: torch's client then waits in C++ forever, whatever its
+timeout.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def serving(port: int) -> Iterator[None]:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        what = f"MASTER_PORT={port} is in use by another program on this machine, that of rank 0; set MASTER_PORT to a free port"
+        what = (
+            f"MASTER_PORT={port} is in use by another program on this machine, that of rank 0; set MASTER_PORT to "
+            "a "
+            "free port"
+        )
         raise ConfigError([Problem("", what)]) from error
 
 

@@ -28,8 +28,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Replace every tensor in a value by what a function makes of it.
 
-    Works inside lists, tuples, named tuples, mappings (also a `UserDict` such as a transformers `BatchEncoding`), dataclasses and
-    packed sequences. A container with nothing to replace is returned as the same object.
+    Works inside lists, tuples, named tuples, mappings (also a `UserDict` such as a transformers `BatchEncoding`),
+    dataclasses and packed sequences. A container with nothing to replace is returned as the same object.
 
     Args:
         value: Anything.

@@ -1,4 +1,6 @@
-"""Runs code on the first rank or on every rank. An error on one rank is raised on all of them, so that no rank deadlocks.
+"""Runs code on the first rank or on every rank.
+
+An error on one rank is raised on all of them, so that no rank deadlocks.
 
 A KeyboardInterrupt or SystemExit stays what it is on its own rank; on the others it is an error that names that rank.
 """
@@ -52,7 +54,11 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     """
     result, error = _attempt(act)
     messages = ranks_of(group).gather(_message(error))
-    failed = [f"rank {rank}: {message}" if len(messages) > 1 else message for rank, message in enumerate(messages) if message is not None]
+    failed = [
+        f"rank {rank}: {message}" if len(messages) > 1 else message
+        for rank, message in enumerate(messages)
+        if message is not None
+    ]
     _raise_interrupt(error)
     if failed:
         others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
@@ -82,7 +88,9 @@ class Ranks(NamedTuple):
         _raise_interrupt(error)
         if error is not None:
             raise error
-        failed = next((f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message is not None), None)
+        failed = next(
+            (f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message is not None), None
+        )
         if failed is not None:
             raise CheckpointError(failed)
         return [value for value, _ in outcomes]

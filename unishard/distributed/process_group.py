@@ -24,7 +24,11 @@ _spare_groups: dict[Any, list[dist.ProcessGroup]] = {}
 
 def device_of(topology: Topology) -> torch.device:
     """The device of this rank: its own CUDA device if there is one, else the CPU."""
-    return torch.device("cuda", devices.choose(topology, shared=True)) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", devices.choose(topology, shared=True))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def host_group() -> dist.ProcessGroup:
@@ -37,7 +41,9 @@ def host_group() -> dist.ProcessGroup:
 
 
 def borrow_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks for one background thread: threads must not share a group, or their messages mix. Collective.
+    """A gloo group of all ranks for one background thread: threads must not share a group, or their messages mix.
+
+    Collective.
 
     All ranks must borrow and give back in the same order.
     """
@@ -47,7 +53,9 @@ def borrow_group() -> dist.ProcessGroup:
 
 
 def give_back(group: dist.ProcessGroup, world: Any) -> None:
-    """Return a borrowed group for reuse. It is not destroyed, since a slower rank may still be reading its last message.
+    """Return a borrowed group for reuse.
+
+    It is not destroyed, since a slower rank may still be reading its last message.
 
     Args:
         group: From `borrow_group`; no longer in use.

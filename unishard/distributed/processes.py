@@ -1,4 +1,7 @@
-"""Whether a process still runs: by its number and when it was started, since numbers are given again. Linux only; imports no torch."""
+"""Whether a process still runs: by its number and when it was started, since numbers are given again.
+
+Linux only; imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ _ENDED = ("Z", "X")
 
 
 def started(pid: int) -> str:
-    """When a process was started, in ticks since the start of the machine; empty if it has ended, or where there is no /proc."""
+    """When a process was started, in ticks since the start of the machine; empty if it has ended, or where there is no
+    /proc.
+    """
     fields = _fields(pid)
     return "" if len(fields) < 20 or fields[0] in _ENDED else fields[19]
 

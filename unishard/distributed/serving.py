@@ -1,4 +1,6 @@
-"""The store where the ranks of a run meet, served by rank 0: on this machine only, where its address is one that no other can reach."""
+"""The store where the ranks of a run meet, served by rank 0: on this machine only, where its address is one that no
+other can reach.
+"""
 
 from __future__ import annotations
 
@@ -48,4 +50,6 @@ def serve(host: str, port: int, size: int, timeout: timedelta) -> Any:
             # torch itself listens on all addresses (torch 2.13, TCPStoreLibUvBackend.cpp).
             options["master_listen_fd"] = socket.create_server((host, port), family=family, backlog=size).detach()
     server: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-    return server(host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True, **options)
+    return server(
+        host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True, **options
+    )

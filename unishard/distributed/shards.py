@@ -18,7 +18,8 @@ class Shard(NamedTuple):
     shape: torch.Size
     """Shape of the full tensor."""
     values: Tensor
-    """The engine's own memory, any floating dtype: the full tensor in its shape, or a flat interval of it, possibly empty."""
+    """The engine's own memory, any floating dtype: the full tensor in its shape, or a flat interval of it, possibly
+    empty."""
     start: int = 0
     """Start of the interval in the flattened full tensor."""
     group: dist.ProcessGroup | None = None
@@ -26,7 +27,8 @@ class Shard(NamedTuple):
 
 
 def flat(values: Tensor) -> Tensor:
-    """The elements in a row, contiguous, of a tensor of any layout: transposed, strided, expanded, conjugate or negated on demand.
+    """The elements in a row, contiguous, of a tensor of any layout: transposed, strided, expanded, conjugate or negated
+    on demand.
 
     Shares memory with the tensor if it is contiguous.
     """
@@ -41,7 +43,9 @@ def norm_of(values: Tensor) -> Tensor:
         values = torch.view_as_real(values.resolve_conj())
     if values.dtype.itemsize == 1:  # float8, which torch promotes to no other dtype (torch 2.13)
         values = values.float()
-    norm: Tensor = torch.linalg.vector_norm(values, 2, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(
+        values, 2, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32
+    )
     return norm
 
 
@@ -72,7 +76,10 @@ def write_shard(shard: Shard, value: Tensor) -> None:
 
 
 def shard_norms(shards: Mapping[str, Shard], device: torch.device) -> dict[str, float]:
-    """L2 norm of each full tensor, taken in fp32 (fp64 of fp64) and summed in fp64: one all-reduce per process group. Collective."""
+    """L2 norm of each full tensor, taken in fp32 (fp64 of fp64) and summed in fp64: one all-reduce per process group.
+
+    Collective.
+    """
     values = [shard.values for shard in shards.values()]
     squares = torch.zeros(len(shards), dtype=torch.float64, device=device)
     on: dict[torch.device, list[int]] = {}

@@ -32,7 +32,8 @@ class ReplicaAdapter(InferenceAdapter):
             model: Full on rank 0.
             cfg: The config.
             device: Where this rank computes.
-            casting: The modules that, like the root, cast floating-point inputs to a 16-bit compute dtype: the units of training.
+            casting: The modules that, like the root, cast floating-point inputs to a 16-bit compute dtype: the units of
+                training.
         """
         super().__init__(model, device)
         for parameter in model.parameters():  # one at a time, so that only one parameter exists in two dtypes

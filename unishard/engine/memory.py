@@ -69,10 +69,14 @@ class ExpectedMemory:
             planned = self._footprint
         except ConfigError:  # a pattern of an optimizer section that is not used here
             return
-        said = [f"parameters {planned.parameters.total:,} bytes planned, {placement.param_bytes:,} held without padding"]
+        said = [
+            f"parameters {planned.parameters.total:,} bytes planned, {placement.param_bytes:,} held without padding"
+        ]
         if device.type == "cuda":
             state = planned.persistent.device - planned.optimizer.device
-            said.append(f"{state:,} bytes of state planned on the device, {torch.cuda.memory_allocated(device):,} allocated")
+            said.append(
+                f"{state:,} bytes of state planned on the device, {torch.cuda.memory_allocated(device):,} allocated"
+            )
         _logger.debug("rank %d: %s", self._topology.rank, "; ".join(said))
 
     def sent_bytes(self) -> int:

@@ -72,39 +72,41 @@ def prepare(
 ) -> Engine:
     """Shard a model over all ranks and build its engine. Collective: call it on every rank with the same arguments.
 
-    Starts the process group from torchrun's or srun's environment, or a group of one rank. Parameters and buffers are first
-    broadcast from rank 0. With `train=True`, torch is seeded with `training.seed` plus the rank afterwards.
+    Starts the process group from torchrun's or srun's environment, or a group of one rank. Parameters and buffers are
+    first broadcast from rank 0. With `train=True`, torch is seeded with `training.seed` plus the rank afterwards.
 
     Any number of models can be prepared in one process, in any order, each with its own config.
 
-    With `checkpoint.on_existing: resume` and `train=True`, the run then resumes from the newest checkpoint in `checkpoint.dir`, if there
-    is one: `engine.resumed`.
+    With `checkpoint.on_existing: resume` and `train=True`, the run then resumes from the newest checkpoint in
+    `checkpoint.dir`, if there is one: `engine.resumed`.
 
     Args:
-        model: Any module, on any device, in fp32, bf16 or fp16: full, or as `unishard.init` or `unishard.from_pretrained` leaves it.
-            It is sharded in place, after its trainable parameters are cast to `precision.master`, and put in training mode.
+        model: Any module, on any device, in fp32, bf16 or fp16: full, or as `unishard.init` or
+            `unishard.from_pretrained` leaves it. It is sharded in place, after its trainable parameters are cast to
+            `precision.master`, and put in training mode.
         cfg: What to run.
-        optimizer: By default, the config's `optimizer` section is used; if this is given, the config must have no such section.
-            Either an optimizer that was made from the model's parameters and has not stepped yet: it keeps its groups and options
-            and is moved to the sharded parameters, and from then on only the engine steps it. Or a function that builds one from
-            all trainable parameters. It may get shards of parameters, so its update must be element-wise, as in SGD and the Adam
-            family.
-        scheduler: By default, the config's `scheduler` section is used; if this is given, the config must have no such section.
-            Either a scheduler of torch or transformers on the `optimizer` that is passed, or a function that builds one from the
-            optimizer. The engine steps it.
-        train: False for inference, for example with a frozen teacher. There is no optimizer. Parameters are frozen and kept only in
-            `precision.compute`, sharded under full_shard, else replicated. The model is put in evaluation mode, its forward builds
-            a graph only if an input requires a gradient, and `backward` and `step` raise an error. The config's optimizer and loop
-            settings are ignored.
+        optimizer: By default, the config's `optimizer` section is used; if this is given, the config must have no such
+            section. Either an optimizer that was made from the model's parameters and has not stepped yet: it keeps its
+            groups and options and is moved to the sharded parameters, and from then on only the engine steps it. Or a
+            function that builds one from all trainable parameters. It may get shards of parameters, so its update must
+            be element-wise, as in SGD and the Adam family.
+        scheduler: By default, the config's `scheduler` section is used; if this is given, the config must have no such
+            section. Either a scheduler of torch or transformers on the `optimizer` that is passed, or a function that
+            builds one from the optimizer. The engine steps it.
+        train: False for inference, for example with a frozen teacher. There is no optimizer. Parameters are frozen and
+            kept only in `precision.compute`, sharded under full_shard, else replicated. The model is put in evaluation
+            mode, its forward builds a graph only if an input requires a gradient, and `backward` and `step` raise an
+            error. The config's optimizer and loop settings are ignored.
 
     Returns:
         The engine. Use it as a context manager or call `close()`.
 
     Raises:
         BackendError: The backend is unknown, or its packages are not installed.
-        CheckpointError: With `checkpoint.on_existing: resume`, the newest checkpoint cannot be loaded, as in `Engine.load`.
-        ConfigError: The backend or the number of ranks does not support the config, the config has an optimizer or scheduler
-            in addition to the one passed, or the one passed would not train the model as configured.
+        CheckpointError: With `checkpoint.on_existing: resume`, the newest checkpoint cannot be loaded, as in
+            `Engine.load`.
+        ConfigError: The backend or the number of ranks does not support the config, the config has an optimizer or
+            scheduler in addition to the one passed, or the one passed would not train the model as configured.
         ModelError: The model cannot be sharded as configured.
         RankMismatchError: Ranks hold different configs, models, optimizers or schedulers, or another rank has ended.
         EngineMismatchError: The backend's engine does not match the config.
@@ -128,7 +130,10 @@ def _prepare(
     *,
     train: bool,
 ) -> Engine:
-    """Check, shard, verify. Collective; enters each part together with the other ranks, so that an error of one ends all."""
+    """Check, shard, verify.
+
+    Collective; enters each part together with the other ranks, so that an error of one ends all.
+    """
     _agree(model, cfg, topology, optimizer, train=train)
     backend = _backend(cfg, topology)
     plan = _plan(model, cfg, topology, optimizer, scheduler, train=train)
@@ -140,7 +145,8 @@ def _prepare(
     model_class = type(model).__name__  # `fully_shard` changes the class
     shape = shape_of(model, cfg.sharding)
     cast_model(model, cfg.precision, train=train)
-    # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and gathers once.
+    # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and
+    # gathers once.
     activation_checkpointing.apply(plan.recomputed, selective=cfg.activation_checkpointing == "selective")
     compilation.apply(plan.compiled, cfg.compile)
     if train:
@@ -199,16 +205,24 @@ class _Plan(NamedTuple):
     setup: OptimizerSetup | None
     """None for inference."""
     replicated: bool
-    """Whether each rank holds the full model without a sharding engine: inference under a strategy that shards no parameters."""
+    """Whether each rank holds the full model without a sharding engine: inference under a strategy that shards no
+    parameters."""
     translation: Translation
 
 
 def _agree(
-    model: nn.Module, cfg: Config, topology: Topology, optimizer: OptimizerFactory | torch.optim.Optimizer | None, *, train: bool
+    model: nn.Module,
+    cfg: Config,
+    topology: Topology,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None,
+    *,
+    train: bool,
 ) -> None:
     """Check that all ranks have the same arguments, so that later errors are raised on every rank. Collective."""
     collective_check.meet("unishard.prepare")
-    said = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # may differ by host
+    said = {
+        path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")
+    }  # may differ by host
     process_group.agree(said | {"ranks that share one copy": shard_group_size(cfg, topology)}, "configs")
     process_group.agree({"train": train} | description_of(model), "models")
     process_group.agree(optimizers.description_of(optimizer, model), "optimizers")
@@ -249,7 +263,12 @@ def _plan(
         require_installed(cfg)
     given = [name for name, value in (("optimizer", optimizer), ("scheduler", scheduler)) if value is not None]
     if given and not train:
-        raise ConfigError([Problem(name, "was passed to prepare with train=False, which does no updates; remove it") for name in given])
+        raise ConfigError(
+            [
+                Problem(name, "was passed to prepare with train=False, which does no updates; remove it")
+                for name in given
+            ]
+        )
     replicated = not train and cfg.sharding.strategy not in _SHARDS_PARAMETERS
     return _Plan(facts, kept, units, recomputed if train else [], compiled, setup, replicated, translation)
 
@@ -273,19 +292,27 @@ def _require_new(model: nn.Module) -> None:
     """
     if model in _prepared:
         raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
-    shared = (f"module {name}" for name, module in model.named_modules() if module in _prepared and any(True for _ in module.parameters()))
+    shared = (
+        f"module {name}"
+        for name, module in model.named_modules()
+        if module in _prepared and any(True for _ in module.parameters())
+    )
     tied = (f"parameter {name}" for name, parameter in model.named_parameters() if stepping.is_marked(parameter))
     if part := next(chain(shared, tied), None):
         raise ModelError(
-            f"{part} of {type(model).__name__} was already prepared in another model, whose engine shards and trains it; prepare one model "
-            "that contains both and let its forward choose, or give each model its own copy before prepare, such as copy.deepcopy(module)"
+            f"{part} of {type(model).__name__} was already prepared in another model, whose engine shards and trains "
+            "it; prepare one model "
+            "that contains both and let its forward choose, or give each model its own copy before prepare, such as "
+            "copy.deepcopy(module)"
         )
 
 
 def _adapter(model: nn.Module, cfg: Config, backend: Backend, plan: _Plan, topology: Topology) -> InferenceAdapter:
     """Shard the model. Collective."""
     if plan.replicated:
-        return ReplicaAdapter(model, cfg, process_group.device_of(topology), [unit.module for unit in plan.units.casting])
+        return ReplicaAdapter(
+            model, cfg, process_group.device_of(topology), [unit.module for unit in plan.units.casting]
+        )
     return backend.prepare(model, cfg, plan.translation, topology, plan.units, plan.setup)
 
 

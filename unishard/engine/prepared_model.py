@@ -72,7 +72,8 @@ class PreparedModel(Process):
             adapter: The sharded model; an `EngineAdapter` for training.
             model_class: Class of the model before it was sharded.
             group_names: Names of the parameters in each optimizer group.
-            optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's own.
+            optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's
+                own.
             scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
             units: The modules that the engine gathers or casts for, by name and class.
             classes: The class of each module by name, before it was sharded.
@@ -100,11 +101,18 @@ class PreparedModel(Process):
             groups = training.optimizer.param_groups
             schedule = Schedule(cfg.scheduler, groups) if scheduler is None else TorchSchedule(scheduler, groups)
             calls = OptimizerCalls(
-                training, training.torch_optimizer if optimizer is None else optimizer, model_class, order.require_no_gradients
+                training,
+                training.torch_optimizer if optimizer is None else optimizer,
+                model_class,
+                order.require_no_gradients,
             )
-            self._accumulation = Accumulation(cfg, training, order, schedule, calls, self._trainable, classes, self._outside)
+            self._accumulation = Accumulation(
+                cfg, training, order, schedule, calls, self._trainable, classes, self._outside
+            )
             if cfg.logging.to:
-                self._accumulation.recorder = MetricsRecorder(cfg, training, order, None if memory is None else memory.sent_bytes)
+                self._accumulation.recorder = MetricsRecorder(
+                    cfg, training, order, None if memory is None else memory.sent_bytes
+                )
             self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
             if memory is not None:
                 self._accumulation.memory = memory
@@ -120,7 +128,9 @@ class PreparedModel(Process):
                 self._accumulation.written = written
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
         self._tensors = tensors
-        run = Run(cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names)
+        run = Run(
+            cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names
+        )
         self._checkpoints = SaveAndLoad(run)
         self._guarded = GuardedModule(
             adapter.module,
@@ -132,7 +142,8 @@ class PreparedModel(Process):
             generate=self._evaluation.of_module(),
         )
 
-    # -- what it is -------------------------------------------------------------------------------------------------------
+    # -- what it is
+    # -------------------------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -148,8 +159,8 @@ class PreparedModel(Process):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer; its `param_groups` hold the live learning rates.
 
-        Only the engine steps, zeroes, saves and loads it: other calls raise `ContractError` and say what to call instead. Schedulers can be
-        built on it, such as `ReduceLROnPlateau`, if the engine's own schedule is constant.
+        Only the engine steps, zeroes, saves and loads it: other calls raise `ContractError` and say what to call
+        instead. Schedulers can be built on it, such as `ReduceLROnPlateau`, if the engine's own schedule is constant.
         """
         return self._training("optimizer").optimizer.public
 
@@ -160,41 +171,53 @@ class PreparedModel(Process):
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the loss is multiplied before backward and gradients are divided after it; 1.0 except in fp16."""
-        return LossScale(self._cfg.precision).value if self._accumulation is None else self._accumulation.loss_scale.value
+        """The factor by which the loss is multiplied before backward and gradients are divided after it; 1.0 except in
+        fp16.
+        """
+        return (
+            LossScale(self._cfg.precision).value if self._accumulation is None else self._accumulation.loss_scale.value
+        )
 
     @property
     def resumed(self) -> Resumed | None:
-        """The result of the last `load`, also of the one in `prepare` (`checkpoint.on_existing: resume`); None for a new run."""
+        """The result of the last `load`, also of the one in `prepare` (`checkpoint.on_existing: resume`); None for a
+        new run.
+        """
         return self._checkpoints.resumed
 
     def placement(self) -> Placement:
         """What the engine holds, read from its live tensors."""
         return self._adapter.placement()
 
-    # -- checkpoints and export -------------------------------------------------------------------------------------------
+    # -- checkpoints and export
+    # -------------------------------------------------------------------------------------------
 
     def save(self, root: str | Path | None = None, *, state: Any = None, metric: float | Tensor | None = None) -> Path:
-        """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`. Collective.
+        """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`.
 
-        A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing behind. Each
-        rank writes its shards; buffers that differ between ranks, such as running means, are made equal first (`training.buffers`). Ctrl-C
-        ends the save only after it is complete, the second one at once.
+        Collective.
+
+        A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing
+        behind. Each rank writes its shards; buffers that differ between ranks, such as running means, are made equal
+        first (`training.buffers`). Ctrl-C ends the save only after it is complete, the second one at once.
         `checkpoint.keep_last`, `keep_every` and `keep_best` are applied afterwards.
 
         Args:
-            root: Directory of the run's checkpoints, on a file system that all ranks share; by default `checkpoint.dir`.
-            state: Your own data made of dicts, lists, numbers, strings and tensors; `load` returns it. Rank 0's is saved.
-            metric: A number such as the validation loss, the same on all ranks, by which `checkpoint.keep_best` and `load("best")` find
-                the best checkpoint.
+            root: Directory of the run's checkpoints, on a file system that all ranks share; by default
+                `checkpoint.dir`.
+            state: Your own data made of dicts, lists, numbers, strings and tensors; `load` returns it. Rank 0's is
+                saved.
+            metric: A number such as the validation loss, the same on all ranks, by which `checkpoint.keep_best` and
+                `load("best")` find the best checkpoint.
 
         Returns:
-            The checkpoint directory. With `checkpoint.async_save` it is complete when `wait` or the next `save` returns.
+            The checkpoint directory. With `checkpoint.async_save` it is complete when `wait` or the next `save`
+            returns.
 
         Raises:
             CheckpointError: On every rank: it could not be written, `state` contains something else, or, with
-                `checkpoint.async_save`, the previous save failed; or this is the first save in `checkpoint.dir` and it holds
-                another run (`checkpoint.on_existing: error`).
+                `checkpoint.async_save`, the previous save failed; or this is the first save in `checkpoint.dir` and it
+                holds another run (`checkpoint.on_existing: error`).
             ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is set, or
                 another open engine of this process saves there; or `metric` is no number.
             RankMismatchError: Another rank did not call it, or passed another metric.
@@ -202,32 +225,41 @@ class PreparedModel(Process):
         return self._checkpoints.save(root, state=state, metric=metric)
 
     def load(
-        self, source: str | Path = "latest", *, strict: bool = True, verify: Literal["files", "bits"] | None = "files", data: bool = True
+        self,
+        source: str | Path = "latest",
+        *,
+        strict: bool = True,
+        verify: Literal["files", "bits"] | None = "files",
+        data: bool = True,
     ) -> Resumed | None:
-        """Resume from a checkpoint of any engine, strategy and number of ranks. Collective. Call it after `prepare`, before the loop.
+        """Resume from a checkpoint of any engine, strategy and number of ranks. Collective.
 
-        Reads every tensor of the model and the optimizer; each rank reads only its shards. Learning rates, schedule and precision come
-        from the current config. Differences from the checkpoint are logged, and listed in the result. With another number of ranks,
-        random generators are seeded from `training.seed`, the step and the rank.
+        Call it after `prepare`, before the loop.
+
+        Reads every tensor of the model and the optimizer; each rank reads only its shards. Learning rates, schedule and
+        precision come from the current config. Differences from the checkpoint are logged, and listed in the result.
+        With another number of ranks, random generators are seeded from `training.seed`, the step and the rank.
 
         Args:
-            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; `"latest"` for the newest in
-                `checkpoint.dir`, which may have none yet; or `"best"` for the one there with the best metric of the newest run.
+            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; `"latest"` for
+                the newest in `checkpoint.dir`, which may have none yet; or `"best"` for the one there with the best
+                metric of the newest run.
             strict: Whether every name, shape and kind of optimizer state must match. If False, what matches is loaded,
                 and the rest is logged.
-            verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every tensor is bit-equal
-                to what was saved, on any engine and number of ranks; None checks nothing.
-            data: Whether the next training loader continues at the checkpoint's data position; False to begin an epoch, for example with
-                other data.
+            verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every
+                tensor is bit-equal to what was saved, on any engine and number of ranks; None checks nothing.
+            data: Whether the next training loader continues at the checkpoint's data position; False to begin an epoch,
+                for example with other data.
 
         Returns:
             Where training continues; None for `"latest"` if `checkpoint.dir` has no checkpoint.
 
         Raises:
-            CheckpointError: On every rank, before anything is changed: there is no such checkpoint, it is damaged, or it does not
+            CheckpointError: On every rank, before anything is changed: there is no such checkpoint, it is damaged, or
+                it does not
                 match the model or the optimizer. Afterwards: `verify="bits"` found a difference.
-            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, a forward still waits for its backward,
-                `verify` is something else, or `checkpoint.dir` is not set.
+            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, a forward still waits for
+                its backward, `verify` is something else, or `checkpoint.dir` is not set.
             RankMismatchError: Another rank did not call it, or called it with other arguments.
         """
         return self._checkpoints.load(source, strict=strict, verify=verify, data=data)
@@ -259,30 +291,37 @@ class PreparedModel(Process):
         tokenizer: Any = None,
         overwrite: bool = False,
     ) -> Path:
-        """Export the weights in Hugging Face's layout: safetensors, config, tokenizer; for a PEFT model its adapters. Collective.
+        """Export the weights in Hugging Face's layout: safetensors, config, tokenizer; for a PEFT model its adapters.
 
-        Each rank writes its shards directly into the files; nothing is gathered. The bytes are the same for every engine, strategy and
-        number of ranks, and for `unishard export` from a checkpoint. `from_pretrained` reads them.
+        Collective.
+
+        Each rank writes its shards directly into the files; nothing is gathered. The bytes are the same for every
+        engine, strategy and number of ranks, and for `unishard export` from a checkpoint. `from_pretrained` reads them.
 
         Args:
             folder: An empty or new directory, unless `overwrite` is set; on a file system that all ranks share.
-            dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; None for the dtype in the model's config, or fp32.
+            dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; None for the dtype in the model's
+                config, or fp32.
             max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
             tokenizer: A tokenizer or processor of transformers, or a directory with one, to save with the weights.
-            overwrite: Whether to replace an earlier export in `folder`, with all that the folder holds, once the new one is complete.
+            overwrite: Whether to replace an earlier export in `folder`, with all that the folder holds, once the new
+                one is complete.
 
         Returns:
             The directory.
 
         Raises:
-            CheckpointError: On every rank: the model cannot be exported, an argument is invalid, `folder` is not empty (with `overwrite`:
-                no earlier export), or a rank cannot write.
+            CheckpointError: On every rank: the model cannot be exported, an argument is invalid, `folder` is not empty
+                (with `overwrite`: no earlier export), or a rank cannot write.
             ContractError: Inside an accumulation window, or on a closed engine.
             RankMismatchError: Another rank did not call it, or called it with other arguments.
         """
-        return self._checkpoints.export(folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite)
+        return self._checkpoints.export(
+            folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite
+        )
 
-    # -- what it is not ---------------------------------------------------------------------------------------------------
+    # -- what it is not
+    # ---------------------------------------------------------------------------------------------------
 
     if not TYPE_CHECKING:  # for type checkers every name would be there
 
@@ -297,11 +336,13 @@ class PreparedModel(Process):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ContractError(
-            "an engine cannot be copied or pickled; average its weights with engine.ema(decay), write them with engine.export(folder), or "
+            "an engine cannot be copied or pickled; average its weights with engine.ema(decay), write them with "
+            "engine.export(folder), or "
             "read one with engine.parameter(name)"
         )
 
-    # -- the end ----------------------------------------------------------------------------------------------------------
+    # -- the end
+    # ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the engine's resources. A second call does nothing; any other use afterwards is an error."""
@@ -316,7 +357,9 @@ class PreparedModel(Process):
     def _close(self, why: BaseException | None) -> None:
         if self._order.phase is Phase.CLOSED:
             return
-        if why is not None and (note := explain_sharded_read(self._adapter, why)):  # from the script, outside the engine's calls
+        if why is not None and (
+            note := explain_sharded_read(self._adapter, why)
+        ):  # from the script, outside the engine's calls
             why.add_note(note)
         lifetime.ended_by(why)
         self._order.close(why)
@@ -337,7 +380,8 @@ class PreparedModel(Process):
         self._order.require_open(call)
         if self._accumulation is None:
             raise ContractError(
-                f"{call} needs an engine for training, but this model was prepared with train=False; prepare it without train=False, or "
+                f"{call} needs an engine for training, but this model was prepared with train=False; prepare it "
+                "without train=False, or "
                 "call the engine that trains"
             )
         return self._accumulation

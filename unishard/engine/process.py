@@ -24,14 +24,18 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which logs and writes what only one process should. Make collective calls on every rank."""
+        """Whether this is rank 0, which logs and writes what only one process should.
+
+        Make collective calls on every rank.
+        """
         return self.rank == 0
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only; above the progress bar if one is shown. Not collective.
 
         Args:
-            values: As for the built-in `print`. They are computed on every rank: `engine.print(engine.mean(loss))` is right.
+            values: As for the built-in `print`. They are computed on every rank: `engine.print(engine.mean(loss))` is
+                right.
             options: Keyword arguments of the built-in `print`.
         """
         if self.is_main:

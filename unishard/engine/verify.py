@@ -62,8 +62,13 @@ def verify(
         found.append(("master weights on this rank", f"at most {most:,} elements", f"{placement.master_numel:,}"))
     if int(everywhere) < everything:
         found.append(("master weights on all ranks", f"at least {everything:,} elements", f"{int(everywhere):,}"))
-    # Frozen parameters keep their dtype on every engine, without an fp32 copy. For inference all are in the compute dtype.
-    full = 4 * facts.trainable + facts.frozen_bytes if facts.trainable else DTYPES[cfg.precision.compute].itemsize * facts.elements
+    # Frozen parameters keep their dtype on every engine, without an fp32 copy. For inference all are in the compute
+    # dtype.
+    full = (
+        4 * facts.trainable + facts.frozen_bytes
+        if facts.trainable
+        else DTYPES[cfg.precision.compute].itemsize * facts.elements
+    )
     full += (DTYPES["fp32"].itemsize - DTYPES["bf16"].itemsize) * kept
     largest = -(-full // group_size) + 4 * slack if strategy == "full_shard" else full
     if placement.param_bytes > largest:

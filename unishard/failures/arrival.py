@@ -1,4 +1,6 @@
-"""The ranks meet before the process group starts: waits that can be interrupted, and that name the ranks that are missing."""
+"""The ranks meet before the process group starts: waits that can be interrupted, and that name the ranks that are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +81,12 @@ def join_group(timeout: timedelta, patience: float) -> None:
     _line(_store_of_group(), dist.get_rank(), dist.get_world_size(), [], timeout, patience)
 
 
-def _line(store: Any, rank: int, size: int, hosts: list[str], timeout: timedelta, patience: float, *, local: bool = False) -> Any:
-    """The line of this process, whose errors are from now on written with those of the other ranks; None where there is none."""
+def _line(
+    store: Any, rank: int, size: int, hosts: list[str], timeout: timedelta, patience: float, *, local: bool = False
+) -> Any:
+    """The line of this process, whose errors are from now on written with those of the other ranks; None where there is
+    none.
+    """
     if rank:
         _await_rank_0(store, rank, timeout.total_seconds())
     line = monitor_client.open_line(store, rank, size, hosts, local=local)
@@ -155,10 +161,19 @@ def _store(topology: Topology, method: str, host: str, port: int, timeout: timed
         except OSError as error:
             waited = time.monotonic() - began
             if waited > timeout.total_seconds():
-                raise RankMismatchError(f"rank 0 did not call {_CALLS} within {waited:.0f} s ({host}, port {port}: {error})") from None
+                raise RankMismatchError(
+                    f"rank 0 did not call {_CALLS} within {waited:.0f} s ({host}, port {port}: {error})"
+                ) from None
             if waited > _PATIENCE and not warned:
                 warned = True
-                _logger.warning("rank %d has waited %.0f s for rank 0 to call %s (%s, port %d)", topology.rank, waited, _CALLS, host, port)
+                _logger.warning(
+                    "rank %d has waited %.0f s for rank 0 to call %s (%s, port %d)",
+                    topology.rank,
+                    waited,
+                    _CALLS,
+                    host,
+                    port,
+                )
             time.sleep(_POLL)
     store = master_port.connect(method, topology.rank, topology.world_size, timeout, f"{host}:{port}")
     # Ranks that torchrun has started anew would find addresses of those that are gone.

@@ -1,4 +1,6 @@
-"""The calls that a rank has made, in order: a running hash to compare with other ranks, and the last calls to name where they differ."""
+"""The calls that a rank has made, in order: a running hash to compare with other ranks, and the last calls to name
+where they differ.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Call(NamedTuple):
     held: str = ""
     """A JSON dict of what the update uses and must be the same on all ranks, as text by name; see `EqualValues`."""
     error: str = ""
-    """`ValueError: a broken sample (train.py:31 in main)`: what has made this rank end its part in the run. Not compared."""
+    """`ValueError: a broken sample (train.py:31 in main)`: what has made this rank end its part in the run. Not
+    compared."""
 
     @property
     def text(self) -> str:
@@ -98,7 +101,9 @@ class Journal:
         return f"{self.place}{', module ' if unit else ''}{unit}"
 
     def _add(self, call: Call) -> None:
-        self.state = zlib.crc32(f"{call.unit or call.place}{call.skipped}{call.order}{call.held}\n".encode(), self.state)
+        self.state = zlib.crc32(
+            f"{call.unit or call.place}{call.skipped}{call.order}{call.held}\n".encode(), self.state
+        )
         self._calls.append(call)
         self.number += 1
 

@@ -1,9 +1,10 @@
-"""Checks that all ranks make the same collective calls; on a mismatch, raises an error on all ranks that names each rank's call.
+"""Checks that all ranks make the same collective calls; on a mismatch, raises an error on all ranks that names each
+rank's call.
 
-Each rank hashes its calls (`Journal`), all of them, and before some of them it sends the hash to the others over gloo and waits for theirs:
-in the first updates, then as often as costs nothing, and always before rare calls. If all are equal, the call continues; else the ranks
-exchange their last calls and raise an error, before the collectives of this call. Ranks that already wait in collectives after calls that
-were not compared are found by the watchdog.
+Each rank hashes its calls (`Journal`), all of them, and before some of them it sends the hash to the others over gloo
+and waits for theirs: in the first updates, then as often as costs nothing, and always before rare calls. If all are
+equal, the call continues; else the ranks exchange their last calls and raise an error, before the collectives of this
+call. Ranks that already wait in collectives after calls that were not compared are found by the watchdog.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Member:
         check.active += 1
         self._number = check.members
 
-    def enter(self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "", held: str = "") -> float:
+    def enter(
+        self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "", held: str = ""
+    ) -> float:
         """Check the ranks before the collectives of a call. Collective.
 
         Args:
@@ -83,7 +86,8 @@ class Member:
             The longest time of all ranks.
 
         Raises:
-            RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's call.
+            RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's
+                call.
         """
         return self._check.enter(self._place(call, detail), seconds=seconds, skipped=skipped, order=order, held=held)
 
@@ -96,7 +100,9 @@ class Member:
         self._check.note(self._place(call, detail), skipped=skipped, order=order)
 
     def enter_module(self, name: str, *, wait: bool) -> None:
-        """Record that the forward enters a module whose parameters are gathered; with `wait`, check it as in `enter`."""
+        """Record that the forward enters a module whose parameters are gathered; with `wait`, check it as in
+        `enter`.
+        """
         if wait:
             self._check.enter(name, is_module=True)
         else:
@@ -110,7 +116,9 @@ class Member:
 
     @contextmanager
     def reading(self, device: torch.device) -> Iterator[None]:
-        """Wrap collectives on a device, so that the watchdog knows what the host waits for in the block, or after it."""
+        """Wrap collectives on a device, so that the watchdog knows what the host waits for in the block, or after
+        it.
+        """
         self._check.device_wait = wait = DeviceWait.on(device) if device.type == "cuda" else None
         try:
             yield
@@ -149,7 +157,9 @@ def begin(cfg: Communication) -> None:
             raise RankMismatchError(f"{line.cause(1.0)}; it was waited for in unishard.prepare")
         if len(set(answers.values())) > 1:
             held = ", ".join(f"rank {rank} has {value}" for rank, value in sorted(answers.items())[:8])
-            raise RankMismatchError(f"ranks hold different configs; start every rank with the same:\ncommunication.desync_check: {held}")
+            raise RankMismatchError(
+                f"ranks hold different configs; start every rank with the same:\ncommunication.desync_check: {held}"
+            )
     if cfg.desync_check:
         _current = DesyncCheck(cfg.desync_timeout, _begun)
 
@@ -162,7 +172,10 @@ def meet(place: str) -> None:
 
 @contextmanager
 def leaving(place: str) -> Iterator[None]:
-    """A block outside an engine with collectives. If it raises, the other ranks learn of it, and raise where they wait for this one."""
+    """A block outside an engine with collectives.
+
+    If it raises, the other ranks learn of it, and raise where they wait for this one.
+    """
     try:
         yield
     except RankMismatchError:  # the other ranks know
@@ -174,10 +187,11 @@ def leaving(place: str) -> Iterator[None]:
 
 
 def samples(updates: int) -> bool:
-    """Whether ranks wait for each other before each call of an optimizer step, however short: in the first ones, and in every tenth.
+    """Whether ranks wait for each other before each call of an optimizer step, however short: in the first ones, and in
+    every tenth.
 
-    Waking another process takes about a millisecond on a busy machine, too much for every call of a short step. The calls in between are
-    hashed, and compared in the next step that is checked.
+    Waking another process takes about a millisecond on a busy machine, too much for every call of a short step. The
+    calls in between are hashed, and compared in the next step that is checked.
 
     Args:
         updates: Completed accumulation windows of an engine, the same on every rank.
@@ -235,7 +249,8 @@ class DesyncCheck:
         self.journal = journal = Journal()
         if self.line is not None:
             self.line.place, self.line.unit = journal.now, lambda: journal.unit
-        # Gloo even with NCCL: nothing here waits for a device. The main thread's collectives there have other tags than what is sent here.
+        # Gloo even with NCCL: nothing here waits for a device. The main thread's collectives there have other tags than
+        # what is sent here.
         self._group = host_group()
         self._rounds = list(_rounds(self.size))
         self.number = 0
@@ -263,7 +278,14 @@ class DesyncCheck:
             self.journal.note(place, skipped, order, held)
 
     def enter(
-        self, place: str, *, is_module: bool = False, seconds: float = 0.0, skipped: str = "", order: str = "", held: str = ""
+        self,
+        place: str,
+        *,
+        is_module: bool = False,
+        seconds: float = 0.0,
+        skipped: str = "",
+        order: str = "",
+        held: str = "",
     ) -> float:
         """See `Member.enter`."""
         with self._waits():
@@ -324,7 +346,9 @@ class DesyncCheck:
         """The least and the largest digest of all ranks, and the longest time."""
         least = largest = digest
         for stage, distances in enumerate(self._rounds):
-            sending, receiving = self._stage(stage, distances, torch.tensor([least, largest, time], dtype=torch.int64, device="cpu"))
+            sending, receiving = self._stage(
+                stage, distances, torch.tensor([least, largest, time], dtype=torch.int64, device="cpu")
+            )
             for work, theirs in receiving:
                 work.wait()
                 low, high, other = theirs.tolist()
@@ -347,7 +371,9 @@ class DesyncCheck:
             pass
         self._sent.append(_Sent(self.number, digest, sending, receiving))
 
-    def _stage(self, stage: int, distances: list[int], mine: Tensor) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
+    def _stage(
+        self, stage: int, distances: list[int], mine: Tensor
+    ) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
         rank, size, group = self.rank, self.size, self._group
         sending = [(group.send([mine], (rank + distance) % size, stage), mine) for distance in distances]
         receiving = []
@@ -390,7 +416,9 @@ def _headline(error: BaseException) -> str:
 
 
 def _rounds(size: int) -> Iterator[list[int]]:
-    """Distances to the peers of each round of a dissemination exchange, after which every rank has heard of every other."""
+    """Distances to the peers of each round of a dissemination exchange, after which every rank has heard of every
+    other.
+    """
     step = 1
     while step < size:
         yield [step * turn for turn in range(1, _RADIX) if step * turn < size]

@@ -1,8 +1,8 @@
 """Whether this rank's device is held up in a collective that the host waits for.
 
-A collective of NCCL returns at once, and the host waits later, where it reads a number from the device: a call of a tensor without a
-frame of its own, which looks the same as a long computation. An event tells them apart: the device has come to the collectives, and is
-not through with them.
+A collective of NCCL returns at once, and the host waits later, where it reads a number from the device: a call of a
+tensor without a frame of its own, which looks the same as a long computation. An event tells them apart: the device has
+come to the collectives, and is not through with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ __all__ = ["DeviceWait"]
 
 
 class DeviceWait:
-    """From the moment it is made until the host has read what the collectives behind it give, or until `end`. Any thread may ask."""
+    """From the moment it is made until the host has read what the collectives behind it give, or until `end`.
+
+    Any thread may ask.
+    """
 
     def __init__(self, stream: Any, guard: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         """Record an event on a stream, behind what has been queued before the collectives.
@@ -41,7 +44,9 @@ class DeviceWait:
         return self._through is not None
 
     def end(self) -> None:
-        """Record another event behind the collectives: the host goes on, and may wait for the device later and elsewhere."""
+        """Record another event behind the collectives: the host goes on, and may wait for the device later and
+        elsewhere.
+        """
         self._through = self._stream.record_event()
 
     def holds(self) -> bool:

@@ -1,4 +1,6 @@
-"""How a run ends: errors of gloo and NCCL become those of their cause, and a process that waits for ranks that are gone is ended."""
+"""How a run ends: errors of gloo and NCCL become those of their cause, and a process that waits for ranks that are gone
+is ended.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ C = TypeVar("C", bound=type)
 
 
 def headline(error: BaseException) -> str:
-    """An error in one line: its class, the first line of its text, and the user's line that raised it; of a group also the first error."""
+    """An error in one line: its class, the first line of its text, and the user's line that raised it; of a group also
+    the first error.
+    """
     lines = text_of(error).strip().split("\n")
     text = lines[0][:_SHOWN]
     if _WORKER in lines:  # torch's text of an error in a worker of a DataLoader ends with that error
@@ -49,12 +53,16 @@ def headline(error: BaseException) -> str:
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an error says that another rank could not be reached."""
     text = text_of(error).lower()
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _SIGNS))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _SIGNS)
+    )
 
 
 @contextmanager
 def naming_causes() -> Iterator[None]:
-    """A block in which the error of a collective becomes a RankMismatchError that names the rank whose end has caused it."""
+    """A block in which the error of a collective becomes a RankMismatchError that names the rank whose end has caused
+    it.
+    """
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -66,7 +74,11 @@ def names_causes(cls: C) -> C:
     """Run each public method of a class, also the inherited ones, in a block of `naming_causes`."""
     for name in dir(cls):
         method = getattr(cls, name)
-        if inspect.isfunction(method) and not inspect.isgeneratorfunction(method) and (name == "__call__" or not name.startswith("_")):
+        if (
+            inspect.isfunction(method)
+            and not inspect.isgeneratorfunction(method)
+            and (name == "__call__" or not name.startswith("_"))
+        ):
             setattr(cls, name, _naming(method))
     return cls
 
@@ -95,7 +107,9 @@ def _raise_cause(error: BaseException) -> None:
 
 
 class StuckProcess:
-    """Ends this process if its thread stands still in a collective after another rank has ended: gloo's wait cannot be interrupted."""
+    """Ends this process if its thread stands still in a collective after another rank has ended: gloo's wait cannot be
+    interrupted.
+    """
 
     def __init__(self, line: Lifeline, say: Callable[[str], None]) -> None:
         """Start to look.

@@ -25,7 +25,8 @@ _NEWS = 1.0
 _PRINTED = 2.0
 """Seconds to wait until that rank has written it."""
 _GONE = 5.0
-"""Seconds that a rank waits for that rank to end: a launcher names the first that ends, and ending takes longer on a busy host."""
+"""Seconds that a rank waits for that rank to end: a launcher names the first that ends, and ending takes longer on a
+busy host."""
 
 _hook: _Hook | None = None
 
@@ -73,7 +74,9 @@ class _Hook:
         """Write an error of this rank; in one line if another rank has raised the same before."""
         own = f"raised {headline(error)}"
         self.line.end(own, RAISED)
-        leader = next(ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank)
+        leader = next(
+            ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank
+        )
         if leader.rank != self.line.rank:
             self._write_after(leader, f"raised the same error as rank {leader.rank}: {type(error).__name__}")
             return
@@ -82,7 +85,9 @@ class _Hook:
         self.line.printed()
 
     def _follow(self, error: BaseException, trace: TracebackType | None) -> BaseException:
-        """Write an error that another rank has caused, or that all ranks have found together; returns the one to record."""
+        """Write an error that another rank has caused, or that all ranks have found together; returns the one to
+        record.
+        """
         line = self.line
         first = line.first(0.0 if line.verdict else _NEWS)
         if line.verdict:
@@ -104,7 +109,9 @@ class _Hook:
         """Write an error of all ranks on the first one that ends with it."""
         own = f"raised RankMismatchError: {error}"
         self.line.end(own, FOLLOWED)
-        leader = next(ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank)
+        leader = next(
+            ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank
+        )
         if leader.rank != self.line.rank:
             self._write_after(leader, f"ended for the same reason as rank {leader.rank}")
             return
@@ -117,17 +124,28 @@ class _Hook:
         if (
             gathers and first is not None and first.how == DIED and not torch.cuda.is_available()
         ):  # gloo aborts a process that gathers others
-            cause += f"; if it wrote that gloo received another size, it ran other modules than {unit}: see sharding.conditional_modules"
-        return f"ended {place.removeprefix('is ')} because {cause}" if place.startswith("is in ") else f"ended because {cause}"
+            cause += (
+                f"; if it wrote that gloo received another size, it ran other modules than {unit}: see "
+                "sharding.conditional_modules"
+            )
+        return (
+            f"ended {place.removeprefix('is ')} because {cause}"
+            if place.startswith("is in ")
+            else f"ended because {cause}"
+        )
 
     def _write_after(self, other: Ending, text: str) -> None:
-        """Write a line once another rank has written its error, and leave after it: the launcher then sees that one first."""
+        """Write a line once another rank has written its error, and leave after it: the launcher then sees that one
+        first.
+        """
         self.line.wait(lambda: self.line.has_printed(other.rank), _PRINTED)
         self._write(text)
         self.line.wait(lambda: self.line.is_gone(other.rank), _GONE)
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(f"unishard: rank {self.line.rank} of {self.line.size} {text}\n")  # at once, so that lines of ranks do not mix
+        sys.stderr.write(
+            f"unishard: rank {self.line.rank} of {self.line.size} {text}\n"
+        )  # at once, so that lines of ranks do not mix
         sys.stderr.flush()
 
 
@@ -150,7 +168,8 @@ def record(error: BaseException) -> None:
 
 
 def install(line: Lifeline) -> None:
-    """Let errors of this process be written by the rules of this module, and end it where it would wait for ranks that are gone.
+    """Let errors of this process be written by the rules of this module, and end it where it would wait for ranks that
+    are gone.
 
     Call it again after the process group has started: torch then replaces `sys.excepthook`.
     """

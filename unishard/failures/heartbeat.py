@@ -16,7 +16,10 @@ _STEP = 1.0
 
 
 class Silence:
-    """For how long others have sent nothing while a rank waits for them. Used by the hub, and by each rank for the hub."""
+    """For how long others have sent nothing while a rank waits for them.
+
+    Used by the hub, and by each rank for the hub.
+    """
 
     def __init__(self) -> None:
         self.patience = 30.0
@@ -33,7 +36,11 @@ class Silence:
     @property
     def text(self) -> str:
         """What is said of such a rank."""
-        return f"has not answered for {self.limit:.0f} s: its process is stopped (SIGSTOP, a debugger), or its machine hangs"
+        return (
+            f"has not answered for {self.limit:.0f} s: its process is stopped (SIGSTOP, a debugger), or its "
+            "machine "
+            "hangs"
+        )
 
     def heard(self, rank: int) -> None:
         """Note that a rank has said something."""

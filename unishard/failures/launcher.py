@@ -1,7 +1,9 @@
-"""Ends this rank when the launcher that has started it is gone: ranks that go on would train beside those of the next start.
+"""Ends this rank when the launcher that has started it is gone: ranks that go on would train beside those of the next
+start.
 
-Only where torchrun's agent has started it (`torchrun`, `unishard launch`, `accelerate launch`), which waits for its ranks to the end, and
-on Linux. A script that was started directly may outlive the shell that has started it; srun and mpirun end their tasks themselves.
+Only where torchrun's agent has started it (`torchrun`, `unishard launch`, `accelerate launch`), which waits for its
+ranks to the end, and on Linux. A script that was started directly may outlive the shell that has started it; srun and
+mpirun end their tasks themselves.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from unishard.failures.monitor_server import RAISED
 __all__ = ["VARIABLE", "saving", "this_process", "watch"]
 
 VARIABLE = "UNISHARD_LAUNCHER"
-"""The environment variable in which `unishard launch` names its process, so that ranks also notice an end before `prepare`."""
+"""The environment variable in which `unishard launch` names its process, so that ranks also notice an end before
+`prepare`."""
 _RUN = "TORCHELASTIC_RUN_ID"
 _POLL = 0.5
 _TERM, _SAVING = 30.0, 300.0
-"""Seconds that a rank has to end after a signal, without and with a save, as torchrun and `unishard launch` give them."""
+"""Seconds that a rank has to end after a signal, without and with a save, as torchrun and `unishard launch` give
+them."""
 
 saving: list[int] = []
 """The signals at which this process saves and ends."""
@@ -76,7 +80,10 @@ def _wait(pid: int, when: str) -> None:
     why = f"its launcher (process {pid}) is gone"
     with contextlib.suppress(OSError, ValueError):  # the launcher may have read what this process writes
         what = "saves and ends" if saves else "ends"
-        sys.stderr.write(f"unishard: rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} {what} because {why}\n")
+        sys.stderr.write(
+            f"unishard: rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} {what} because "
+            f"{why}\n"
+        )
         sys.stderr.flush()
     if line is not None and not saves:
         line.end(f"ended because {why}", RAISED)

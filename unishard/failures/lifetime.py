@@ -1,4 +1,6 @@
-"""The default process group of a run, the same for both engines: its start under the monitor, and its clean shutdown."""
+"""The default process group of a run, the same for both engines: its start under the monitor, and its clean
+shutdown.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ _failed = False
 def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     """Initialize the default process group, or use the one that the caller has initialized. Collective.
 
-    CUDA ranks get `cpu:gloo,cuda:nccl`, for collectives on tensors of either device, and their device becomes the current one; CPU ranks
-    get gloo. A plain `python script.py` becomes a group of one rank without using the network.
+    CUDA ranks get `cpu:gloo,cuda:nccl`, for collectives on tensors of either device, and their device becomes the
+    current one; CPU ranks get gloo. A plain `python script.py` becomes a group of one rank without using the network.
 
     Args:
         topology: The ranks.
-        patience: `communication.desync_timeout`; the ranks are then connected first, so that one that ends or does not answer is known to
-            the others (`lifeline`). None to connect nothing.
+        patience: `communication.desync_timeout`; the ranks are then connected first, so that one that ends or does not
+            answer is known to the others (`lifeline`). None to connect nothing.
 
     Returns:
         The topology with the rank and world size of the actual group.
@@ -60,11 +62,15 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
         warnings.warn(forgotten, UserWarning, stacklevel=3)
     descriptors.make_room(topology.world_size)
-    # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the group split NCCL's
-    # communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
+    # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the
+    # group split NCCL's communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
     with monitor_client.asking():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=topology.rank, world_size=topology.world_size, timeout=TIMEOUT, **meet
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=TIMEOUT,
+            **meet,
         )
     atexit.register(shutdown)
     arrival.started()
@@ -83,9 +89,9 @@ def ended_by(error: BaseException | None) -> None:
 def shutdown() -> None:
     """Destroy the process group so that the interpreter exits cleanly. Safe to call twice.
 
-    A gloo worker thread that drops the last reference to a finished collective during interpreter finalization aborts the process
-    (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released, after the last collective and
-    before finalization prevents it.
+    A gloo worker thread that drops the last reference to a finished collective during interpreter finalization aborts
+    the process (pytorch issues 38228 and 190489, torch 2.13). Letting those threads run once, with the GIL released,
+    after the last collective and before finalization prevents it.
 
     After an error NCCL's communicators are aborted, because destroying them waits for pending collectives.
     """

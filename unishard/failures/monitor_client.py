@@ -1,6 +1,8 @@
-"""The connection of each rank to the hub on rank 0: by it a rank learns within milliseconds that another one has ended, and why.
+"""The connection of each rank to the hub on rank 0: by it a rank learns within milliseconds that another one has ended,
+and why.
 
-It is there from the first call that needs the other ranks, before the process group; a process that is killed closes it too.
+It is there from the first call that needs the other ranks, before the process group; a process that is killed closes it
+too.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Ending(NamedTuple):
 
     def __str__(self) -> str:
         if self.how == DIED:
-            return f"rank {self.rank} is gone: its process ended without an error (killed, for lack of memory, or in C++)"
+            return (
+                f"rank {self.rank} is gone: its process ended without an error (killed, for lack of memory, or in C++)"
+            )
         return f"rank {self.rank} {self.text}"
 
 
@@ -85,7 +89,8 @@ class Lifeline:
         self._socket, self._hub = connection, hub
         self._silence = Silence()
         self._collected: dict[str, list[Any] | None] = {}
-        """What came under the keys that this rank waits for; None until then. The hub answers again to who asks later."""
+        """What came under the keys that this rank waits for; None until then. The hub answers again to who asks
+        later."""
         self._asks = False
         self._printed: set[int] = set()
         self._gone: set[int] = set()
@@ -95,7 +100,8 @@ class Lifeline:
         threading.Thread(target=self._listen, name="unishard-line", daemon=True).start()
         os.register_at_fork(after_in_child=self._close_in_child)
 
-    # -- what a rank says -------------------------------------------------------------------------------------------------
+    # -- what a rank says
+    # -------------------------------------------------------------------------------------------------
 
     def collect(
         self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None
@@ -128,9 +134,13 @@ class Lifeline:
                 del self._collected[key]
         return {rank: value for value, spans in grouped for first, last in spans for rank in range(first, last + 1)}
 
-    def give(self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None) -> None:
+    def give(
+        self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None
+    ) -> None:
         """Give a value without waiting for those of the others; the arguments are those of `collect`."""
-        self._send({"kind": "collect", "key": key, "value": value, "what": what, "seconds": seconds, "patience": patience})
+        self._send(
+            {"kind": "collect", "key": key, "value": value, "what": what, "seconds": seconds, "patience": patience}
+        )
 
     def status(self, status: Any) -> None:
         """Tell the hub where this rank stands still; None once it moves."""
@@ -140,7 +150,9 @@ class Lifeline:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """A block in which this rank may wait for others in C++ before the watchdog looks at it: a rank that does not answer is named."""
+        """A block in which this rank may wait for others in C++ before the watchdog looks at it: a rank that does not
+        answer is named.
+        """
         self._silence.rest()
         self._asks = True
         self._send({"kind": "asks", "asks": True})
@@ -182,7 +194,8 @@ class Lifeline:
         """Tell all ranks that this one has written its error."""
         self._send({"kind": "printed"})
 
-    # -- what it has heard ------------------------------------------------------------------------------------------------
+    # -- what it has heard
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def doomed(self) -> bool:
@@ -194,14 +207,17 @@ class Lifeline:
         return [ending for ending in list(self.endings.values()) if ending.rank != self.rank]
 
     def first(self, seconds: float = 0.0) -> Ending | None:
-        """The ending of another rank that explains why this one cannot go on: an own error of it or its death before anything else.
+        """The ending of another rank that explains why this one cannot go on: an own error of it or its death before
+        anything else.
 
         Args:
             seconds: How long to wait for news.
         """
         self.wait(lambda: any(_WEIGHTS[ending.how] == 0 for ending in self.others()), seconds)
         own = self.endings.get(self.rank)
-        others = [own] if own is not None and own.how == SILENT else self.others()  # the others have ended without this one
+        others = (
+            [own] if own is not None and own.how == SILENT else self.others()
+        )  # the others have ended without this one
         return min(others, key=lambda ending: _WEIGHTS[ending.how], default=None)
 
     def cause(self, seconds: float = 0.0) -> str:
@@ -227,7 +243,8 @@ class Lifeline:
         with self._news:
             return self._news.wait_for(lambda: condition() or self._closed, seconds) and condition()
 
-    # -- the connection ---------------------------------------------------------------------------------------------------
+    # -- the connection
+    # ---------------------------------------------------------------------------------------------------
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):  # the hub is gone
@@ -359,7 +376,8 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
             return _current
     keys.set(f"without/{rank}", "")
     _logger.warning(
-        "rank %d cannot connect to rank 0 (%s, port %d), so the end of a rank is noticed late; let ranks connect to each other's ports",
+        "rank %d cannot connect to rank 0 (%s, port %d), so the end of a rank is noticed late; let ranks connect to "
+        "each other's ports",
         rank,
         ", ".join([*hosts, address]),
         port,

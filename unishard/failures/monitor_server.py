@@ -1,6 +1,8 @@
-"""The hub on rank 0: a thread to which every rank holds a connection, so that the end of a process is known to all within milliseconds.
+"""The hub on rank 0: a thread to which every rank holds a connection, so that the end of a process is known to all
+within milliseconds.
 
-It passes on what ranks say when they end, collects what all ranks have to give, and is silent in a healthy run. Messages are lines of JSON.
+It passes on what ranks say when they end, collects what all ranks have to give, and is silent in a healthy run.
+Messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from unishard.failures.verdict import Judgement
 __all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence", "own_address"]
 
 DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
-"""How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an error."""
+"""How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an
+error."""
 _TICK = 0.5
 """Seconds between two looks at what ranks wait for."""
 _STOPPED = 5.0
@@ -90,7 +93,9 @@ class _Collection:
         return bool(self.answer)
 
     def finish(self, key: str) -> None:
-        """Put the values into one line for any number of ranks: equal ones once, each with the first and last of the ranks that gave it."""
+        """Put the values into one line for any number of ranks: equal ones once, each with the first and last of the
+        ranks that gave it.
+        """
         grouped: dict[str, tuple[Any, list[list[int]]]] = {}
         for rank, value in sorted(self.values.items()):
             spans = grouped.setdefault(json.dumps(value), (value, []))[1]
@@ -103,7 +108,9 @@ class _Collection:
 
 
 def notice_silence(connection: socket.socket) -> None:
-    """Let a connection end within a minute after its other host is gone, which closes nothing; the system's own limit is two hours."""
+    """Let a connection end within a minute after its other host is gone, which closes nothing; the system's own limit
+    is two hours.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     found = []
     for name, most in _SILENCE.items():
@@ -129,7 +136,9 @@ def own_address() -> str:
 class Hub:
     """Serves the connections of all ranks in a thread of its own."""
 
-    def __init__(self, size: int, token: str, judge: Judge, unreachable: Callable[[int], bool], *, local: bool = False) -> None:
+    def __init__(
+        self, size: int, token: str, judge: Judge, unreachable: Callable[[int], bool], *, local: bool = False
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -161,7 +170,9 @@ class Hub:
         threading.Thread(target=self._serve, name="unishard-hub", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close a forked process's copies of the sockets, which would keep the connections open after the end of this process."""
+        """Close a forked process's copies of the sockets, which would keep the connections open after the end of this
+        process.
+        """
         for link in self._links.values():
             link.socket.close()
         self._listener.close()
@@ -272,7 +283,8 @@ class Hub:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
             link.socket.sendall(line)
 
-    # -- collections ------------------------------------------------------------------------------------------------------
+    # -- collections
+    # ------------------------------------------------------------------------------------------------------
 
     def _collect(self, link: _Link, message: dict[str, Any]) -> None:
         key = message["key"]
@@ -339,10 +351,13 @@ class Hub:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:16]))}"
             self._send(link, {"kind": "late", "text": f"has waited {seconds:.0f} s for {ranks} {found.what}"})
 
-    # -- ranks that stand still -------------------------------------------------------------------------------------------
+    # -- ranks that stand still
+    # -------------------------------------------------------------------------------------------
 
     def _consider(self) -> None:
-        """Judge, once the status of every rank that lives is known; all of them at once, and not at each status that comes."""
+        """Judge, once the status of every rank that lives is known; all of them at once, and not at each status that
+        comes.
+        """
         away = sum(rank not in self._links for rank in self._ended)
         live = len(self._links) - len(self._ended) + away
         if not self._asked or self._judged or len(self._statuses) < live or len(self._links) + away < self._size:

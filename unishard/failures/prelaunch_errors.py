@@ -1,7 +1,9 @@
-"""Tells the ranks that wait in `unishard.prepare` of one that fails before it comes there. Imports torch only when that happens.
+"""Tells the ranks that wait in `unishard.prepare` of one that fails before it comes there.
 
-It begins with the first call that belongs to a rank of a run, never with an import: `unishard.load` of what `unishard launch` hands over,
-`unishard.dataloader`, or a call that waits for the other ranks.
+Imports torch only when that happens.
+
+It begins with the first call that belongs to a rank of a run, never with an import: `unishard.load` of what
+`unishard launch` hands over, `unishard.dataloader`, or a call that waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def install() -> None:
         if _is_early() and issubclass(kind, Exception):
             shown = readable(error)
             what = str(shown).strip().partition("\n")[0][:_SHOWN]
-            sys.stderr.write(f"unishard: rank {topology.rank} of {topology.world_size} raised {kind.__name__}: {what}\n")
+            sys.stderr.write(
+                f"unishard: rank {topology.rank} of {topology.world_size} raised {kind.__name__}: {what}\n"
+            )
             before(type(shown), shown, trace)
             _tell(error)
         else:
@@ -61,7 +65,10 @@ def _is_helper(topology: Topology) -> bool:
 
 
 def _is_early() -> bool:
-    """Whether this process has not come to the other ranks. Where torch was never imported, none of them can wait for this one."""
+    """Whether this process has not come to the other ranks.
+
+    Where torch was never imported, none of them can wait for this one.
+    """
     if os.getpid() != _process or _told or "torch" not in sys.modules:
         return False
     from unishard.failures import monitor_client

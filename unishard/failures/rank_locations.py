@@ -21,7 +21,11 @@ _BACKENDS = str(Path(__file__).parents[2] / "backends")
 _WRITING = str(Path(__file__).parents[1] / "checkpoint")
 _STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = tuple(
-    {sysconfig.get_path("stdlib"), *(sysconfig.get_path(name) for name in ("purelib", "platlib")), str(Path(torch.__file__).parents[1])}
+    {
+        sysconfig.get_path("stdlib"),
+        *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
+        str(Path(torch.__file__).parents[1]),
+    }
 )
 _COLLECTIVES = str(Path(dist.__file__).parent)
 _CHECKPOINTS = str(Path(dist.__file__).parent / "checkpoint")
@@ -35,7 +39,10 @@ def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str
         together.setdefault(place, []).append(rank)
     lines = [f"{_ranks(ranks)} {_of_several(place) if len(ranks) > 1 else place}" for place, ranks in together.items()]
     if missing := sorted(silent):
-        lines.append(f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone or gave no answer, last seen {last.partition(' ')[2]}")
+        lines.append(
+            f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone or gave no answer, last seen "
+            f"{last.partition(' ')[2]}"
+        )
     return "; ".join(lines)
 
 
@@ -53,8 +60,8 @@ def stack_of(thread: int) -> tuple[str, bool, bool]:
     """Where a thread of this process is.
 
     Returns:
-        `file:line in function` of the innermost frame of the user's code, whether the thread is in a call of an engine, and whether it is
-        in a collective of torch.distributed.
+        `file:line in function` of the innermost frame of the user's code, whether the thread is in a call of an engine,
+        and whether it is in a collective of torch.distributed.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -68,7 +75,8 @@ def may_wait_for_ranks(thread: int, *, surely: bool) -> bool:
 
     Args:
         thread: Its identifier.
-        surely: Whether to leave out calls of an engine that may as well compute: those that wait in C++ or for a device.
+        surely: Whether to leave out calls of an engine that may as well compute: those that wait in C++ or for a
+            device.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -82,7 +90,9 @@ def may_wait_for_ranks(thread: int, *, surely: bool) -> bool:
 
 
 def position_of(thread: int) -> tuple[int, ...]:
-    """The instruction at which each frame of a thread is: equal twice if the thread has not moved, or is back where it was."""
+    """The instruction at which each frame of a thread is: equal twice if the thread has not moved, or is back where it
+    was.
+    """
     frame, position = sys._current_frames().get(thread), []
     while frame is not None:
         position += [id(frame), frame.f_lasti]
@@ -91,14 +101,20 @@ def position_of(thread: int) -> tuple[int, ...]:
 
 
 def where_raised(error: BaseException) -> str:
-    """`file:line in function` of the user's code that raised an error, or whose call raised it; empty for an error that was not raised."""
+    """`file:line in function` of the user's code that raised an error, or whose call raised it; empty for an error that
+    was not raised.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     return _in_words(frames) if frames else ""
 
 
 def place_of(error: BaseException) -> str:
-    """`file:line in function` of the innermost frame of the user's code, of an error that is caught in a call from there."""
-    return _in_words(traceback.StackSummary.from_list([*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]))
+    """`file:line in function` of the innermost frame of the user's code, of an error that is caught in a call from
+    there.
+    """
+    return _in_words(
+        traceback.StackSummary.from_list([*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)])
+    )
 
 
 def _in_words(frames: traceback.StackSummary) -> str:

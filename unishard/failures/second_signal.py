@@ -1,4 +1,6 @@
-"""Ends a stuck process at the second SIGINT or SIGTERM: inside C++, where gloo waits, Python's handlers of signals never run."""
+"""Ends a stuck process at the second SIGINT or SIGTERM: inside C++, where gloo waits, Python's handlers of signals
+never run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _installed = False
 
 
 def install() -> None:
-    """Look at the signals of this process from now on; not outside the main thread, nor where others read them, as asyncio does."""
+    """Look at the signals of this process from now on; not outside the main thread, nor where others read them, as
+    asyncio does.
+    """
     global _installed
     if _installed or threading.current_thread() is not threading.main_thread():
         return
@@ -39,7 +43,9 @@ def install() -> None:
         return
     _installed = True
     os.register_at_fork(after_in_child=_forget)
-    threading.Thread(target=_listen, args=(reading, threading.get_ident()), name="unishard-signals", daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(reading, threading.get_ident()), name="unishard-signals", daemon=True
+    ).start()
 
 
 def _forget() -> None:

@@ -1,4 +1,6 @@
-"""What ranks that disagree, or that all stand still, tell about each other: the text of the error that each of them raises."""
+"""What ranks that disagree, or that all stand still, tell about each other: the text of the error that each of them
+raises.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,16 @@ from unishard.failures.rank_locations import describe
 __all__ = ["BUSY", "LEFT", "MEETS", "WAITS", "Judge", "Judgement", "different_calls", "status_of"]
 
 MEETS, WAITS, LEFT, BUSY = "meets", "waits", "left", "busy"
-"""What a rank that stands still does: it waits for the other ranks before a call; it waits in a collective; it has closed its engines;
-or anything else."""
+"""What a rank that stands still does: it waits for the other ranks before a call; it waits in a collective; it has
+closed its engines; or anything else."""
 
 _DEADLOCK = "ranks made different calls and would deadlock"
 _MIXED = "ranks have gradients of different parameters, which would be added up"
 _EXCEPT = "except those of the classes in sharding.conditional_modules: add "
 _BRANCH = "or let every rank take the same branch"
 _OWN_MODULE = (
-    "except those of the classes in sharding.conditional_modules: put such parameters into a module with a forward, and add its class"
+    "except those of the classes in sharding.conditional_modules: put such parameters into a module with a "
+    "forward, and add its class"
 )
 _UNEQUAL = "learning rates, other options or weights differ between ranks in"
 _UNWRITTEN = "not written by the script"
@@ -71,7 +74,11 @@ def different_calls(tails: Mapping[int, Tail], gone: Mapping[int, str]) -> str:
     """
     number = first_difference(tails)
     at = max(tail.number for tail in tails.values()) if number is None else number
-    calls = {rank: call for rank, tail in tails.items() if (call := tail.at(at) or (tail.calls[-1] if tail.calls else None)) is not None}
+    calls = {
+        rank: call
+        for rank, tail in tails.items()
+        if (call := tail.at(at) or (tail.calls[-1] if tail.calls else None)) is not None
+    }
     places = {rank: call.text for rank, call in calls.items()} | {rank: text for rank, text in gone.items() if text}
     places |= dict.fromkeys(tails.keys() - places.keys(), "has made no call since the last error")
     silent = [rank for rank, text in gone.items() if not text]
@@ -89,8 +96,13 @@ def different_calls(tails: Mapping[int, Tail], gone: Mapping[int, str]) -> str:
 def _unequal(calls: Mapping[int, Call]) -> str:
     """Name the values that differ between ranks which make the same call."""
     held = {rank: json.loads(call.held or "{}") for rank, call in calls.items()}
-    names = [name for name in dict.fromkeys(chain(*held.values())) if len({values.get(name) for values in held.values()}) > 1]
-    told = {rank: f"has {', '.join(f'{name} {values.get(name, _UNWRITTEN)}' for name in names[:_NAMED])}" for rank, values in held.items()}
+    names = [
+        name for name in dict.fromkeys(chain(*held.values())) if len({values.get(name) for values in held.values()}) > 1
+    ]
+    told = {
+        rank: f"has {', '.join(f'{name} {values.get(name, _UNWRITTEN)}' for name in names[:_NAMED])}"
+        for rank, values in held.items()
+    }
     more = f"; {len(names) - _NAMED} other values differ too" if len(names) > _NAMED else ""
     place = next(iter(calls.values())).place.removeprefix("is in ")
     return f"{_UNEQUAL} {place}: {describe(told, (), '')}{more}; {_ALIKE}"
@@ -98,7 +110,10 @@ def _unequal(calls: Mapping[int, Call]) -> str:
 
 def _raised(tails: Mapping[int, Tail], at: int) -> dict[int, str]:
     """The errors with which ranks have left, in a call of a number or after it."""
-    found = {rank: [call.error for call in tail.calls[max(0, at - tail.first) :] if call.error] for rank, tail in tails.items()}
+    found = {
+        rank: [call.error for call in tail.calls[max(0, at - tail.first) :] if call.error]
+        for rank, tail in tails.items()
+    }
     return {rank: errors[0] for rank, errors in found.items() if errors}
 
 
@@ -113,7 +128,10 @@ def _problem(calls: Collection[Call]) -> tuple[str, str]:
     """What is wrong with calls that differ, and what to do where that is known."""
     if any(call.unit for call in calls):
         classes = sorted({call.unit.rpartition("(")[2].rstrip(")") for call in calls if call.unit})
-        return _DEADLOCK, f"; all ranks must run the same modules in the same order, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}"
+        return (
+            _DEADLOCK,
+            f"; all ranks must run the same modules in the same order, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}",
+        )
     if len({call.place for call in calls}) > 1:
         return _DEADLOCK, ""
     if len({call.skipped for call in calls}) > 1:
@@ -121,7 +139,11 @@ def _problem(calls: Collection[Call]) -> tuple[str, str]:
         advice = f"{_EXCEPT}{', '.join(classes)} there, {_BRANCH}" if classes else _OWN_MODULE
         return _MIXED, f"; all ranks must use the same parameters, {advice}"
     if len({call.order for call in calls}) > 1:
-        return _MIXED, ", after gradients that came in another order on each rank; all ranks must run the same modules in the same order"
+        return (
+            _MIXED,
+            ", after gradients that came in another order on each rank; all ranks must run the same modules in the "
+            "same order",
+        )
     return _DEADLOCK, ""
 
 
@@ -158,10 +180,17 @@ class Judge:
             if raised := _raised(tails, min(tail.number for tail in tails.values())):
                 return Judgement(_because(raised, places, (), ""))
             return Judgement(f"{_DEADLOCK}: {where}")
-        waiting = sorted(rank for rank, status in statuses.items() if status.doing == MEETS and status.seconds >= status.patience)
-        if waiting and (asked := (statuses[waiting[0]].tail.epoch, statuses[waiting[0]].tail.number)) not in self._warned:
+        waiting = sorted(
+            rank for rank, status in statuses.items() if status.doing == MEETS and status.seconds >= status.patience
+        )
+        if (
+            waiting
+            and (asked := (statuses[waiting[0]].tail.epoch, statuses[waiting[0]].tail.number)) not in self._warned
+        ):
             self._warned.add(asked)
-            return Judgement(late={waiting[0]: f"has waited {statuses[waiting[0]].seconds:.0f} s for other ranks: {where}"})
+            return Judgement(
+                late={waiting[0]: f"has waited {statuses[waiting[0]].seconds:.0f} s for other ranks: {where}"}
+            )
         return Judgement()
 
 
@@ -169,7 +198,9 @@ def _is_deadlock(statuses: Mapping[int, Standstill]) -> bool:
     """Whether no rank computes, and one waits for a call that another will never make."""
     if any(status.doing == BUSY or status.seconds < status.patience / 2 for status in statuses.values()):
         return False
-    waiting = [status for status in statuses.values() if status.doing == MEETS or (status.doing == WAITS and status.inside)]
+    waiting = [
+        status for status in statuses.values() if status.doing == MEETS or (status.doing == WAITS and status.inside)
+    ]
     return any(_never_comes(other, each) for other in statuses.values() for each in waiting)
 
 
@@ -178,8 +209,12 @@ def _never_comes(other: Standstill, waiting: Standstill) -> bool:
     if other.doing == LEFT:
         return other.tail.number > waiting.tail.number and waiting.seconds >= waiting.patience
     if other.doing == WAITS and other.inside:
-        # It waits in a collective of an engine, and the first one has left it out, or is behind, or ahead and also waits.
+        # It waits in a collective of an engine, and the first one has left it out, or is behind, or ahead and also
+        # waits.
         still = min(other.seconds, waiting.seconds)
-        return still >= waiting.patience * (1 if waiting.doing == MEETS else _SLOWEST) and other.tail.number != waiting.tail.number
+        return (
+            still >= waiting.patience * (1 if waiting.doing == MEETS else _SLOWEST)
+            and other.tail.number != waiting.tail.number
+        )
     # A rank that is through with a call may wait outside until the others are through with it too.
     return other.doing == WAITS and (waiting.doing == MEETS or waiting.tail.number > other.tail.number)

@@ -85,10 +85,18 @@ class _Watch:
         telling = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if inside else still)
         if telling != self._told:
             self._told, tail = telling, tail._replace(calls=tail.calls[-_SAID:])
-            check.line.status(status_of(tail, doing, place, inside=inside or check.waiting, seconds=still, patience=check.timeout))
+            check.line.status(
+                status_of(tail, doing, place, inside=inside or check.waiting, seconds=still, patience=check.timeout)
+            )
         if doing != MEETS and inside and still >= _LONG * check.timeout and self._warned != tail.number:
             self._warned = tail.number
-            _logger.warning("rank %d %s for %.0f s, at %s", check.rank, check.journal.place.replace("is", "has been", 1), still, where)
+            _logger.warning(
+                "rank %d %s for %.0f s, at %s",
+                check.rank,
+                check.journal.place.replace("is", "has been", 1),
+                still,
+                where,
+            )
 
     def _find(self, check: Watched, where: str, collective: bool, *, inside: bool) -> tuple[str, str]:
         """What this rank does, and where it is in words."""

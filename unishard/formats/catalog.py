@@ -47,7 +47,8 @@ def get(name: str) -> Format:
 
 
 def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
-    """The format that was named, or that the document is in, and what is read of the document: all, or an engine's config in it.
+    """The format that was named, or that the document is in, and what is read of the document: all, or an engine's
+    config in it.
 
     Raises:
         ConfigError: See `recognise`.
@@ -83,12 +84,16 @@ def recognise(source: Source) -> Format:
         return get(rivals[0])
     keys = ", ".join(list(source.data)[:5]) or "none"
     if rivals:
-        what = f"matches several formats: {', '.join(rivals)} (its keys: {keys}); name one with `unishard translate --from`"
+        what = (
+            f"matches several formats: {', '.join(rivals)} (its keys: {keys}); name one with `unishard translate "
+            "--from`"
+        )
     elif likely:
         unknown = explained[likely[0]].unknown
         what = (
             f"resembles a config of {get(likely[0]).tool}, which does not know most of its keys "
-            f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate --from {likely[0]}`"
+            f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate "
+            f"--from {likely[0]}`"
         )
     else:
         hint = _or_as(source) or f"; name one with `unishard translate --from`: {', '.join(NAMES)}"
@@ -105,11 +110,14 @@ def _foreign(source: Source) -> str:
             f"{_or_as(source) or ', or read it as another format with `unishard translate --from`'}"
         )
     if source.data.get("format") == "unishard" and has(source.data, "model.fingerprint"):
-        return "is the manifest of a checkpoint; see it with `unishard checkpoint inspect`, and name the config of the run"
+        return (
+            "is the manifest of a checkpoint; see it with `unishard checkpoint inspect`, and name the config of the run"
+        )
     hydra = composed(source.data.get("defaults")) or any(has(source.data, key) for key in _HYDRA)
     if hydra and not _trains_with_lightning(source.data):
         return (
-            f"is a config of Hydra, which unishard does not read; run `unishard init`, or translate what --cfg job prints{_or_as(source)}"
+            "is a config of Hydra, which unishard does not read; run `unishard init`, or translate what --cfg job "
+            f"prints{_or_as(source)}"
         )
     return ""
 
@@ -121,7 +129,11 @@ def _or_as(source: Source) -> str:
     if weights[best] >= _ENOUGH:
         return f", or read it with `unishard translate --from {best}`"
     inner = block(source)
-    return f"; the config of DeepSpeed in it ({inner.key}) is read with `unishard translate --from {BLOCKS}`" if inner else ""
+    return (
+        f"; the config of DeepSpeed in it ({inner.key}) is read with `unishard translate --from {BLOCKS}`"
+        if inner
+        else ""
+    )
 
 
 def _explained(name: str, source: Source) -> Explained:
@@ -150,4 +162,6 @@ def _weights(data: Mapping[str, Any]) -> dict[str, int]:
 def _trains_with_lightning(data: Mapping[str, Any]) -> bool:
     """Whether Hydra makes a Trainer of Lightning's, or a part of one, from the file or of its `trainer`."""
     trainer = data.get("trainer")
-    return names_lightning(data) or any(key in part for part in (data, trainer) if isinstance(part, Mapping) for key in _LIGHTNING)
+    return names_lightning(data) or any(
+        key in part for part in (data, trainer) if isinstance(part, Mapping) for key in _LIGHTNING
+    )

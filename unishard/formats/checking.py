@@ -22,7 +22,8 @@ def check(outcome: Outcome, topology: Topology | None = None) -> None:
         topology: The ranks; left out, those that the source speaks of.
 
     Raises:
-        ConfigError: Its batch sizes contradict each other, its groups do not fit the ranks, or the engine refuses something.
+        ConfigError: Its batch sizes contradict each other, its groups do not fit the ranks, or the engine refuses
+            something.
     """
     if outcome.to != "unishard":
         return
@@ -42,6 +43,9 @@ def _placed(problem: Problem, outcome: Outcome) -> Problem:
     """The problem with the line of the key that decides the field."""
     reading = outcome.reading
     for entry in reading.entries:
-        if not entry.assumed and problem.path in (*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)):
+        if not entry.assumed and problem.path in (
+            *entry.meaning.fields,
+            *(f"native.{key}" for key in entry.meaning.native),
+        ):
             return Problem(problem.path, problem.what, str(reading.source.origins.of(entry.path)))
     return Problem(problem.path, problem.what, reading.source.name)

@@ -35,13 +35,16 @@ class Difference(NamedTuple):
 
 
 def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
-    """The fields in which two configs differ in meaning, in the order of the schema; settings that only one engine has come last.
+    """The fields in which two configs differ in meaning, in the order of the schema; settings that only one engine has
+    come last.
 
-    What a tool assumes counts as said. A field about which a config says nothing has unishard's default, which is that of its tool, or
-    else the training script's to decide. What is undecided on both sides is no difference.
+    What a tool assumes counts as said. A field about which a config says nothing has unishard's default, which is that
+    of its tool, or else the training script's to decide. What is undecided on both sides is no difference.
     """
     sides = (_sides(a) | _ranks(a), _sides(b) | _ranks(b))
-    paths = dict.fromkeys([path for path, _ in leaves(Config) if path != "native"] + [path for side in sides for path in side])
+    paths = dict.fromkeys(
+        [path for path, _ in leaves(Config) if path != "native"] + [path for side in sides for path in side]
+    )
     found = (Difference(path, sides[0].get(path, _SILENT), sides[1].get(path, _SILENT)) for path in paths)
     return tuple(difference for difference in found if not _same(difference))
 
@@ -93,7 +96,12 @@ def _decided(value: Any, path: str, entry: Entry | None, reading: ReadDocument) 
     if entry is None or (path in entry.meaning.fields and _listed(entry.meaning.fields[path]) != _listed(value)):
         return Side(value, "override", said=True)
     if entry.assumed:
-        return Side(value, _DEFAULT if reading.format == "unishard" else f"{reading.format} assumes {entry.key}", True, entry.key)
+        return Side(
+            value,
+            _DEFAULT if reading.format == "unishard" else f"{reading.format} assumes {entry.key}",
+            True,
+            entry.key,
+        )
     line = reading.source.origins.of(entry.path).line
     return Side(value, f"{entry.key}, line {line}" if line else entry.key, True, entry.key)
 

@@ -1,7 +1,7 @@
 """What is left to an engine's own default where a document goes from one tool to another and stays with its engine.
 
-unishard's defaults belong only in what unishard runs. Another tool that drives the same engine has the same default there, so it is neither
-written nor compared with unishard's.
+unishard's defaults belong only in what unishard runs. Another tool that drives the same engine has the same default
+there, so it is neither written nor compared with unishard's.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ _ROUNDING = ("optimizer.params.torch_adam", "zero_optimization.memory_efficient_
 """Settings with which DeepSpeed rounds as torch does; a config that was DeepSpeed's own before keeps its kernels."""
 _HYSTERESIS = "fp16.hysteresis"
 _KEPT_PARAMETERS = ("zero_optimization.stage3_max_reuse_distance", "zero_optimization.stage3_max_live_parameters")
-"""Sizes of which unishard's field knows only whether they keep parameters: those of the source hold on the same engine."""
+"""Sizes of which unishard's field knows only whether they keep parameters: those of the source hold on the same
+engine."""
 _RESHARD = "sharding.reshard_after_forward"
 
 
 def stays_with_engine(reading: ReadDocument) -> bool:
     """Whether another tool than unishard drove the engine before, and overrides choose no other."""
-    before = next((entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None)
+    before = next(
+        (entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None
+    )
     return reading.format != _OURS and before == reading.config.backend
 
 
@@ -59,7 +62,9 @@ def without_unishards(document: Native, reading: ReadDocument) -> Native:
     if _as_said(written, reading):
         for key in _KEPT_PARAMETERS:
             kept.pop(key, None)
-            if (said := _said(written, key)) is not None or (said := _said(written, key.replace("stage3_", ""))) is not None:
+            if (said := _said(written, key)) is not None or (
+                said := _said(written, key.replace("stage3_", ""))
+            ) is not None:
                 kept[key] = said
     return nested(kept)
 

@@ -50,7 +50,10 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 
 def toml_text(document: Mapping[str, Any]) -> str:
-    """The TOML of a document, which the standard library reads but does not write. TOML has no null, so it is left out."""
+    """The TOML of a document, which the standard library reads but does not write.
+
+    TOML has no null, so it is left out.
+    """
     return "\n".join(_table(document, ())).strip("\n") + "\n"
 
 
@@ -79,7 +82,9 @@ def _value(value: Any) -> str:
         case int():
             return str(value)
         case Mapping():
-            return f"{{{', '.join(f'{_key(key)} = {_value(item)}' for key, item in value.items() if item is not None)}}}"
+            return (
+                f"{{{', '.join(f'{_key(key)} = {_value(item)}' for key, item in value.items() if item is not None)}}}"
+            )
         case list() | tuple():
             return f"[{', '.join(_value(item) for item in value if item is not None)}]"
     return _quoted(str(value))

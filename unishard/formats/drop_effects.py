@@ -33,7 +33,9 @@ def with_effects(outcome: Outcome, whole: ReadDocument) -> Outcome:
         """What a key says: its entry and those below it, or that of the block around it which is one value."""
         return within.get(key) or [own[name] for name in _with_blocks(key) if name in own]
 
-    return outcome._replace(dropped=tuple(one._replace(effect=_effect(said(one.key), outcome)) for one in outcome.dropped))
+    return outcome._replace(
+        dropped=tuple(one._replace(effect=_effect(said(one.key), outcome)) for one in outcome.dropped)
+    )
 
 
 def _with_blocks(key: str) -> Iterator[str]:

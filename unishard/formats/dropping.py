@@ -31,7 +31,8 @@ def drop_keys(source: Source, patterns: Sequence[str]) -> tuple[Source, list[Dro
 
     Args:
         source: The document.
-        patterns: Dotted keys, or globs of them such as `zero_optimization.stage3_*`. A key takes everything below it along.
+        patterns: Dotted keys, or globs of them such as `zero_optimization.stage3_*`. A key takes everything below it
+            along.
     """
     if not patterns:
         return source, []
@@ -41,7 +42,9 @@ def drop_keys(source: Source, patterns: Sequence[str]) -> tuple[Source, list[Dro
 
 
 def drop_entries(entries: Iterable[Entry], patterns: Sequence[str]) -> tuple[list[Entry], list[DroppedKey]]:
-    """The entries, those that match said to be left out: of a file that the document names, or of a key that it lacks and needs."""
+    """The entries, those that match said to be left out: of a file that the document names, or of a key that it lacks
+    and needs.
+    """
     found, dropped, wanted = [], [], _Patterns.of(patterns)
     for entry in entries:
         refused = entry.meaning.fit is Fit.UNSUPPORTED
@@ -67,7 +70,9 @@ def check_used(patterns: Iterable[str], dropped: Iterable[DroppedKey], source: S
         raise ConfigError([Problem(f"--drop {pattern}", what, source.name) for pattern in unused])
 
 
-def _without(source: Source, data: Mapping[str, Any], patterns: _Patterns, above: Path, dropped: list[DroppedKey]) -> Mapping[str, Any]:
+def _without(
+    source: Source, data: Mapping[str, Any], patterns: _Patterns, above: Path, dropped: list[DroppedKey]
+) -> Mapping[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in data.items():
         path = (*above, name)

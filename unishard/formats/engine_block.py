@@ -1,4 +1,5 @@
-"""Hands the part of a document that speaks of an engine to the engine's own table, and puts what it says back where the document has it.
+"""Hands the part of a document that speaks of an engine to the engine's own table, and puts what it says back where the
+document has it.
 
 A format that wraps an engine's arguments knows that engine by name; the rest of the core does not.
 """
@@ -45,8 +46,8 @@ class EngineBlock:
     """Under which names, by dotted argument, if others than the engine's."""
     native: Native = field(default_factory=dict)
     repeats: bool = False
-    """Whether a document in its own format again has every argument that says nothing in the config's words; otherwise those that the
-    engine's table would keep."""
+    """Whether a document in its own format again has every argument that says nothing in the config's words; otherwise
+    those that the engine's table would keep."""
     spots: dict[str, tuple[Spot, ...]] = field(default_factory=dict)
 
     def add(self, key: str, value: Any, *spots: Spot) -> None:
@@ -93,7 +94,8 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
 
     Args:
         spot: Where.
-        meanings: What they say. The worst fit counts, with its notes; what is only left out does not, beside what says something.
+        meanings: What they say. The worst fit counts, with its notes; what is only left out does not, beside what says
+            something.
         repeats: Whether the key is repeated if it says nothing, whatever the engine's table says.
     """
     found = list(meanings)
@@ -105,7 +107,10 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
     native = {name: value for one in said for name, value in one.native.items()}
     silent = worst is Fit.IGNORED and not fields and not native
     kept = (repeats and silent) or (bool(found) and all(one.kept for one in found))
-    unknown, notable = bool(found) and all(one.unknown for one in found), spot.notable or any(one.notable for one in found)
+    unknown, notable = (
+        bool(found) and all(one.unknown for one in found),
+        spot.notable or any(one.notable for one in found),
+    )
     elsewhere = {name: value for one in said for name, value in one.elsewhere.items()}
     decides: tuple[str, ...] = ()
     if worst is Fit.UNSUPPORTED:

@@ -25,7 +25,9 @@ _DEEPSPEED = names(
 
 
 def _engine_options(line: LaunchLine) -> Iterator[tuple[str, Word]]:
-    """Those that choose and configure the engine, by the dotted keys of Accelerate's config (1.15.0, commands/launch.py)."""
+    """Those that choose and configure the engine, by the dotted keys of Accelerate's config (1.15.0,
+    commands/launch.py).
+    """
     for option, word in line.options.items() if line.launcher == "accelerate" else ():
         if option in _KINDS:
             yield "distributed_type", word._replace(text=_KINDS[option])
@@ -50,7 +52,9 @@ def with_engine_options(line: LaunchLine, file: Source | None, script: str) -> S
     origins = base.origins.below(())
     for key, word in said.items():
         origins.put(tuple(key.split(".")), Origin(script, word.line or None))
-    return base._replace(data=merge(base.data, nested({key: _value(key, word, script) for key, word in said.items()})), origins=origins)
+    return base._replace(
+        data=merge(base.data, nested({key: _value(key, word, script) for key, word in said.items()})), origins=origins
+    )
 
 
 def _value(key: str, word: Word, script: str) -> Any:

@@ -42,7 +42,9 @@ def by_signs(keys: Mapping[str, int], data: Mapping[str, Any]) -> Explained:
     if not any(weight >= _LOUD and has(data, key) for key, weight in keys.items()):
         return Explained(0.0)
     loud = {tuple(key.split(".")) for key, weight in keys.items() if weight >= _CLEAR}
-    return Explained(_share({path: any(path[:length] in loud for length in range(1, len(path) + 1)) for path in _leaves(data)}))
+    return Explained(
+        _share({path: any(path[:length] in loud for length in range(1, len(path) + 1)) for path in _leaves(data)})
+    )
 
 
 def _share(known: Mapping[Path, bool]) -> float:

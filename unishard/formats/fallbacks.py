@@ -1,4 +1,7 @@
-"""Rows for the fields that a tool has no key for, or leaves to your training script. A format writes down only where it differs."""
+"""Rows for the fields that a tool has no key for, or leaves to your training script.
+
+A format writes down only where it differs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,15 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.describe import shown
 from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import BUFFERS, MATMUL, NO_FILES, endless, logged_by_script, saved_by_script, started_elsewhere
+from unishard.contract.field_rows import (
+    BUFFERS,
+    MATMUL,
+    NO_FILES,
+    endless,
+    logged_by_script,
+    saved_by_script,
+    started_elsewhere,
+)
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, Setting, When, unless
 
 __all__ = ["FALLBACKS", "NOT_FP16", "copied", "exact", "noted", "row", "rows", "when_default"]
@@ -20,7 +31,13 @@ _DEFAULT = Config()
 def when_default(path: str, note: str = "") -> When:
     """The case in which a field has the schema's default, which asks for nothing."""
     default = value_at(_DEFAULT, path)
-    word = "empty" if default in ([], {}) else f"{default:g}" if isinstance(default, float) else shown(default).strip("'\"")
+    word = (
+        "empty"
+        if default in ([], {})
+        else f"{default:g}"
+        if isinstance(default, float)
+        else shown(default).strip("'\"")
+    )
     return unless(word, lambda cfg: bool(value_at(cfg, path) == default), note)
 
 
@@ -88,7 +105,9 @@ def _no_warmup(cfg: Config) -> bool:
 
 def _belongs(*names: str) -> tuple[When, ...]:
     """The case of an optimizer that has no such argument."""
-    return (unless("another optimizer", lambda cfg: cfg.optimizer.name not in names, "the optimizer has no such argument"),)
+    return (
+        unless("another optimizer", lambda cfg: cfg.optimizer.name not in names, "the optimizer has no such argument"),
+    )
 
 
 def _scheduled(case: str, holds: Callable[[Config], bool]) -> Rule:
@@ -146,21 +165,25 @@ FALLBACKS: Mapping[str, Rule] = {
         ("compile.mode", "call torch.compile"),
         ("compile.backend", "pass it to torch.compile"),
     ),
-    **_asked(
-        Fit.APPROXIMATE,
-        NO_KEY,
-        *((path, "the tool keeps the newest or all: all are kept") for path in _SPARED),
-    ),
+    **_asked(Fit.APPROXIMATE, NO_KEY, *((path, "the tool keeps the newest or all: all are kept") for path in _SPARED)),
     "precision.matmul": MATMUL,
     "precision.cast_inputs": row(
-        Fit.NEEDS_INPUT, SCRIPT, "cast only these inputs to the compute dtype", _IN_FP32, when_default("precision.cast_inputs")
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "cast only these inputs to the compute dtype",
+        _IN_FP32,
+        when_default("precision.cast_inputs"),
     ),
     "precision.keep_fp32": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "leave these parameters in fp32, and cast around their modules",
         _IN_FP32,
-        unless("auto or empty", lambda cfg: cfg.precision.keep_fp32 in ("auto", []), "unless the class of the model names some"),
+        unless(
+            "auto or empty",
+            lambda cfg: cfg.precision.keep_fp32 in ("auto", []),
+            "unless the class of the model names some",
+        ),
     ),
     "training.buffers": BUFFERS,
     "training.nonfinite": row(
@@ -193,13 +216,17 @@ FALLBACKS: Mapping[str, Rule] = {
         _GRADIENTS,
         unless("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),
     ),
-    "precision.loss_scale": _scaled(_GRADSCALER[0], "torch's GradScaler has only a dynamic scale; scale the loss yourself"),
+    "precision.loss_scale": _scaled(
+        _GRADSCALER[0], "torch's GradScaler has only a dynamic scale; scale the loss yourself"
+    ),
     "precision.initial_loss_scale": _scaled(_GRADSCALER[1], "init_scale of torch's GradScaler"),
     "precision.loss_scale_growth_interval": _scaled(_GRADSCALER[2], "growth_interval of torch's GradScaler"),
     "offload.nvme_path": row(Fit.UNSUPPORTED, NO_KEY, NO_FILES, when_default("offload.nvme_path")),
     "optimizer.betas": row(Fit.NEEDS_INPUT, SCRIPT, "betas of the optimizer", *_belongs("adamw", "adam", "lion")),
     "optimizer.eps": row(Fit.NEEDS_INPUT, SCRIPT, "eps of the optimizer", *_belongs("adamw", "adam", "adagrad")),
-    "scheduler.name": _scheduled("constant without warmup", lambda cfg: cfg.scheduler.name == "constant" and _no_warmup(cfg)),
+    "scheduler.name": _scheduled(
+        "constant without warmup", lambda cfg: cfg.scheduler.name == "constant" and _no_warmup(cfg)
+    ),
     "scheduler.warmup_steps": _scheduled("0", _no_warmup),
     "scheduler.warmup_type": _scheduled("no warmup", _no_warmup),
     "scheduler.warmup_start_ratio": _scheduled("no warmup", _no_warmup),

@@ -1,4 +1,6 @@
-"""Fills what a document leaves open with what a launch script or TrainingArguments say, and says where each value comes from."""
+"""Fills what a document leaves open with what a launch script or TrainingArguments say, and says where each value comes
+from.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 _LOGS = "logging."
 _LOGGED = Meaning(Fit.IGNORED, "DeepSpeed's own logs, beside those of the arguments", kept=True)
 _PLAIN = "hf"
-_OTHER = "starts the training with this file, not with the one that is translated; name a line that starts it: --with FILE:LINE"
+_OTHER = (
+    "starts the training with this file, not with the one that is translated; name a line that starts it: --with "
+    "FILE:LINE"
+)
 _STRATEGY = ("backend", "sharding.", "offload.")
 _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What a config of Accelerate says about the loop, whatever engine it drives; it also says how processes start."""
@@ -93,7 +98,9 @@ def filled(
     if reading.format in TRAINER and beside.format not in TRAINER:
         beside = beside._replace(values={} if beside.format == "accelerate" else beside.values, format=reading.format)
     told = _Told(beside, ranks)
-    own, given = _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
+    own, given = (
+        _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
+    )
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
     own = _opened(_without_logs(own, given) if reading.format == "deepspeed" else own, given)
     given += [] if same else beside.started
@@ -103,14 +110,18 @@ def filled(
         own, noted = (own, noted) if same else (decided(own, given, beside, ranks), list(map(deciding, noted)))
     entries = [*own, *fills(own, given, reading, _changed(overrides), same=same), *noted]
     entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
-    found = assemble(reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto)
+    found = assemble(
+        reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto
+    )
     whose = catalog.get(beside.format).tool if beside.format in TRAINER else ""
     launch = Launch() if same and beside.launcher else beside.launch  # which keeps the engine; torchrun would lose it
     return Filled(found, Filling(beside.name, whose, unknown, launch), [*dropped, *further])
 
 
 def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
-    """What is beside a document, with the recipe that a launch line names; a document that is a recipe itself must be that one."""
+    """What is beside a document, with the recipe that a launch line names; a document that is a recipe itself must be
+    that one.
+    """
     if beside.recipe is None or reading.source.folder is None or _starts(beside, reading):
         return beside
     if reading.format not in TRAINER:
@@ -119,15 +130,24 @@ def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
 
 
 def _starts(beside: Supplied, reading: ReadDocument) -> bool:
-    """Whether a launch line hands the document to its script, so that its own words count more than those of the document."""
-    return beside.recipe is not None and reading.source.folder is not None and beside.recipe.refers_to(FilePath(reading.source.name))
+    """Whether a launch line hands the document to its script, so that its own words count more than those of the
+    document.
+    """
+    return (
+        beside.recipe is not None
+        and reading.source.folder is not None
+        and beside.recipe.refers_to(FilePath(reading.source.name))
+    )
 
 
 def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Supplied) -> Topology | None:
     if reading.format == "accelerate" and other:
         return other  # `accelerate launch --num_processes` takes precedence over its file
     if own and other and own.world_size != other.world_size:
-        what = f"{own.world_size} ranks here, {other.world_size} in {beside.name}; correct one of them, or add --world-size N"
+        what = (
+            f"{own.world_size} ranks here, {other.world_size} in {beside.name}; correct one of them, or add "
+            "--world-size N"
+        )
         raise ConfigError([Problem("", what, reading.source.name)])
     return own or other
 
@@ -164,15 +184,23 @@ class _Told(NamedTuple):
 
 
 def _merged(reading: ReadDocument, format_: Format, told: _Told, *, same: bool) -> tuple[list[Entry], list[Entry]]:
-    """A document that is a file of arguments itself: both are read as one. A line that hands the file to its script counts more."""
+    """A document that is a file of arguments itself: both are read as one.
+
+    A line that hands the file to its script counts more.
+    """
     data, more = reading.source.data, told.supplied.values
     starts = _starts(told.supplied, reading)
-    twice = [key for key in data if key in more and (starts or key not in _ENGINES) and not same_value(more[key], data[key])]
+    twice = [
+        key for key in data if key in more and (starts or key not in _ENGINES) and not same_value(more[key], data[key])
+    ]
     yielding = twice if starts and not same else []
     kept = {key: value for key, value in data.items() if key not in yielding}
     found = format_.entries(reading.source._replace(data={**more, **kept}), told.ranks)
     own = [entry for entry in found if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
-    own += [Entry((key,), data[key], Meaning(Fit.IGNORED, f"{told.supplied.place(key)} says {shown(more[key])}")) for key in yielding]
+    own += [
+        Entry((key,), data[key], Meaning(Fit.IGNORED, f"{told.supplied.place(key)} says {shown(more[key])}"))
+        for key in yielding
+    ]
     given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
     return own, [*given, *((_stays if starts else _clash)(key, reading, told) for key in twice if key not in yielding)]
 
@@ -195,10 +223,16 @@ def _beside(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[E
     whole = told.supplied.format in TRAINER
     found = told.entries({**values, **(engine if whole or not told.supplied.format else {})}, reading.source)
     given = [told.placed(entry) for entry in found if entry.path[0] not in _ENGINES]
-    given = [_of_the_loop(entry, of_launcher=not whole and bool(told.supplied.format)) for entry in given if whole or not entry.assumed]
+    given = [
+        _of_the_loop(entry, of_launcher=not whole and bool(told.supplied.format))
+        for entry in given
+        if whole or not entry.assumed
+    ]
     if not whole or where is None:
         return list(reading.entries), given
-    inner = {(*where, *entry.path[1:]): entry for entry in found if entry.path[0] == _ENGINES[0] and len(entry.path) > 1}
+    inner = {
+        (*where, *entry.path[1:]): entry for entry in found if entry.path[0] == _ENGINES[0] and len(entry.path) > 1
+    }
     own = [_again(entry, inner[entry.path], told, where) if entry.path in inner else entry for entry in reading.entries]
     return own, given
 
@@ -207,7 +241,11 @@ def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
     """The entry without what the document itself says, which is how the engine shards."""
     meaning = entry.meaning
     if of_launcher:
-        fields = {field: value for field, value in meaning.fields.items() if field in _OF_LAUNCHER or field.startswith("launch.")}
+        fields = {
+            field: value
+            for field, value in meaning.fields.items()
+            if field in _OF_LAUNCHER or field.startswith("launch.")
+        }
         return entry._replace(meaning=Meaning(fields=fields, unknown=meaning.unknown))
     fields = {field: value for field, value in meaning.fields.items() if not field.startswith(_STRATEGY)}
     return entry._replace(meaning=meaning._replace(fields=fields, native={}))
@@ -229,14 +267,21 @@ def _again(entry: Entry, filled_in: Entry, told: _Told, where: Path) -> Entry:
 
 
 def _with_whole_batch(entries: Sequence[Entry], ranks: Topology | None) -> list[Entry]:
-    """The entries, with the product that transformers fills in where every factor is known; no other tool takes the word."""
-    said = {field: value for entry in entries for field, value in entry.meaning.fields.items() if isinstance(value, int)}
+    """The entries, with the product that transformers fills in where every factor is known; no other tool takes the
+    word.
+    """
+    said = {
+        field: value for entry in entries for field, value in entry.meaning.fields.items() if isinstance(value, int)
+    }
     if not said.keys() >= set(_FACTORS):
         return list(entries)
     product = ranks and math.prod(said[field] for field in _FACTORS) * ranks.world_size
     ignored = Meaning(Fit.IGNORED, "the product of the other two and the ranks", stale=True)
     meaning = Meaning(fields={_WHOLE: product}) if product else ignored
-    return [entry._replace(meaning=meaning) if entry.value == AUTO and entry.path[-1] == _BATCH else entry for entry in entries]
+    return [
+        entry._replace(meaning=meaning) if entry.value == AUTO and entry.path[-1] == _BATCH else entry
+        for entry in entries
+    ]
 
 
 def _without_logs(own: Sequence[Entry], given: Iterable[Entry]) -> list[Entry]:

@@ -15,7 +15,9 @@ __all__ = ["fills", "same_value"]
 _COMPUTE, _REDUCE = "precision.compute", "precision.reduce"
 
 
-def fills(own: Sequence[Entry], given: Sequence[Entry], reading: ReadDocument, changed: Collection[str], *, same: bool) -> Iterator[Entry]:
+def fills(
+    own: Sequence[Entry], given: Sequence[Entry], reading: ReadDocument, changed: Collection[str], *, same: bool
+) -> Iterator[Entry]:
     """The entries of the arguments that decide what a document leaves open, and those that contradict it.
 
     Args:
@@ -26,7 +28,12 @@ def fills(own: Sequence[Entry], given: Sequence[Entry], reading: ReadDocument, c
         same: Whether the document is written in its own format, where only what it names is filled.
     """
     holders = dict(_holders(own))
-    open_ = {field for entry in own for field, value in entry.meaning.fields.items() if isinstance(value, Undecided) or entry.place}
+    open_ = {
+        field
+        for entry in own
+        for field, value in entry.meaning.fields.items()
+        if isinstance(value, Undecided) or entry.place
+    }
     refused = {field for entry in own if entry.meaning.fit is Fit.UNSUPPORTED for field in entry.meaning.decides}
     written = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
     for entry in given:
@@ -40,14 +47,21 @@ def fills(own: Sequence[Entry], given: Sequence[Entry], reading: ReadDocument, c
             if not (entry.assumed or settled or (same and not open_.intersection(entry.meaning.decides))):
                 yield entry
             continue
-        clashes = [holders[field] for field, value in entry.meaning.fields.items() if _clashes(entry, field, value, holders, changed)]
+        clashes = [
+            holders[field]
+            for field, value in entry.meaning.fields.items()
+            if _clashes(entry, field, value, holders, changed)
+        ]
         if clashes:
             yield _contradicting(entry, clashes[0], reading)
             continue
         fields = {
             field: value
             for field, value in entry.meaning.fields.items()
-            if field not in changed and field not in refused and _fills_in(entry, field, value, holders) and (not same or field in open_)
+            if field not in changed
+            and field not in refused
+            and _fills_in(entry, field, value, holders)
+            and (not same or field in open_)
         }
         if _COMPUTE in fields and _REDUCE in open_:
             fields = {_REDUCE: fields[_COMPUTE], **fields}  # DeepSpeed reduces in the dtype of compute
@@ -76,7 +90,9 @@ def _fills_in(entry: Entry, field: str, value: Any, holders: Mapping[str, Entry]
         return True
     if isinstance(value, Undecided):
         return False
-    return (holder.assumed and not entry.assumed) or (not holder.assumed and same_value(holder.meaning.fields[field], value))
+    return (holder.assumed and not entry.assumed) or (
+        not holder.assumed and same_value(holder.meaning.fields[field], value)
+    )
 
 
 def _contradicting(entry: Entry, other: Entry, reading: ReadDocument) -> Entry:

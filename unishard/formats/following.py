@@ -62,7 +62,9 @@ def _recipes(line: LaunchLine) -> Iterator[tuple[str, Word]]:
 
 
 def names(name: str, document: Path) -> bool:
-    """Whether a document's path ends in a name, which may have placeholders; a name that is only a placeholder matches nothing."""
+    """Whether a document's path ends in a name, which may have placeholders; a name that is only a placeholder matches
+    nothing.
+    """
     pattern = _PLACEHOLDER.sub("*", name.removeprefix("./"))
     stem, dot, _ = pattern.rpartition(".")
     return bool(dot and stem.strip("*/.")) and fnmatchcase(document.resolve().as_posix(), f"*/{pattern}")
@@ -76,7 +78,9 @@ def opened(named: Named, place: str) -> Source | Entry:
     """What a named file says, or the entry that says why it counts for nothing."""
     if named.path is None:
         where = "in the working directory, beside the script and in the folders above it"
-        return missing(named, place, f"was not found ({where}): what it says is unknown; add it, or run where it is started")
+        return missing(
+            named, place, f"was not found ({where}): what it says is unknown; add it, or run where it is started"
+        )
     try:
         return open_source(named.path)
     except ConfigError as error:
@@ -85,4 +89,6 @@ def opened(named: Named, place: str) -> Source | Entry:
 
 def missing(named: Named, place: str, note: str) -> Entry:
     """The entry of a named file that counts for nothing."""
-    return Entry((named.option,), named.word.text, Meaning(Fit.APPROXIMATE, note, notable=True), place=place, beside=True)
+    return Entry(
+        (named.option,), named.word.text, Meaning(Fit.APPROXIMATE, note, notable=True), place=place, beside=True
+    )

@@ -73,7 +73,9 @@ class Format(ABC):
         return None
 
     def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
-        """The arguments of TrainingArguments that a document takes the place of, and the path of DeepSpeed's own config in it."""
+        """The arguments of TrainingArguments that a document takes the place of, and the path of DeepSpeed's own config
+        in it.
+        """
         return {}, None
 
     def launch(self, reading: ReadDocument) -> Launch:
@@ -87,7 +89,11 @@ class Format(ABC):
     def wants(self, document: Native) -> str:
         """What must be added to a document before its tool takes it; empty for nothing."""
         missing = [keys.partition("|")[0] for keys in self.needed if not document.keys() & set(keys.split("|"))]
-        return f"{self.tool} refuses a file without {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}" if missing else ""
+        return (
+            f"{self.tool} refuses a file without {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
+            if missing
+            else ""
+        )
 
     @abstractmethod
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:

@@ -28,7 +28,8 @@ class InnerConfig(NamedTuple):
 
 
 def block_in(source: Source, signs: Signs) -> InnerConfig | None:
-    """The engine's config in a file, or in the file that it names; None where there is none, or the document is one itself.
+    """The engine's config in a file, or in the file that it names; None where there is none, or the document is one
+    itself.
 
     Args:
         source: The document.
@@ -42,8 +43,13 @@ def block_in(source: Source, signs: Signs) -> InnerConfig | None:
     first, *others = found
     differ = [one.key for one in others if one.source.data != first.source.data]
     only = f"only {first.key} is read; what the other keys say is not translated"
-    also = [f"has other configs of this engine too ({', '.join(differ)}); put them into files of their own to translate them"]
-    return InnerConfig(first.key, first.source._replace(warnings=(*first.source.warnings, only, *(also if differ else []))))
+    also = [
+        f"has other configs of this engine too ({', '.join(differ)}); put them into files of their own to translate "
+        "them"
+    ]
+    return InnerConfig(
+        first.key, first.source._replace(warnings=(*first.source.warnings, only, *(also if differ else [])))
+    )
 
 
 def _blocks(source: Source, path: Path, data: Mapping[str, Any]) -> Iterator[tuple[str, Source]]:

@@ -54,17 +54,23 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Expr
     word = word or _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
     line = None if entry.assumed or entry.beside else reading.source.origins.of(entry.path).line
     notable = entry.assumed and entry.meaning.notable
-    return Item(entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, notable, entry.place, entry.beside)
+    return Item(
+        entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, notable, entry.place, entry.beside
+    )
 
 
 def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult | None:
-    """What became of a key that the same format has as it is, or of a default that still holds; None where it does not stay so."""
+    """What became of a key that the same format has as it is, or of a default that still holds; None where it does not
+    stay so.
+    """
     meaning = entry.meaning
     here = not entry.assumed and stays(entry, reading.source.data, same)
     elsewhere = any(key.partition(".")[0] != reading.config.backend for key in meaning.native)
     if not goes_through(entry) or elsewhere or (not entry.assumed and not here):
         return None
-    if meaning.fit is Fit.NEEDS_INPUT or (entry.assumed and any(field in reading.undecided for field in meaning.fields)):
+    if meaning.fit is Fit.NEEDS_INPUT or (
+        entry.assumed and any(field in reading.undecided for field in meaning.fields)
+    ):
         return FieldResult(Fit.EXACT, entry.key, "kept") if here and any(_required(reading, meaning.fields)) else None
     if not entry.assumed:
         return FieldResult(Fit.EXACT, entry.key, "kept")
@@ -74,8 +80,12 @@ def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult 
     return FieldResult(Fit.EXACT, "", left) if holds and value_in(same, entry.path) is None else None
 
 
-def _unless_left(word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
-    """The result, which is exact for a default of the engine or a setting without a field where another tool drives the same engine."""
+def _unless_left(
+    word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed
+) -> FieldResult:
+    """The result, which is exact for a default of the engine or a setting without a field where another tool drives the
+    same engine.
+    """
     if target.name == "unishard" or word.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
         return word
     if (entry.meaning.fields and not entry.assumed) or not left_to_engine(entry, expressed.document):
@@ -108,7 +118,9 @@ def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Expr
 
 
 def _native_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
-    """What became of settings that only one engine has: exact where the document that is written holds them, or says that it does."""
+    """What became of settings that only one engine has: exact where the document that is written holds them, or says
+    that it does.
+    """
     words = [_native_setting(path, reading, expressed) for path in entry.meaning.native]
     said = max(words, key=lambda word: word.fit.badness)
     if said.fit is Fit.EXACT:
@@ -135,11 +147,17 @@ _SAID = FieldResult(Fit.EXACT, "", "")
 def _left_to_the_tool(field: str, expressed: Expressed) -> bool:
     """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
     word = expressed.fields.get(field, _SAID)
-    return word.fit is Fit.NEEDS_INPUT and word.note != KEPT_AUTO and placeholder(field) not in dict(flat(expressed.document)).values()
+    return (
+        word.fit is Fit.NEEDS_INPUT
+        and word.note != KEPT_AUTO
+        and placeholder(field) not in dict(flat(expressed.document)).values()
+    )
 
 
 def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
-    """The outcome of a key with unknown fields that the other format cannot leave open: its tool's defaults would train differently."""
+    """The outcome of a key with unknown fields that the other format cannot leave open: its tool's defaults would train
+    differently.
+    """
     who = reading.undecided[fields[0]].who
     note = f"{who}, says {', '.join(fields)}; add it, or {' '.join(f'--set {field}=...' for field in fields)}"
     return FieldResult(Fit.UNSUPPORTED, "", note)
@@ -149,11 +167,16 @@ def _field_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> 
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.meaning
     left = [field for field in own.fields if field in reading.undecided]
-    if missing := [field for field in left if reading.undecided[field].required and _left_to_the_tool(field, expressed)]:
+    if missing := [
+        field for field in left if reading.undecided[field].required and _left_to_the_tool(field, expressed)
+    ]:
         return _unknown(missing, reading)
     words = [expressed.fields[field] for field in own.fields if field in expressed.fields]
     said = max((word.fit for word in words), key=lambda fit: fit.badness, default=Fit.EXACT)
-    fit, notes = max(own.fit, said, key=lambda fit: fit.badness), [own.note] if own.fit is not Fit.EXACT or own.notable else []
+    fit, notes = (
+        max(own.fit, said, key=lambda fit: fit.badness),
+        [own.note] if own.fit is not Fit.EXACT or own.notable else [],
+    )
     if own.fit is Fit.NEEDS_INPUT:
         # Whether it must be decided now is the other format's to say.
         fit, notes = said, notes if left and said is Fit.NEEDS_INPUT else []

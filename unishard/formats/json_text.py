@@ -1,7 +1,8 @@
 """Reads JSON as people write it in config files: comments, trailing commas and tabs are taken, and named.
 
-Which tools take them: DeepSpeed 0.19.8 reads its config with hjson (runtime/config.py), which does; transformers 5.23 and
-Accelerate 1.15.0 read JSON with `json.load` (hf_argparser.py, utils/deepspeed.py, commands/config/config_args.py), which does not.
+Which tools take them: DeepSpeed 0.19.8 reads its config with hjson (runtime/config.py), which does; transformers 5.23
+and Accelerate 1.15.0 read JSON with `json.load` (hf_argparser.py, utils/deepspeed.py, commands/config/config_args.py),
+which does not.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class _Reader:
 
     def _value(self, keys: tuple[str | int, ...]) -> Any:
         if len(keys) > _DEEPEST:
-            raise self._problem(keys[:1], f"is nested more than {_DEEPEST} levels deep, which no config is; name another file")
+            raise self._problem(
+                keys[:1], f"is nested more than {_DEEPEST} levels deep, which no config is; name another file"
+            )
         match self._text[self._at : self._at + 1]:
             case "{":
                 return self._object(keys)
@@ -123,7 +126,9 @@ class _Reader:
                 self._at += 1
                 return
             if not here:
-                raise BrokenJson(f"the bracket opened on line {opened} is never closed; write {end!r} at its end", opened)
+                raise BrokenJson(
+                    f"the bracket opened on line {opened} is never closed; write {end!r} at its end", opened
+                )
             yield index
             index += 1
             self._skip()
@@ -141,7 +146,9 @@ class _Reader:
         try:
             text, self._at = scanstring(self._text, self._at + 1, False)
         except JSONDecodeError as error:
-            raise self._broken(f"unreadable text ({error.msg}); close the quotes, and write backslashes twice") from None
+            raise self._broken(
+                f"unreadable text ({error.msg}); close the quotes, and write backslashes twice"
+            ) from None
         if any(character < " " for character in self._text[start : self._at]):
             self._lenient.setdefault("a control character in text", self._here())
         return str(text)
@@ -151,7 +158,9 @@ class _Reader:
             self._at = found.end()
             whole, fraction, exponent = found.groups()
             if len(found.group()) > _MOST_DIGITS:
-                self._find(keys, f"has more than {_MOST_DIGITS} digits; write a number that a setting can have", self._here())
+                self._find(
+                    keys, f"has more than {_MOST_DIGITS} digits; write a number that a setting can have", self._here()
+                )
                 return 0
             return float(found.group()) if fraction or exponent else int(whole)
         word = _WORD.match(self._text, self._at)
@@ -160,7 +169,9 @@ class _Reader:
             return _WORDS[word.group()]
         near = self._text[self._at : self._at + 20].partition("\n")[0]
         meant = _PYTHONS.get(word.group()) if word else None
-        raise self._broken(f"no value begins with {near!r}; {f'write {meant}' if meant else 'put text in double quotes'}")
+        raise self._broken(
+            f"no value begins with {near!r}; {f'write {meant}' if meant else 'put text in double quotes'}"
+        )
 
     def _skip(self) -> None:
         gap = _GAP.match(self._text, self._at)
@@ -172,7 +183,11 @@ class _Reader:
     def _here(self, at: int | None = None) -> int:
         """The line of a place; counts on from the last one asked for."""
         at = self._at if at is None else at
-        self._line += self._text.count("\n", self._counted, at) if at >= self._counted else -self._text.count("\n", at, self._counted)
+        self._line += (
+            self._text.count("\n", self._counted, at)
+            if at >= self._counted
+            else -self._text.count("\n", at, self._counted)
+        )
         self._counted = at
         return self._line
 

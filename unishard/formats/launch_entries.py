@@ -1,4 +1,6 @@
-"""What a launch line says in the words of the section `launch`, one entry for each of its options about hosts and processes."""
+"""What a launch line says in the words of the section `launch`, one entry for each of its options about hosts and
+processes.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,14 @@ def _unsaid(line: LaunchLine, launch: Launch, said: set[str]) -> Iterator[Entry]
                 yield Entry(("#SBATCH",), value, Meaning(fields={field: value}), place="the job", beside=True)
     elif line.launcher == "torchrun" and "nproc_per_node" not in line.options:
         meaning = Meaning(fields={"launch.processes_per_node": launch.processes})
-        yield Entry(("torchrun --nproc-per-node",), launch.processes, meaning, assumed=True, place="default of torchrun", beside=True)
+        yield Entry(
+            ("torchrun --nproc-per-node",),
+            launch.processes,
+            meaning,
+            assumed=True,
+            place="default of torchrun",
+            beside=True,
+        )
 
 
 def _left(note: str) -> Meaning:
@@ -122,18 +131,30 @@ def _rendezvous(text: str, launch: Launch) -> Meaning:
 def _rendezvous_id(text: str, launch: Launch) -> Meaning:
     if not _several(launch):
         return _left(_ONE_HOST)
-    return _open(text, "launch.rendezvous_id") if placeholders_in(text) else Meaning(fields={"launch.rendezvous_id": text})
+    return (
+        _open(text, "launch.rendezvous_id") if placeholders_in(text) else Meaning(fields={"launch.rendezvous_id": text})
+    )
 
 
 def _rendezvous_options(text: str, launch: Launch) -> Meaning:
     found = dict(part.partition("=")[::2] for part in text.split(",") if "=" in part)
     if placeholders_in(text) or not found:
         return _open(text, "launch.rendezvous_options")
-    return Meaning(fields={"launch.rendezvous_options": {key: int(value) if value.isdecimal() else value for key, value in found.items()}})
+    return Meaning(
+        fields={
+            "launch.rendezvous_options": {
+                key: int(value) if value.isdecimal() else value for key, value in found.items()
+            }
+        }
+    )
 
 
 def _restarts(text: str, launch: Launch) -> Meaning:
-    return Meaning(fields={"launch.max_restarts": int(text)}) if _NUMBER.fullmatch(text) else _open(text, "launch.max_restarts")
+    return (
+        Meaning(fields={"launch.max_restarts": int(text)})
+        if _NUMBER.fullmatch(text)
+        else _open(text, "launch.max_restarts")
+    )
 
 
 def _environment(text: str, launch: Launch) -> Meaning:
@@ -143,7 +164,11 @@ def _environment(text: str, launch: Launch) -> Meaning:
 def _devices(text: str, launch: Launch) -> Meaning:
     if text == "all":
         return _left("every rank sees all GPUs of its host")
-    return _environment(text, launch) if launch.devices == text and not placeholders_in(text) else _open(text, "launch.environment")
+    return (
+        _environment(text, launch)
+        if launch.devices == text and not placeholders_in(text)
+        else _open(text, "launch.environment")
+    )
 
 
 def _included(text: str, launch: Launch) -> Meaning:
@@ -189,7 +214,8 @@ _OPTIONS: Mapping[str, _Read] = {
     **dict.fromkeys(names("hostfile H"), _hosts),
     "num_cpu_threads_per_process": _threads,
     **dict.fromkeys(
-        names("tee t redirects r role log_dir local_ranks_filter monitor_interval start_method enable_each_rank_log"), _says(_SHOWN)
+        names("tee t redirects r role log_dir local_ranks_filter monitor_interval start_method enable_each_rank_log"),
+        _says(_SHOWN),
     ),
     **dict.fromkeys(names("launcher launcher_args ssh_port no_ssh force_multi venv_script"), _says(_REACHED)),
 }

@@ -1,4 +1,6 @@
-"""The line of a shell script that starts a training: its launcher, the launcher's options, and the words that the training script gets."""
+"""The line of a shell script that starts a training: its launcher, the launcher's options, and the words that the
+training script gets.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,19 @@ _FLAGS = frozenset(
         # deepspeed 0.19.8, launcher/runner.py
         "force_multi no_local_rank enable_each_rank_log save_pid bind_cores_to_rank no_ssh elastic_training "
         # accelerate 1.15.0, commands/launch.py
-        "cpu multi_gpu tpu ipex use_xpu use_deepspeed use_fsdp use_megatron_lm use_parallelism_config same_network debug quiet q "
-        "dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation tpu_use_cluster no_tpu_cluster tpu_use_sudo "
+        "cpu multi_gpu tpu ipex use_xpu use_deepspeed use_fsdp use_megatron_lm use_parallelism_config same_network "
+        "debug quiet q "
+        "dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation tpu_use_cluster no_tpu_cluster "
+        "tpu_use_sudo "
         "main_training_function_only enable_cpu_affinity v verbose "
         # srun and mpirun
         "exclusive label l u unbuffered kill_on_bad_exit overlap allow_run_as_root oversubscribe"
     )
 )
 _STARTS_RANKS = ("srun", "mpirun", "mpiexec")
-_HARMLESS = names("echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps module export alias function install")
+_HARMLESS = names(
+    "echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps module export alias function install"
+)
 """Commands that only name a launcher."""
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?PYTHON\w*\}?")
 _FENCE = re.compile(r"\s*(?:```|~~~)\s*(\w*)")
@@ -131,7 +137,11 @@ def _of_axolotl(word: Word, words: list[Word], settings: dict[str, Word]) -> Lau
     own = options_of([one for one in words[:at] if one.text.startswith("-") or one is not words[0]], _FLAGS)[0]
     launcher = own.pop("launcher", Word("accelerate", word.line)).text
     options = options_of(words[at + 1 :], _FLAGS)[0]
-    old = {key: value for key, value in own.items() if key in ("num_processes", "num_machines", "main_process_ip", "main_process_port")}
+    old = {
+        key: value
+        for key, value in own.items()
+        if key in ("num_processes", "num_machines", "main_process_ip", "main_process_port")
+    }
     return LaunchLine(launcher, word.line, {**old, **options}, [], settings)
 
 
@@ -177,7 +187,9 @@ def options_of(words: Sequence[Word], flags: frozenset[str] = frozenset()) -> tu
         name, equals, value = words[at].text.partition("=")
         key = name.lstrip("-").replace("-", "_")
         takes = not equals and key not in flags and name.startswith("-") and at + 1 < len(words)
-        found[key] = words[at + 1]._replace(line=words[at].line) if takes else Word(value if equals else "true", words[at].line)
+        found[key] = (
+            words[at + 1]._replace(line=words[at].line) if takes else Word(value if equals else "true", words[at].line)
+        )
         at += 2 if takes else 1
     return found, list(words[at:])
 

@@ -66,7 +66,9 @@ def launch_of(line: LaunchLine, script: str = "") -> tuple[Topology | None, Laun
 
 
 def with_hosts(launch: Launch, hosts: Mapping[str, int]) -> tuple[Topology | None, Launch]:
-    """The ranks and the launch of DeepSpeed's launcher with the hosts of its hostfile, of which options may take fewer."""
+    """The ranks and the launch of DeepSpeed's launcher with the hosts of its hostfile, of which options may take
+    fewer.
+    """
     first, slots = next(iter(hosts.items()))
     nodes = min(launch.nodes, len(hosts)) if isinstance(launch.nodes, int) else len(hosts)
     each = min(launch.processes, slots) if isinstance(launch.processes, int) else slots
@@ -77,12 +79,20 @@ def with_hosts(launch: Launch, hosts: Mapping[str, int]) -> tuple[Topology | Non
 def _of_job(said: _Options, job: _Options) -> dict[str, str]:
     """The options, with what Slurm puts in the place of its variables."""
     job = {**job, **{key: said[key] for key in _JOB if key in said}}
-    known = {form: job[key] for key, words in _JOB.items() if key in job for word in words for form in (f"${word}", f"${{{word}}}")}
+    known = {
+        form: job[key]
+        for key, words in _JOB.items()
+        if key in job
+        for word in words
+        for form in (f"${word}", f"${{{word}}}")
+    }
     return {key: known.get(value, value) for key, value in said.items()}
 
 
 def _environment(said: _Options, settings: _Options, launch: Launch) -> dict[str, str]:
-    found = {name: value for name, value in settings.items() if _VARIABLES.fullmatch(name) and not placeholders_in(value)}
+    found = {
+        name: value for name, value in settings.items() if _VARIABLES.fullmatch(name) and not placeholders_in(value)
+    }
     threads = said.get("num_cpu_threads_per_process", "")
     found |= {_THREADS: threads} if threads.isdecimal() else {}
     found |= {_DEVICES: launch.devices} if launch.devices and not placeholders_in(launch.devices) else {}
@@ -92,7 +102,9 @@ def _environment(said: _Options, settings: _Options, launch: Launch) -> dict[str
 def _of_torchrun(said: _Options) -> Launch:
     """As torchrun assumes, one process on one node unless they are given."""
     endpoint = said.get("rdzv_endpoint", "")
-    host, _, port = endpoint.rpartition(":") if endpoint else (said.get("master_addr", ""), "", said.get("master_port", ""))
+    host, _, port = (
+        endpoint.rpartition(":") if endpoint else (said.get("master_addr", ""), "", said.get("master_port", ""))
+    )
     address, port = (host, port) if host or not endpoint else (endpoint, "")
     backend = said.get("rdzv_backend", "static")
     return Launch(
@@ -116,7 +128,9 @@ def _of_deepspeed(said: _Options) -> Launch:
 
 def _of_accelerate(said: _Options) -> Launch:
     nodes, total = _number(said.get("num_machines", "1")), _number(said.get("num_processes"))
-    each = total // nodes if isinstance(nodes, int) and isinstance(total, int) and nodes and total % nodes == 0 else None
+    each = (
+        total // nodes if isinstance(nodes, int) and isinstance(total, int) and nodes and total % nodes == 0 else None
+    )
     devices = said.get("gpu_ids")
     place = (said.get("machine_rank"), said.get("main_process_ip"), said.get("main_process_port"))
     return Launch(nodes, each, *place, None, None if devices == "all" else devices)
@@ -136,7 +150,13 @@ def _of_tasks(said: _Options) -> Launch:
     nodes, total = _number(said.get("nodes", said.get("N"))), _number(said.get("ntasks", said.get("n", said.get("np"))))
     each = _number(said.get("ntasks_per_node"))
     if each is None and isinstance(total, int):
-        each = total if nodes is None else total // nodes if isinstance(nodes, int) and nodes and total % nodes == 0 else None
+        each = (
+            total
+            if nodes is None
+            else total // nodes
+            if isinstance(nodes, int) and nodes and total % nodes == 0
+            else None
+        )
     return Launch(1 if nodes is None and each is not None else nodes, each)
 
 

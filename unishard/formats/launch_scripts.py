@@ -55,18 +55,24 @@ class LaunchScripts:
         return "", plain
 
     def _places(self, path: Path) -> Iterator[str]:
-        """Lines that name the config itself, then those whose name has a placeholder, then scripts that name it anywhere."""
+        """Lines that name the config itself, then those whose name has a placeholder, then scripts that name it
+        anywhere.
+        """
         lines = [one for one in self._lines if _names(one, path)]
         yield from (one.place for one in lines if any(path.name in word.text for word in _words(one.line)))
         yield from (one.place for one in lines)
-        yield from (str(script) for script, text in self._texts.items() if path.name in text and script.suffix not in PAGES)
+        yield from (
+            str(script) for script, text in self._texts.items() if path.name in text and script.suffix not in PAGES
+        )
         if len(self.launchers) == 1:
             yield from self.launchers
 
     @cached_property
     def launchers(self) -> list[str]:
         """The configs of Accelerate."""
-        return [str(path) for path in self._configs if any(word in path.read_text(errors="replace") for word in _LAUNCHER)]
+        return [
+            str(path) for path in self._configs if any(word in path.read_text(errors="replace") for word in _LAUNCHER)
+        ]
 
     @cached_property
     def _texts(self) -> dict[Path, str]:
@@ -75,7 +81,11 @@ class LaunchScripts:
     @cached_property
     def _lines(self) -> list[_Launching]:
         found = [(path, launch_lines(text)) for path, text in self._texts.items()]
-        return [_Launching(f"{path}:{line.line}" if len(lines) > 1 else str(path), line) for path, lines in found for line in lines]
+        return [
+            _Launching(f"{path}:{line.line}" if len(lines) > 1 else str(path), line)
+            for path, lines in found
+            for line in lines
+        ]
 
 
 def _words(line: LaunchLine) -> list[Word]:
@@ -84,4 +94,6 @@ def _words(line: LaunchLine) -> list[Word]:
 
 def _names(one: _Launching, path: Path) -> bool:
     recipe = recipe_named(one.line, one.place.rpartition(":")[0] or one.place)
-    return bool(recipe and recipe.refers_to(path)) or any(names(word.text.rpartition("=")[2], path) for word in _words(one.line))
+    return bool(recipe and recipe.refers_to(path)) or any(
+        names(word.text.rpartition("=")[2], path) for word in _words(one.line)
+    )

@@ -1,4 +1,6 @@
-"""Accelerate's config, from which a training is started whose TrainingArguments name no engine: it decides engine and strategy."""
+"""Accelerate's config, from which a training is started whose TrainingArguments name no engine: it decides engine and
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from unishard.formats.supplied import Supplied
 __all__ = ["clashes", "decided", "deciding", "engine_is_open", "staying"]
 
 _DECIDED = ("backend", "sharding.strategy")
-_ABSENT = "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set sharding.strategy=..."
+_ABSENT = (
+    "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set "
+    "sharding.strategy=..."
+)
 _STAYS = "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
 
 
@@ -44,19 +49,27 @@ def decided(own: list[Entry], given: Iterable[Entry], beside: Supplied, ranks: T
     said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
     origins = beside.launcher.origins
     return [entry for entry in own if not _leaves_engine(entry)] + [
-        _without(entry, said)._replace(place="default of Accelerate" if entry.assumed else str(origins.of(entry.path)), beside=True)
+        _without(entry, said)._replace(
+            place="default of Accelerate" if entry.assumed else str(origins.of(entry.path)), beside=True
+        )
         for entry in catalog.get("accelerate").entries(beside.launcher, ranks)
     ]
 
 
 def _without(entry: Entry, said: Collection[str]) -> Entry:
     """The entry without what the launch line or the arguments say otherwise about the processes."""
-    fields = {field: value for field, value in entry.meaning.fields.items() if field not in said or not field.startswith("launch.")}
+    fields = {
+        field: value
+        for field, value in entry.meaning.fields.items()
+        if field not in said or not field.startswith("launch.")
+    }
     return entry._replace(meaning=entry.meaning._replace(fields=fields))
 
 
 def deciding(entry: Entry) -> Entry:
-    """The entry, refused where it is a launcher's config that is missing: nothing else says how the training is sharded."""
+    """The entry, refused where it is a launcher's config that is missing: nothing else says how the training is
+    sharded.
+    """
     if entry.path != (LAUNCHER,):
         return entry
     what = entry.meaning.note.partition(": ")[0]
@@ -67,7 +80,11 @@ def staying(beside: Supplied) -> list[Entry]:
     """The line that says, where TrainingArguments are written again, that the launcher keeps the strategy."""
     if beside.launcher is None:
         return []
-    return [Entry(("accelerate launch",), beside.launcher.name, Meaning(Fit.IGNORED, _STAYS), place=beside.name, beside=True)]
+    return [
+        Entry(
+            ("accelerate launch",), beside.launcher.name, Meaning(Fit.IGNORED, _STAYS), place=beside.name, beside=True
+        )
+    ]
 
 
 def clashes(reading: ReadDocument, beside: Supplied) -> Iterator[Entry]:

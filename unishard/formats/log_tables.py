@@ -1,6 +1,8 @@
-"""How formats read their keys about logs and profiles into `logging` and `profile`, and how they write these: one way for all tools.
+"""How formats read their keys about logs and profiles into `logging` and `profile`, and how they write these: one way
+for all tools.
 
-A format says which destinations a document switches on; from that follow the rows of the keys that belong to a destination.
+A format says which destinations a document switches on; from that follow the rows of the keys that belong to a
+destination.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def left(note: str = ONLY_LOGS) -> Meaning:
     return Meaning(Fit.IGNORED, note, kept=True)
 
 
-def destinations(named: Sequence[str], folder: str, *, progress: bool = True, note: str = "", others: Collection[str] = ()) -> Meaning:
+def destinations(
+    named: Sequence[str], folder: str, *, progress: bool = True, note: str = "", others: Collection[str] = ()
+) -> Meaning:
     """What a key says that switches destinations on.
 
     Args:
@@ -125,7 +129,9 @@ def interval_row(key: str, to: Setting, note: str = "the loss is a mean since th
 
 
 def text_rows(keys: Mapping[str, Mapping[str, str]]) -> dict[str, Rule]:
-    """The rows of fields that are written as they are: by field of `logging`, the dotted key for each destination that reads it."""
+    """The rows of fields that are written as they are: by field of `logging`, the dotted key for each destination that
+    reads it.
+    """
     return {f"logging.{field}": _text_row(field, names) for field, names in keys.items()}
 
 
@@ -147,7 +153,9 @@ def profiled_row(key: str, tool: str, to: Setting, note: str, fit: Fit = Fit.EQU
         note: How it differs.
         fit: How well it says them.
     """
-    gaps = When("steps with gaps", lambda cfg: spans(cfg) is None, Fit.IGNORED, f"traces only; {tool} has consecutive steps")
+    gaps = When(
+        "steps with gaps", lambda cfg: spans(cfg) is None, Fit.IGNORED, f"traces only; {tool} has consecutive steps"
+    )
     return row(fit, key, note, NOT_PROFILED, gaps, to=to)
 
 

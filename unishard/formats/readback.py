@@ -1,4 +1,6 @@
-"""What a translation means otherwise than its source: it is read back, and each difference is written out or reported."""
+"""What a translation means otherwise than its source: it is read back, and each difference is written out or
+reported.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Change", "changes", "differences", "read_back", "refusals", "to_write_out", "with_differences"]
 
 _BY_ENGINE = ("sharding", "offload", "precision", "activation_checkpointing", "communication", "native", "ranks")
-"""Sections of which an engine does what the schema's default says where a file is silent; the others are the training script's."""
+"""Sections of which an engine does what the schema's default says where a file is silent; the others are the training
+script's."""
 _CLOSE = 1e-9
 _CLIPPING = "training.gradient_clipping"
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
@@ -56,14 +59,19 @@ def read_back(target: Format, document: Native, reading: ReadDocument) -> ReadDo
 
 
 def differences(reading: ReadDocument, back: ReadDocument) -> dict[str, Difference]:
-    """By field, what a translation decides otherwise. What the script decides on both sides, or what has no effect, is no difference."""
+    """By field, what a translation decides otherwise.
+
+    What the script decides on both sides, or what has no effect, is no difference.
+    """
     return {found.path: found for found in compare(reading, back) if not _same_effect(found, reading, back)}
 
 
 def _same_effect(found: Difference, reading: ReadDocument, back: ReadDocument) -> bool:
     a, b = found.a, found.b
     if found.path == _CLIPPING and _other_engine(reading) and back.config.backend == "deepspeed":
-        return a.said and b.said and _close(a.value, b.value)  # where DeepSpeed clips, the script's clip_grad_norm_ does nothing
+        return (
+            a.said and b.said and _close(a.value, b.value)
+        )  # where DeepSpeed clips, the script's clip_grad_norm_ does nothing
     if found.path.startswith(("launch.", "logging.", "profile.")):
         return True  # nothing that trains; the number of ranks is compared
     if found.path.startswith("native.") and a.said:
@@ -74,7 +82,10 @@ def _same_effect(found: Difference, reading: ReadDocument, back: ReadDocument) -
     if a.said and b.said and _close(a.value, b.value):
         return True
     if found.path == "training.global_batch_size" and b.value is None:
-        return {"training.micro_batch_size", "training.gradient_accumulation_steps"} <= back.decided - back.undecided.keys()
+        return {
+            "training.micro_batch_size",
+            "training.gradient_accumulation_steps",
+        } <= back.decided - back.undecided.keys()
     return _idle(found.path, reading.config) and _idle(found.path, back.config)
 
 
@@ -119,14 +130,23 @@ def with_differences(
     back: ReadDocument,
     words: Mapping[str, FieldResult],
 ) -> Iterator[Item]:
-    """The items, where one that says nothing of a difference in its fields says it. What no key there says is not exact."""
+    """The items, where one that says nothing of a difference in its fields says it.
+
+    What no key there says is not exact.
+    """
     named = _named(items, found, reading)
     for item, entry in zip(items, reading.entries, strict=False):
         fields = [*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)]
         lost = reading.format != back.format and not entry.meaning.native and _is_lost(item, fields, back)
-        by_itself = item.fit is Fit.EXACT and SCRIPT in item.becomes  # the tool does the same, though nothing in its file says it
+        by_itself = (
+            item.fit is Fit.EXACT and SCRIPT in item.becomes
+        )  # the tool does the same, though nothing in its file says it
         other = {field for field, one in found.items() if one.b.said or not by_itself}
-        here = [field for field in fields if field not in named and (field in other or (lost and not _idle(field, reading.config)))]
+        here = [
+            field
+            for field in fields
+            if field not in named and (field in other or (lost and not _idle(field, reading.config)))
+        ]
         fits = [_outcome(field, found.get(field), reading, back, words) for field in here]
         if not fits:
             yield item._replace(fit=Fit.IGNORED, becomes="", note=_AS_IT_IS) if lost else item
@@ -169,7 +189,9 @@ def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
             yield f"{tool} refuses {entry.key} = {shown(entry.value)} of this translation: {entry.meaning.note}"
 
 
-def changes(found: Mapping[str, Difference], reading: ReadDocument, back: ReadDocument, items: Collection[Item]) -> tuple[Change, ...]:
+def changes(
+    found: Mapping[str, Difference], reading: ReadDocument, back: ReadDocument, items: Collection[Item]
+) -> tuple[Change, ...]:
     """The differences in fields that no key of the source decides."""
     named = _named(items, found, reading)
     listed = {field for entry in reading.entries for field in entry.meaning.fields}
@@ -180,11 +202,16 @@ def _change(path: str, one: Difference, reading: ReadDocument, back: ReadDocumen
     after = one.b.value if one.b.said or one.b.origin == NOT_SAID else AUTO
     note = f"{back.format} has no key for it" if one.b.origin == NOT_SAID else one.b.origin
     if path == _CLIPPING and back.config.backend == "deepspeed" and not _does(path, reading):
-        return Change(path, None, after, said=True, note=f"{note}; the script's clip_grad_norm_ does nothing with DeepSpeed")
+        return Change(
+            path, None, after, said=True, note=f"{note}; the script's clip_grad_norm_ does nothing with DeepSpeed"
+        )
     return Change(path, one.a.value, after, _does(path, reading), note)
 
 
-_IMPLIES = {"sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"), "precision.compute": ("precision.loss_scale",)}
+_IMPLIES = {
+    "sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"),
+    "precision.compute": ("precision.loss_scale",),
+}
 """Fields of which the line of another speaks as well."""
 
 
@@ -199,7 +226,13 @@ def _named(items: Collection[Item], found: Mapping[str, Difference], reading: Re
             fields |= {field for field in meaning.fields if field.startswith("sharding.")}
         elif item.fit is not Fit.EXACT and not (item.fit is Fit.IGNORED and item.assumed and not item.notable):
             fields |= {*meaning.fields, *meaning.decides, *(f"native.{key}" for key in meaning.native)}
-    keys = {key for item in items if item.fit not in (Fit.EXACT, Fit.EQUIVALENT) for key in item.becomes.split(", ") if key}
+    keys = {
+        key for item in items if item.fit not in (Fit.EXACT, Fit.EQUIVALENT) for key in item.becomes.split(", ") if key
+    }
     carried = {item.becomes for item in items if item.fit is Fit.EXACT}
-    fields |= {path for path, one in found.items() if one.b.key in keys or (path.startswith("native.") and one.b.key in carried)}
+    fields |= {
+        path
+        for path, one in found.items()
+        if one.b.key in keys or (path.startswith("native.") and one.b.key in carried)
+    }
     return fields | {other for field in fields for other in _IMPLIES.get(field, ())}

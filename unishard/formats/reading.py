@@ -1,4 +1,6 @@
-"""From what a document says, entry by entry, to a config: contradictions found, undecided fields named, nothing lost."""
+"""From what a document says, entry by entry, to a config: contradictions found, undecided fields named, nothing
+lost.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ def assemble(
 ) -> ReadDocument:
     """Put a config together from what the entries say.
 
-    An entry that contradicts an earlier one, or that the schema refuses, is refused in the reading, with the reason; the others stand.
-    An assumed entry yields to what is written.
+    An entry that contradicts an earlier one, or that the schema refuses, is refused in the reading, with the reason;
+    the others stand. An assumed entry yields to what is written.
 
     Args:
         name: Of the format.
@@ -93,13 +95,20 @@ def assemble(
             config = Config.parse(document.data)
         except ValidationError as error:
             faults = {dotted(finding.path): finding.what for finding in findings_of(error, document.data)}
-            pointless = frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults) - unneeded
+            pointless = (
+                frozenset(field for field in STAND_INS if isinstance(fields.get(field), Undecided) and field in faults)
+                - unneeded
+            )
             unneeded |= pointless
             if not pointless:
                 told = {field for entry in found if entry.beside for field in entry.meaning.fields}
                 found = without_unused(found, fields, faults, changed | told) or _refuse(found, faults)
             continue
-        undecided = {field: value for field, value in fields.items() if isinstance(value, Undecided) and not _overridden(field, changed)}
+        undecided = {
+            field: value
+            for field, value in fields.items()
+            if isinstance(value, Undecided) and not _overridden(field, changed)
+        }
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
         return ReadDocument(name, source, tuple(found), config, decided, undecided, topology, fills_auto)
 
@@ -129,8 +138,13 @@ def _lifted(entries: Sequence[Entry], overrides: Sequence[str]) -> list[Entry]:
     If it names a class, the arguments that mean something for this class only go with it.
     """
     found = [_left_to_override(entry, overrides) for entry in entries]
-    classes = {new.path[:-1] for new, old in zip(found, entries, strict=True) if new is not old and new.path[-1] in _CLASS}
-    return [_without_class(entry) if any(entry.path[: len(path)] == path for path in classes if path) else entry for entry in found]
+    classes = {
+        new.path[:-1] for new, old in zip(found, entries, strict=True) if new is not old and new.path[-1] in _CLASS
+    }
+    return [
+        _without_class(entry) if any(entry.path[: len(path)] == path for path in classes if path) else entry
+        for entry in found
+    ]
 
 
 def _left_to_override(entry: Entry, overrides: Sequence[str]) -> Entry:
@@ -142,7 +156,9 @@ def _left_to_override(entry: Entry, overrides: Sequence[str]) -> Entry:
     needed = [decides[0], *(field for field in decides[1:] if field.partition(".")[0] != section)]
     if not all(_overridden(field, _paths(overrides)) for field in needed):
         return entry
-    said = " ".join(f"--set {text}" for text in overrides if any(_overridden(field, _paths([text])) for field in needed))
+    said = " ".join(
+        f"--set {text}" for text in overrides if any(_overridden(field, _paths([text])) for field in needed)
+    )
     fields = {field: Undecided("--set") for field in needed if field in _FIELDS}
     return entry._replace(meaning=Meaning(Fit.IGNORED, f"{said} decides instead", fields))
 
@@ -158,7 +174,8 @@ def _paths(overrides: Iterable[str]) -> frozenset[str]:
 
 
 def _without_contradictions(entries: Sequence[Entry], changed: Collection[str] = ()) -> list[Entry]:
-    """Those that are written in their order, then those that are assumed, which yield; what is undecided goes with any decision.
+    """Those that are written in their order, then those that are assumed, which yield; what is undecided goes with any
+    decision.
 
     So does what an override decides.
     """
@@ -172,9 +189,15 @@ def _without_contradictions(entries: Sequence[Entry], changed: Collection[str] =
             if not fields:
                 continue
             entry = entry._replace(meaning=entry.meaning._replace(fields=fields, native={}))
-        elif clashes := [name for name in clashes if not _overridden(name, changed) and not _undecided(said[name][1], sayings[name])]:
+        elif clashes := [
+            name for name in clashes if not _overridden(name, changed) and not _undecided(said[name][1], sayings[name])
+        ]:
             other = said[clashes[0]][0]
-            found.append(entry.but(Fit.UNSUPPORTED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"))
+            found.append(
+                entry.but(
+                    Fit.UNSUPPORTED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"
+                )
+            )
             continue
         found.append(entry)
         for name, value in sayings.items():
@@ -202,9 +225,11 @@ def _overridden(field: str, changed: Collection[str]) -> bool:
 
 
 def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Collection[str]) -> Document:
-    """The fields as a nested document, as a file would hold it; what is assumed and the schema assumes as well is left out.
+    """The fields as a nested document, as a file would hold it; what is assumed and the schema assumes as well is left
+    out.
 
-    So are undecided fields, but for those that have a stand-in and are not unneeded, which is to say that the others do without them.
+    So are undecided fields, but for those that have a stand-in and are not unneeded, which is to say that the others do
+    without them.
     """
     assumed = {field for entry in entries if entry.assumed for field in entry.meaning.fields}
     known = {field: value for field, value in fields.items() if not isinstance(value, Undecided)}
@@ -243,12 +268,16 @@ def _override(document: Document, overrides: Iterable[str]) -> frozenset[str]:
 
 
 def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
-    """The entries, those refused that the schema finds fault with. Assumed ones yield instead: no one asked for what a tool assumes.
+    """The entries, those refused that the schema finds fault with.
+
+    Assumed ones yield instead: no one asked for what a tool assumes.
 
     Raises:
         ConfigError: None of them is at fault, so an override is.
     """
-    blamed = _blamed(entries, faults) or _blamed(entries, {path.rpartition(".")[0]: f"{path} {what}" for path, what in faults.items()})
+    blamed = _blamed(entries, faults) or _blamed(
+        entries, {path.rpartition(".")[0]: f"{path} {what}" for path, what in faults.items()}
+    )
     if not blamed:
         raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
     yielding = {index for index in blamed if entries[index].assumed}
@@ -256,7 +285,10 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
         return [_yielded(entry, blamed[index]) if index in blamed else entry for index, entry in enumerate(entries)]
     if yielding:
         return [entry for index, entry in enumerate(entries) if index not in yielding]
-    return [entry.but(Fit.UNSUPPORTED, _worded(blamed[index])) if index in blamed else entry for index, entry in enumerate(entries)]
+    return [
+        entry.but(Fit.UNSUPPORTED, _worded(blamed[index])) if index in blamed else entry
+        for index, entry in enumerate(entries)
+    ]
 
 
 def _yielded(entry: Entry, fault: str) -> Entry:
@@ -275,7 +307,15 @@ def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, st
     blamed = {}
     for index, entry in enumerate(entries):
         said = [f"native.{key}" for key in entry.meaning.native] + list(entry.meaning.fields)
-        fault = next((f"{path}: {what}".removeprefix(": ") for path, what in faults.items() for name in said if _within(path, name)), None)
+        fault = next(
+            (
+                f"{path}: {what}".removeprefix(": ")
+                for path, what in faults.items()
+                for name in said
+                if _within(path, name)
+            ),
+            None,
+        )
         if fault:
             blamed[index] = fault
     return blamed

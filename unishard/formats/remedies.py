@@ -91,7 +91,9 @@ def remedy(
     return None
 
 
-def _least(search: _Search, outcome: Outcome, attempt: Callable[[_Search], Outcome], topology: Topology | None) -> Remedy:
+def _least(
+    search: _Search, outcome: Outcome, attempt: Callable[[_Search], Outcome], topology: Topology | None
+) -> Remedy:
     """The same without the drops that what is set makes needless."""
     for key in list(search.drops) if search.sets else ():
         del search.drops[key]
@@ -120,7 +122,9 @@ class _Search:
         return tuple(f"{field}={value}" for field, value in self.sets.items())
 
     def improve(self, refused: Iterable[_RefusedKey]) -> bool:
-        """For each refused key, set a field that it decides, or drop it if nothing is left to set; whether there was something to do."""
+        """For each refused key, set a field that it decides, or drop it if nothing is left to set; whether there was
+        something to do.
+        """
         changed = False
         set_now: set[str] = set()
         for key, fields in refused:
@@ -149,7 +153,10 @@ def _refused(outcome: Outcome, topology: Topology | None) -> Iterator[_RefusedKe
     entries = outcome.reading.entries
     for item, entry in zip(outcome.items, entries, strict=False):
         if item.fit is Fit.UNSUPPORTED:
-            yield entry.key, (*(field for field in entry.meaning.decides if field not in _TARGETS), *entry.meaning.fields)
+            yield (
+                entry.key,
+                (*(field for field in entry.meaning.decides if field not in _TARGETS), *entry.meaning.fields),
+            )
     for item in outcome.items[len(entries) :]:
         yield "", (item.key.removeprefix("--set "),)
     if not outcome.of(Fit.UNSUPPORTED):
@@ -162,5 +169,9 @@ def _refused_by_engine(outcome: Outcome, topology: Topology | None) -> Iterator[
     except ConfigError as error:
         paths = [problem.path for problem in error.problems]
         entries = [entry for entry in outcome.reading.entries if not entry.assumed]
-        found = [(entry.key, tuple(entry.meaning.fields)) for entry in entries if any(path in entry.meaning.fields for path in paths)]
+        found = [
+            (entry.key, tuple(entry.meaning.fields))
+            for entry in entries
+            if any(path in entry.meaning.fields for path in paths)
+        ]
         yield from found or [("", tuple(paths))]

@@ -1,4 +1,6 @@
-"""Writes a document in its own format again: only what was asked for changes, and everything else stays as it is in the source."""
+"""Writes a document in its own format again: only what was asked for changes, and everything else stays as it is in the
+source.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _MISSING: Any = object()
 _ANEW = Undecided("its tool's current key")
 
 
-def untouched(target: Format, reading: ReadDocument, after: Expressed, write: Callable[[ReadDocument], Native]) -> Native | None:
+def untouched(
+    target: Format, reading: ReadDocument, after: Expressed, write: Callable[[ReadDocument], Native]
+) -> Native | None:
     """The source's own document with what overrides change; None where its words do not say that.
 
     Args:
@@ -41,7 +45,10 @@ def untouched(target: Format, reading: ReadDocument, after: Expressed, write: Ca
         # What no longer counts, such as a loss scale in bf16, stays where it does no harm.
         candidates = (
             *_without_auto(plain, reading, before, after.document),
-            *(changed(reading.source.data, plain.entries, before, after.document, removing=removing) for removing in (False, True)),
+            *(
+                changed(reading.source.data, plain.entries, before, after.document, removing=removing)
+                for removing in (False, True)
+            ),
         )
         for candidate in candidates:
             found = _with_repeated(candidate, plain, {field: wanted[field] for field in reading.decided})
@@ -54,13 +61,19 @@ def untouched(target: Format, reading: ReadDocument, after: Expressed, write: Ca
 
 
 def _without_auto(plain: ReadDocument, reading: ReadDocument, before: Native, after: Native) -> Iterator[Native]:
-    """The document with only the values in place of `auto` that are decided now, and without one that follows from them, if it has any."""
+    """The document with only the values in place of `auto` that are decided now, and without one that follows from
+    them, if it has any.
+    """
     told = any(entry.place for entry in reading.entries)
     old, new = dict(flat(before)), dict(flat(after))
     follows = [entry.path for entry in reading.entries if entry.value == AUTO and entry.meaning.stale]
     stopped = [entry.path for entry in plain.entries if not entry.assumed and not goes_through(entry)]
     found = _without(plain.source.data, [*follows, *stopped])
-    autos = [key for key, value in flat(found) if value == AUTO and key in new and (told or old.get(key, _MISSING) != new[key])]
+    autos = [
+        key
+        for key, value in flat(found)
+        if value == AUTO and key in new and (told or old.get(key, _MISSING) != new[key])
+    ]
     for key in autos:
         found = _with(found, tuple(key.split(".")), new[key])
     if autos:
@@ -68,7 +81,9 @@ def _without_auto(plain: ReadDocument, reading: ReadDocument, before: Native, af
 
 
 def _with_repeated(document: Native, plain: ReadDocument, wanted: Mapping[str, Any]) -> Native:
-    """The document with the new value at each of several keys that say the same: a batch size inside and around an engine's config."""
+    """The document with the new value at each of several keys that say the same: a batch size inside and around an
+    engine's config.
+    """
     old = _values(plain)
     for entry in plain.entries:
         fields = list(entry.meaning.fields.items())
@@ -95,7 +110,9 @@ def _chosen(reading: ReadDocument, field: str) -> Any:
 
 def _values(reading: ReadDocument) -> dict[str, Any]:
     """The value of each field; None for one that is undecided."""
-    return {field: None if field in reading.undecided else value_at(reading.config, field) for field, _ in leaves(Config)}
+    return {
+        field: None if field in reading.undecided else value_at(reading.config, field) for field, _ in leaves(Config)
+    }
 
 
 def without_stale(reading: ReadDocument) -> ReadDocument:
@@ -110,7 +127,9 @@ def without_stale(reading: ReadDocument) -> ReadDocument:
     return reading._replace(undecided={**reading.undecided, **fields}, config=config)
 
 
-def changed(original: Mapping[str, Any], entries: Iterable[Entry], before: Native, after: Native, *, removing: bool = True) -> Native:
+def changed(
+    original: Mapping[str, Any], entries: Iterable[Entry], before: Native, after: Native, *, removing: bool = True
+) -> Native:
     """A document with the differences between two others.
 
     Args:
@@ -164,7 +183,11 @@ def _without(document: Mapping[str, Any], paths: Iterable[Path]) -> Native:
         inner = found.get(name)
         if below and isinstance(inner, Mapping):
             rest = _without(inner, [tuple(below)])
-            found = {**found, name: rest} if rest or not inner else {key: value for key, value in found.items() if key != name}
+            found = (
+                {**found, name: rest}
+                if rest or not inner
+                else {key: value for key, value in found.items() if key != name}
+            )
         elif not below:
             found.pop(name, None)
     return found

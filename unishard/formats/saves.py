@@ -1,4 +1,6 @@
-"""What engines are told about files, and no field of the config says: whether a save holds the whole model, and how one is loaded."""
+"""What engines are told about files, and no field of the config says: whether a save holds the whole model, and how one
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ __all__ = ["carried", "described", "with_files"]
 _FULL = "state_dict_type"
 _LOADS = "cpu_ram_efficient_loading"
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
-_OF_ZERO = ("zero3_save_16bit_model", _GATHERS, _GATHERS.removeprefix("stage3_"), "stage3_gather_fp16_weights_on_model_save")
-"""Names of DeepSpeed's switch: Accelerate's, its own, and the older one, which DeepSpeed 0.19.8 still reads (runtime/zero/config.py)."""
+_OF_ZERO = (
+    "zero3_save_16bit_model",
+    _GATHERS,
+    _GATHERS.removeprefix("stage3_"),
+    "stage3_gather_fp16_weights_on_model_save",
+)
+"""Names of DeepSpeed's switch: Accelerate's, its own, and the older one, which DeepSpeed 0.19.8 still reads
+(runtime/zero/config.py)."""
 _FSDP = {
     "accelerate": "fsdp_config.fsdp_{}",
     "swift": "fsdp.fsdp_config.{}",
@@ -37,10 +45,15 @@ _HERE = "unishard saves shards, and `unishard export` writes the whole model"
 
 def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
     """The key and the value in another format for each entry that speaks of files."""
-    before = next((entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None)
+    before = next(
+        (entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None
+    )
     if reading.format == to and before == reading.config.backend:
         return {}
-    fsdp, zero = reading.config.backend == "fsdp" and to != "deepspeed", reading.config.sharding.strategy == "full_shard"
+    fsdp, zero = (
+        reading.config.backend == "fsdp" and to != "deepspeed",
+        reading.config.sharding.strategy == "full_shard",
+    )
     found = {}
     for entry in _written(reading.entries):
         name = _name(entry)
@@ -61,7 +74,9 @@ def with_files(document: Native, keys: Iterable[tuple[str, Any]]) -> Native:
 
 
 def described(item: Item, entry: Entry, found: dict[Path, tuple[str, Any]], to: str) -> Item:
-    """The item of an entry that speaks of files: exact where it is carried, and never ignored where saves would hold less."""
+    """The item of an entry that speaks of files: exact where it is carried, and never ignored where saves would hold
+    less.
+    """
     if entry.path in found:
         return item._replace(fit=Fit.EXACT, becomes=found[entry.path][0], note="")
     whole = _is_full(entry) or (_name(entry) in _OF_ZERO and _is_on(entry.value))
@@ -81,7 +96,9 @@ def _name(entry: Entry) -> str:
 
 
 def _kind(entry: Entry) -> str:
-    """How a save is split, in the words that FSDP2 has; empty where the entry does not say it, or says what only FSDP1 has."""
+    """How a save is split, in the words that FSDP2 has; empty where the entry does not say it, or says what only FSDP1
+    has.
+    """
     word = str(entry.value).rpartition(".")[2].upper().removesuffix("_STATE_DICT")
     return f"{word}_STATE_DICT" if _name(entry) == _FULL and word in ("FULL", "SHARDED") else ""
 

@@ -22,4 +22,6 @@ def open_end(entries: Iterable[Entry], path: Path) -> Iterator[Entry]:
     fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
     if fields.get("scheduler.name") in ("linear", "cosine") and _TOTAL not in fields:
         who = Undecided(f"{'.'.join(path)}, which the file does not have in steps")
-        yield Entry(path, None, Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True)
+        yield Entry(
+            path, None, Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True
+        )

@@ -33,7 +33,10 @@ class _Assigned(NamedTuple):
 
 
 def commands(text: str) -> list[list[Word]]:
-    """The simple commands of a script. Variables that hold several words or options are put in; all others stay as `$NAME`."""
+    """The simple commands of a script.
+
+    Variables that hold several words or options are put in; all others stay as `$NAME`.
+    """
     found = list(split(text))
     variables = _variables(found)
     expanded = (list(_expanded(words, variables, _MOST)) for words in found if words)
@@ -120,7 +123,9 @@ class _ShellReader:
             elif self._text[self._at] == "#":
                 self._skip_to("\n")
             else:
-                items.append(self._word() if self._text[self._at] not in f"<>{_ENDS}" else Word(self._forward(1), self._line))
+                items.append(
+                    self._word() if self._text[self._at] not in f"<>{_ENDS}" else Word(self._forward(1), self._line)
+                )
         self._forward(1)
         return "\0" + "\0".join(f"{item.line}\1{item.text}" for item in items)
 
@@ -129,7 +134,9 @@ class _ShellReader:
         if character == "'":
             return self._forward(self._closing("'", 1) - self._at)[1:-1]
         if character == '"':
-            return re.sub(r'\\(["$`\\])', r"\1", self._forward(self._closing('"', 1) - self._at)[1:-1].replace("\\\n", " \n"))
+            return re.sub(
+                r'\\(["$`\\])', r"\1", self._forward(self._closing('"', 1) - self._at)[1:-1].replace("\\\n", " \n")
+            )
         if character == "\\":
             return self._forward(2)[1:]
         for opening, closing in (("$(", ")"), ("${", "}")):
@@ -173,7 +180,11 @@ def _variables(found: Iterable[list[Word]]) -> dict[str, list[_Assigned]]:
             assignment = _ASSIGNED.match(word.text)
             if assignment:
                 value = word.text[assignment.end() :]
-                items = [_item(item) for item in value[1:].split("\0") if item] if value.startswith("\0") else [Word(value, word.line)]
+                items = (
+                    [_item(item) for item in value[1:].split("\0") if item]
+                    if value.startswith("\0")
+                    else [Word(value, word.line)]
+                )
                 variables.setdefault(assignment.group(1), []).append(_Assigned(items, bool(assignment.group(2))))
             elif word.text not in _DECLARES:
                 break
@@ -211,6 +222,8 @@ def _held(assigned: list[_Assigned]) -> list[Word] | None:
     words = []
     for one in assigned:
         for item in one.words:
-            inner = [part for command in split(item.text, item.line) for part in command] if len(one.words) == 1 else [item]
+            inner = (
+                [part for command in split(item.text, item.line) for part in command] if len(one.words) == 1 else [item]
+            )
             words += inner
     return words if len(words) > 1 or (words and words[0].text.startswith("-")) else None

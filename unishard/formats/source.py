@@ -24,7 +24,10 @@ _STATEMENT = re.compile(r"^[ \t]*\{%-?\s*(?:if|for|set|include|extends|macro|blo
 _VALUE = re.compile(r"(?<=[:\[,=-])([ \t]*)(\{\{[^{}\n]*\}\}[^\s,\]}#]*)(?=[ \t]*(?:[,\]}#]|$))", re.MULTILINE)
 """A placeholder of Jinja that stands as a value without quotes, which YAML and JSON would take for a mapping."""
 _PYTHON = "is Python, which unishard does not run; name a YAML, JSON or TOML file, or run `unishard init`"
-_TITAN = "is a Python config of torchtitan 0.3 or later, which unishard does not run; name the TOML of 0.2, or run `unishard init`"
+_TITAN = (
+    "is a Python config of torchtitan 0.3 or later, which unishard does not run; name the TOML of 0.2, or run "
+    "`unishard init`"
+)
 _YAML = (".yaml", ".yml")
 _ROOT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 """One of these is in the root of a project."""
@@ -51,7 +54,8 @@ class Source(NamedTuple):
 
 
 def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
-    """Open a YAML, JSON or TOML file, or take a mapping as what one would hold; one that is open already stays as it is.
+    """Open a YAML, JSON or TOML file, or take a mapping as what one would hold; one that is open already stays as it
+    is.
 
     JSON may have comments and trailing commas, and YAML may merge mappings.
 
@@ -83,9 +87,14 @@ def open_named(name: str, folder: Path | None) -> Source | None:
 
 
 def find_named(name: str, folder: Path | None) -> Path | None:
-    """A file that a document names: in its folder, in the working directory, or in a folder above its own up to the root of its project."""
+    """A file that a document names: in its folder, in the working directory, or in a folder above its own up to the
+    root of its project.
+    """
     path = Path(name).expanduser()
-    return next((place / path for place in (folder, Path(), *_above(folder)) if place is not None and _is_file(place / path)), None)
+    return next(
+        (place / path for place in (folder, Path(), *_above(folder)) if place is not None and _is_file(place / path)),
+        None,
+    )
 
 
 def _above(folder: Path | None) -> Iterator[Path]:
@@ -122,7 +131,9 @@ def _parsed(content: str, path: Path) -> _Parsed:
             if not statement:
                 raise
         line = content.count("\n", 0, statement.start()) + 1
-        raise _file_error(path, f"is a Jinja template ({statement.group().strip()}); render it, and translate the result", line) from None
+        raise _file_error(
+            path, f"is a Jinja template ({statement.group().strip()}); render it, and translate the result", line
+        ) from None
 
 
 def _as_it_is(content: str, path: Path) -> _Parsed:
@@ -156,7 +167,12 @@ def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
         data, origins, _, repeats = _yaml(_COMMENT.sub(_blank, content), path)
     except ConfigError:
         raise _file_error(path, f"is not JSON: {error.what}", error.line) from None
-    return data, origins, [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"], repeats
+    return (
+        data,
+        origins,
+        [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"],
+        repeats,
+    )
 
 
 def _yaml(content: str, path: Path) -> _Parsed:
@@ -178,7 +194,10 @@ def _toml(content: str, path: Path) -> dict[str, Any]:
 
     try:
         return tomllib.loads(content)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
         raise _file_error(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
 
 
@@ -207,7 +226,9 @@ def _checked(source: Source) -> Source:
 
 def _plain(value: Any, keys: tuple[str | int, ...], source: Source, problems: list[Problem]) -> Any:
     if len(keys) > _DEEPEST:
-        problems.append(_problem(keys[:1], f"is nested more than {_DEEPEST} levels deep, which no config is; write it flat", source))
+        problems.append(
+            _problem(keys[:1], f"is nested more than {_DEEPEST} levels deep, which no config is; write it flat", source)
+        )
         return None
     match value:
         case Enum():
@@ -227,12 +248,16 @@ def _plain(value: Any, keys: tuple[str | int, ...], source: Source, problems: li
     return text
 
 
-def _mapping(value: Mapping[Any, Any], keys: tuple[str | int, ...], source: Source, problems: list[Problem]) -> dict[str, Any]:
+def _mapping(
+    value: Mapping[Any, Any], keys: tuple[str | int, ...], source: Source, problems: list[Problem]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, item in value.items():
         name = str(key)
         if name in found:
-            problems.append(_problem((*keys, name), "is there twice, as a number and as text; keep one of the two", source))
+            problems.append(
+                _problem((*keys, name), "is there twice, as a number and as text; keep one of the two", source)
+            )
         if not _encodes(name):
             problems.append(_problem(keys, "has a key with a lone surrogate (half a character); rewrite it", source))
         found[name] = _plain(item, (*keys, name), source, problems)

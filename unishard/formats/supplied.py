@@ -22,13 +22,16 @@ TRAINER = ("hf", "trl", "llamafactory", "swift")
 """Formats whose arguments are those of TrainingArguments."""
 _SURE = "per_device_train_batch_size"
 _ONLY_TRAINER = names(
-    "bf16 fp16 tf32 save_steps save_strategy save_total_limit logging_steps logging_strategy eval_strategy evaluation_strategy "
-    "warmup_ratio warmup_steps report_to do_train overwrite_output_dir remove_unused_columns ddp_timeout lr_scheduler_type optim "
+    "bf16 fp16 tf32 save_steps save_strategy save_total_limit logging_steps logging_strategy eval_strategy "
+    "evaluation_strategy "
+    "warmup_ratio warmup_steps report_to do_train overwrite_output_dir remove_unused_columns ddp_timeout "
+    "lr_scheduler_type optim "
     "dataloader_num_workers max_grad_norm adam_beta1 gradient_checkpointing num_train_epochs"
 )
 _LEAST = 2
 _NEVER_TRAINER = names(
-    "num_warmup_steps max_train_steps lr_warmup_steps zero_stage deepspeed_config lr_scheduler checkpointing_steps with_tracking "
+    "num_warmup_steps max_train_steps lr_warmup_steps zero_stage deepspeed_config lr_scheduler checkpointing_steps "
+    "with_tracking "
     "mixed_precision train_micro_batch_size_per_gpu"
 )
 """Arguments of scripts with a loop of their own."""
@@ -102,18 +105,25 @@ def of_config(source: Source) -> Supplied:
     if name == "accelerate":
         format_ = catalog.get(name)
         ranks = format_.ranks(source)
-        return Supplied(source.name, source.data, places, name, ranks, format_.launch(format_.read(source)), launcher=source)
+        return Supplied(
+            source.name, source.data, places, name, ranks, format_.launch(format_.read(source)), launcher=source
+        )
     if name == "hf":
         inner = trainer().arguments_in(source.data)
         return Supplied(source.name, inner, places, name)
     if name not in TRAINER:
-        what = f"is a config of {catalog.get(name).tool}; give --with a launch script, TrainingArguments or a config of Accelerate"
+        what = (
+            f"is a config of {catalog.get(name).tool}; give --with a launch script, TrainingArguments or a config "
+            "of Accelerate"
+        )
         raise ConfigError([Problem("", what, source.name)])
     return Supplied(source.name, source.data, places, name)
 
 
 def whose(values: Mapping[str, Any]) -> str:
-    """Whose arguments they are: TrainingArguments' where they surely are, or those of a tool around it; empty otherwise."""
+    """Whose arguments they are: TrainingArguments' where they surely are, or those of a tool around it; empty
+    otherwise.
+    """
     if _SURE not in values or values.keys() & set(_NEVER_TRAINER) or values.get("deepspeed") is True:
         return ""
     if len(values.keys() & set(_ONLY_TRAINER)) < _LEAST:

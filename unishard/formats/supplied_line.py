@@ -1,4 +1,6 @@
-"""What one launch line says beside a config: the script's arguments, the launcher's options and the files that they name."""
+"""What one launch line says beside a config: the script's arguments, the launcher's options and the files that they
+name.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True) 
         numbered: Whether the report names its number.
     """
     arguments = script_arguments(line.arguments)
-    values, lines = {key: _named_here(key, value, name) for key, value in arguments.values.items()}, dict(arguments.lines)
+    values, lines = (
+        {key: _named_here(key, value, name) for key, value in arguments.values.items()},
+        dict(arguments.lines),
+    )
     recipe = recipe_named(line, name)
     if recipe:
         values.pop("config", None)
@@ -79,7 +84,9 @@ def _with_options(line: LaunchLine, launcher: Source | None) -> LaunchLine:
 
 
 def _hosts(launch: Launch, name: str) -> Mapping[str, int]:
-    """Those of the hostfile that a launch line names, relative to this folder or to the script's; empty where it is not there."""
+    """Those of the hostfile that a launch line names, relative to this folder or to the script's; empty where it is not
+    there.
+    """
     if launch.hosts is None:
         return {}
     found = next((path for path in (Path(launch.hosts), Path(name).parent / launch.hosts) if path.is_file()), None)
@@ -90,7 +97,10 @@ def _of_launcher(line: LaunchLine) -> Iterator[tuple[str, Any, int]]:
     """What the options of `accelerate launch` say about the training."""
     if line.launcher != "accelerate":
         return
-    for option, key in (("gradient_accumulation_steps", "gradient_accumulation_steps"), ("gradient_clipping", "max_grad_norm")):
+    for option, key in (
+        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+        ("gradient_clipping", "max_grad_norm"),
+    ):
         if option in line.options:
             yield key, value_of_word(line.options[option].text), line.options[option].line
     word = line.options.get("mixed_precision")

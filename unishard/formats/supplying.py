@@ -28,8 +28,8 @@ def supplied(where: str | Path | Sequence[str]) -> Supplied:
     """Open what is to be read beside a config.
 
     Args:
-        where: A shell script, with `:LINE` behind it if it starts several trainings; a YAML or JSON file of TrainingArguments or of
-            Accelerate; or the words of a command line.
+        where: A shell script, with `:LINE` behind it if it starts several trainings; a YAML or JSON file of
+            TrainingArguments or of Accelerate; or the words of a command line.
 
     Raises:
         ConfigError: It cannot be read, or holds none of these.
@@ -48,11 +48,16 @@ def _script(name: str) -> Supplied:
         asked = int(numbered.group(2))
         found = [line for line in found if _spans(line, asked)]
     if not found:
-        what = "starts no training that unishard knows (deepspeed, torchrun, accelerate launch, srun, python -m torch.distributed.run)"
+        what = (
+            "starts no training that unishard knows (deepspeed, torchrun, accelerate launch, srun, python -m "
+            "torch.distributed.run)"
+        )
         raise ConfigError([Problem("", f"{what}; give the arguments behind -- instead", name)])
     if len(found) > 1 and any(_said(line) != _said(found[0]) for line in found[1:]):
         lines = ", ".join(str(line.line) for line in found)
-        raise ConfigError([Problem("", f"starts several trainings (lines {lines}); name one: --with {path}:{found[0].line}", name)])
+        raise ConfigError(
+            [Problem("", f"starts several trainings (lines {lines}); name one: --with {path}:{found[0].line}", name)]
+        )
     return of_line(found[-1], str(path), text)
 
 
@@ -76,7 +81,10 @@ def _of_words(words: list[str]) -> Supplied:
     if found:
         return of_line(found[0], _HERE, "", numbered=False)
     if words and not words[0].startswith("-"):
-        what = "unexpected argument; name one config, and write what the training script gets behind --, as --learning_rate 1e-4"
+        what = (
+            "unexpected argument; name one config, and write what the training script gets behind --, as "
+            "--learning_rate 1e-4"
+        )
         raise ConfigError([Problem("", what, words[0])])
     arguments = script_arguments([Word(word, 0) for word in words])
     return Supplied(_HERE, arguments.values, {}, whose(arguments.values))

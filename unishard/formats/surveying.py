@@ -25,13 +25,25 @@ _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
 _OF_A_MODEL = {"architectures", "model_type", "transformers_version"}
 """Keys of a model's own config.json, which has sizes such as `num_layers` too."""
 _ELSEWHERE = frozenset(
-    {".git", ".hg", ".svn", ".tox", ".nox", ".mypy_cache", ".ruff_cache", "node_modules", "__pycache__", "site-packages"}
+    {
+        ".git",
+        ".hg",
+        ".svn",
+        ".tox",
+        ".nox",
+        ".mypy_cache",
+        ".ruff_cache",
+        "node_modules",
+        "__pycache__",
+        "site-packages",
+    }
 )
 _LARGEST = 2**20
 _TOLD = ("backend", "sharding.strategy", "precision.compute")
 _OPEN = "needs input"
 _LOUD_ENOUGH = 2
-"""Of the keys that speak for a format, before a file counts as a config: files of other kinds have a word such as `optimizer` too."""
+"""Of the keys that speak for a format, before a file counts as a config: files of other kinds have a word such as
+`optimizer` too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +131,9 @@ def _failed(path: Path, message: str) -> UnreadableConfig | SkippedFile:
 def _candidates(root: Path, suffixes: frozenset[str]) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         here = Path(folder)
-        folders[:] = sorted(name for name in folders if name not in _ELSEWHERE and not (here / name / "pyvenv.cfg").exists())
+        folders[:] = sorted(
+            name for name in folders if name not in _ELSEWHERE and not (here / name / "pyvenv.cfg").exists()
+        )
         for name in sorted(files):
             path = here / name
             if path.suffix.lower() in suffixes and path.is_file():
@@ -135,7 +149,9 @@ def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignC
         return ForeignConfig(str(path), other[0].name) if other else None
     plain = translate(source, to, from_=catalog.BLOCKS if block else None)
     decided = not engine_is_open(plain.reading.entries)
-    script, outcome = scripts.filling(path, to, plain) if not block and (plain.reading.undecided or not decided) else ("", plain)
+    script, outcome = (
+        scripts.filling(path, to, plain) if not block and (plain.reading.undecided or not decided) else ("", plain)
+    )
     reading, config = outcome.reading, outcome.reading.config
     counts = {fit: len(outcome.of(fit)) for fit in Fit}
     launched = () if decided or script or not scripts.launchers else _TOLD[:2]
@@ -144,7 +160,16 @@ def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignC
         _OPEN if field in launched or field in reading.undecided else value_at(config, field) for field in _TOLD
     )
     return FoundConfig(
-        str(path), reading.format, backend, strategy, precision, counts, _status(outcome), open_, script, block.key if block else ""
+        str(path),
+        reading.format,
+        backend,
+        strategy,
+        precision,
+        counts,
+        _status(outcome),
+        open_,
+        script,
+        block.key if block else "",
     )
 
 

@@ -43,7 +43,8 @@ class Outcome(NamedTuple):
     """The document as a file holds it."""
     warnings: tuple[str, ...]
     launch: str = ""
-    """The torchrun line for the processes that the source asks for, where the other format does not say it; empty where there is none."""
+    """The torchrun line for the processes that the source asks for, where the other format does not say it; empty where
+    there is none."""
     dropped: tuple[DroppedKey, ...] = ()
     """What was left out on request."""
     filling: Filling | None = None
@@ -104,14 +105,15 @@ def translate(
         overrides: Changes on top, such as `backend=fsdp`; they also decide what only the training script knows.
         topology: The ranks; left out, those that the document speaks of, or one.
         drop: Keys to leave out, as dotted names or globs; the document then means what it means without them.
-        with_: What fills the values that the document leaves open: a launch script, a file of TrainingArguments or of Accelerate, or the
-            words of a command line.
+        with_: What fills the values that the document leaves open: a launch script, a file of TrainingArguments or of
+            Accelerate, or the words of a command line.
 
     Returns:
         The document and one item for each key of the source. What is not supported stands among the items as refused.
 
     Raises:
-        ConfigError: The file cannot be read, is in no known format, an override cannot be used, or a key to drop is not there.
+        ConfigError: The file cannot be read, is in no known format, an override cannot be used, or a key to drop is not
+            there.
     """
     target, overrides, drop = catalog.get(to), tuple(overrides), tuple(drop)
     source = open_source(source)
@@ -129,7 +131,12 @@ def translate(
     yielding = _without_refused_assumptions(reading, expressed)
     if yielding:
         reading = assemble(
-            reading.format, reading.source, yielding, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto
+            reading.format,
+            reading.source,
+            yielding,
+            overrides=overrides,
+            topology=reading.topology,
+            fills_auto=reading.fills_auto,
         )
         expressed = _written(target, reading, ranks)
     same = _same(target, reading, expressed)
@@ -154,7 +161,9 @@ def translate(
 def _read_back(
     target: Format, document: Native, reading: ReadDocument, items: tuple[Item, ...], warnings: list[str]
 ) -> ReadDocument | None:
-    """What a document means that may be written; None, and a warning, where its own tool would not read it as it stands."""
+    """What a document means that may be written; None, and a warning, where its own tool would not read it as it
+    stands.
+    """
     if any(item.fit is Fit.UNSUPPORTED for item in items):
         return None
     try:
@@ -169,11 +178,16 @@ def _described(
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
     found = carried(reading, target.name)
-    lines = (described(item_of(entry, reading, target, expressed, same), entry, found, target.name) for entry in reading.entries)
+    lines = (
+        described(item_of(entry, reading, target, expressed, same), entry, found, target.name)
+        for entry in reading.entries
+    )
     items = (*lines, *_refused_overrides(overrides, reading, expressed))
     if same is not None:
         return items, same
-    return items, with_files(merge(expressed.document, _kept_keys(reading) if reading.format == target.name else {}), found.values())
+    return items, with_files(
+        merge(expressed.document, _kept_keys(reading) if reading.format == target.name else {}), found.values()
+    )
 
 
 def _nothing(document: Native) -> str:
@@ -196,15 +210,27 @@ def _read_without(
         return reading, dropped
     entries, further = drop_entries(reading.entries, drop)
     if further:
-        reading = assemble(reading.format, source, entries, overrides=overrides, topology=reading.topology, fills_auto=reading.fills_auto)
+        reading = assemble(
+            reading.format,
+            source,
+            entries,
+            overrides=overrides,
+            topology=reading.topology,
+            fills_auto=reading.fills_auto,
+        )
     return reading, [*dropped, *further]
 
 
 def _same(target: Format, reading: ReadDocument, expressed: Expressed) -> Native | None:
-    """The source with what overrides change, if it is in this format already. unishard's own files are edited with `unishard set`."""
+    """The source with what overrides change, if it is in this format already.
+
+    unishard's own files are edited with `unishard set`.
+    """
     if reading.format != target.name or target.name == "unishard":
         return None
-    return untouched(target, reading, expressed, lambda plain: _written(target, plain, plain.topology or Topology()).document)
+    return untouched(
+        target, reading, expressed, lambda plain: _written(target, plain, plain.topology or Topology()).document
+    )
 
 
 def _text(target: Format, document: Native, reading: ReadDocument) -> str:
@@ -222,7 +248,8 @@ def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Expresse
 
 
 def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) -> list[Entry]:
-    """The entries, if there are assumed ones that are not supported: those then say only how the schema's default differs.
+    """The entries, if there are assumed ones that are not supported: those then say only how the schema's default
+    differs.
 
     Nobody asked for what a tool assumes where its file is silent, so it is no reason to refuse the file.
     """
@@ -231,13 +258,18 @@ def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) ->
 
 
 def _without_refused(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entry:
-    refused = [field for field in entry.meaning.fields if field in expressed.fields and expressed.fields[field].fit is Fit.UNSUPPORTED]
+    refused = [
+        field
+        for field in entry.meaning.fields
+        if field in expressed.fields and expressed.fields[field].fit is Fit.UNSUPPORTED
+    ]
     if not refused or any(field in reading.undecided for field in refused):
         return entry
     said = {field: entry.meaning.fields[field] for field in refused}
     values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
     note = "; ".join(
-        f"{expressed.fields[field].note.partition(';')[0]}; the translation has {field} {shown(default_of(field, values))}"
+        f"{expressed.fields[field].note.partition(';')[0]}; the translation has {field} "
+        f"{shown(default_of(field, values))}"
         f" instead of {shown(value)}, the default of {reading.format}"
         for field, value in said.items()
     )
@@ -264,4 +296,12 @@ def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expresse
         field = text.partition("=")[0].strip()
         result = expressed.fields.get(field)
         if result and result.fit is Fit.UNSUPPORTED and field not in said:
-            yield Item(f"--set {field}", value_at(reading.config, field), result.fit, result.key, result.note, None, assumed=False)
+            yield Item(
+                f"--set {field}",
+                value_at(reading.config, field),
+                result.fit,
+                result.key,
+                result.note,
+                None,
+                assumed=False,
+            )

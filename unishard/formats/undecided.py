@@ -1,4 +1,6 @@
-"""Sets aside what depends on a switch that is set elsewhere, such as the loss scale of an fp16 that is `"auto"` or overridden."""
+"""Sets aside what depends on a switch that is set elsewhere, such as the loss scale of an fp16 that is `"auto"` or
+overridden.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from unishard.contract.rules import Fit
 __all__ = ["without_unused"]
 
 
-def without_unused(entries: Sequence[Entry], fields: Mapping[str, Any], faults: Mapping[str, str], changed: Collection[str]) -> list[Entry]:
-    """The entries without the fields that the schema refuses because a switch is set otherwise, by an override or not yet.
+def without_unused(
+    entries: Sequence[Entry], fields: Mapping[str, Any], faults: Mapping[str, str], changed: Collection[str]
+) -> list[Entry]:
+    """The entries without the fields that the schema refuses because a switch is set otherwise, by an override or not
+    yet.
 
     Args:
         entries: What the document says.
@@ -24,7 +29,11 @@ def without_unused(entries: Sequence[Entry], fields: Mapping[str, Any], faults: 
     Returns:
         None of them if no fault is of this kind.
     """
-    unused = {field: wanted for field, value in fields.items() if field in faults and (wanted := _open(field, value, fields, changed))}
+    unused = {
+        field: wanted
+        for field, value in fields.items()
+        if field in faults and (wanted := _open(field, value, fields, changed))
+    }
     if not unused:
         return []
     return [new for entry in entries if (new := _without(entry, unused, faults, changed)) is not None]
@@ -36,7 +45,9 @@ def _open(field: str, value: Any, fields: Mapping[str, Any], changed: Collection
         return {}
     wanted = needs(field, value)
     return {
-        switch: values for switch, values in wanted.items() if isinstance(fields.get(switch), Undecided) or _overridden(switch, changed)
+        switch: values
+        for switch, values in wanted.items()
+        if isinstance(fields.get(switch), Undecided) or _overridden(switch, changed)
     }
 
 
@@ -44,7 +55,9 @@ def _overridden(field: str, changed: Collection[str]) -> bool:
     return any(field == path or field.startswith(f"{path}.") for path in changed)
 
 
-def _without(entry: Entry, unused: Mapping[str, Needs], faults: Mapping[str, str], changed: Collection[str]) -> Entry | None:
+def _without(
+    entry: Entry, unused: Mapping[str, Needs], faults: Mapping[str, str], changed: Collection[str]
+) -> Entry | None:
     dropped = [field for field in entry.meaning.fields if field in unused]
     if not dropped:
         return entry
@@ -55,5 +68,8 @@ def _without(entry: Entry, unused: Mapping[str, Needs], faults: Mapping[str, str
     if _overridden(switch, changed):
         fit, note = Fit.IGNORED, faults[dropped[0]].partition(";")[0]
     else:
-        fit, note = Fit.NEEDS_INPUT, f"only counts if {switch} is {' or '.join(map(str, values))}; add --set {switch}=..."
+        fit, note = (
+            Fit.NEEDS_INPUT,
+            f"only counts if {switch} is {' or '.join(map(str, values))}; add --set {switch}=...",
+        )
     return entry._replace(meaning=entry.meaning._replace(fit=fit, note=note, fields={}, kept=True))

@@ -155,7 +155,9 @@ class Draft:
             except ConfigError as error:
                 faults = [problem.path for problem in error.problems]
                 stale = [path for path in faults if path in self.values and not _within(path, paths)]
-                needed = [path for path in faults if path in _NEEDED and path not in self.values and not _within(path, paths)]
+                needed = [
+                    path for path in faults if path in _NEEDED and path not in self.values and not _within(path, paths)
+                ]
                 if not stale and not needed:
                     raise ConfigError([Problem(problem.path, problem.what) for problem in error.problems]) from None
                 for path in stale:
@@ -177,7 +179,11 @@ def _expanded(change: str) -> list[str]:
     path, _, value = change.partition("=")
     field = Config.model_fields.get(path.strip())
     kind = field.annotation if field else None
-    names = kind.shorthand if isinstance(kind, type) and issubclass(kind, Section) and not value.strip().startswith("{") else ()
+    names = (
+        kind.shorthand
+        if isinstance(kind, type) and issubclass(kind, Section) and not value.strip().startswith("{")
+        else ()
+    )
     return [f"{path.strip()}.{name}={value}" for name in names] or [change]
 
 

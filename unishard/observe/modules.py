@@ -18,6 +18,7 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.distributed import process_group
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.distributed.shards import norm_of, shard_norms
+from unishard.observe.position import Position
 
 __all__ = ["FILE", "ModuleRecorder"]
 
@@ -66,11 +67,19 @@ class ModuleRecorder:
             return
         divisor, adapter = finish(), self._adapter
         named = dict(adapter.module.named_parameters())
-        weights = shard_norms({name: adapter.master_shard(parameter) for name, parameter in named.items()}, adapter.device)
-        found = {name: adapter.grad_shard(parameter, create=False) for name, parameter in named.items() if parameter.requires_grad}
+        weights = shard_norms(
+            {name: adapter.master_shard(parameter) for name, parameter in named.items()}, adapter.device
+        )
+        found = {
+            name: adapter.grad_shard(parameter, create=False)
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        }
         norms = shard_norms({name: shard for name, shard in found.items() if shard is not None}, adapter.device)
         self._window.divisor = divisor
-        self._window.parameters = {name: (norm, norms[name] / divisor if name in norms else None) for name, norm in weights.items()}
+        self._window.parameters = {
+            name: (norm, norms[name] / divisor if name in norms else None) for name, norm in weights.items()
+        }
 
     def record_step(self) -> None:
         """Write the lines of a step that has ended. Collective."""
@@ -130,10 +139,13 @@ class _MeasuredWindow:
         """Of each tensor: index of the module, elements, and sum of squares and of values."""
         self._handles: list[Any] = []
         for index, name in enumerate(self._names):
-            # The output is what all hooks make of it. Gradients are those of what the module itself returns: hooks of the engine may
-            # return other tensors, through which not all of the gradient flows.
+            # The output is what all hooks make of it. Gradients are those of what the module itself returns: hooks of
+            # the engine may return other tensors, through which not all of the gradient flows.
             register = model.get_submodule(name).register_forward_hook
-            self._handles += [register(self._hook(index, self._watch), prepend=True), register(self._hook(index, self._measure))]
+            self._handles += [
+                register(self._hook(index, self._watch), prepend=True),
+                register(self._hook(index, self._measure)),
+            ]
 
     def _hook(self, index: int, act: Callable[[int, Tensor], None]) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -155,7 +167,9 @@ class _MeasuredWindow:
     def _add(self, what: str, index: int, tensor: Tensor) -> None:
         values = tensor.detach()
         total = values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
-        self._sums[what].append((index, values.numel(), torch.stack([norm_of(values).double().square(), total.double()])))
+        self._sums[what].append(
+            (index, values.numel(), torch.stack([norm_of(values).double().square(), total.double()]))
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """The lines, modules in the order in which they end in the forward. Collective."""
@@ -167,10 +181,14 @@ class _MeasuredWindow:
         for _, index in order:
             row = {"module": self._names[index]} | _moments("output", outputs[index], 1.0)
             if index in places:
-                row |= _moments("gradient", gradients[index], self.divisor * dist.get_world_size()) | {"backward_order": places[index]}
+                row |= _moments("gradient", gradients[index], self.divisor * dist.get_world_size()) | {
+                    "backward_order": places[index]
+                }
             rows.append(row)
         for name, (norm, gradient) in self.parameters.items():
-            rows.append({"parameter": name, "weight_norm": norm} | ({} if gradient is None else {"gradient_norm": gradient}))
+            rows.append(
+                {"parameter": name, "weight_norm": norm} | ({} if gradient is None else {"gradient_norm": gradient})
+            )
         return rows
 
     def _summed(self, what: str) -> tuple[list[list[float]], list[float]]:
@@ -197,7 +215,10 @@ class _MeasuredWindow:
 
 def _moments(name: str, sums: list[float], divisor: float) -> dict[str, float]:
     squares, total, count = sums
-    return {f"{name}_rms": math.sqrt(squares / max(count, 1)) / divisor, f"{name}_mean": total / max(count, 1) / divisor}
+    return {
+        f"{name}_rms": math.sqrt(squares / max(count, 1)) / divisor,
+        f"{name}_mean": total / max(count, 1) / divisor,
+    }
 
 
 def _seen(model: nn.Module) -> Iterator[str]:

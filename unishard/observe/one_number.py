@@ -21,7 +21,10 @@ def check_number(call: str, name: str, value: Any) -> None:
     if isinstance(value, DTensor):
         raise ContractError(f"{call}: {name} is a DTensor, of which each rank holds a part; pass {name}.full_tensor()")
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise ContractError(f"{call}: {name} must be one number, got a tensor of shape {tuple(value.shape)}; pass its mean, {name}.mean()")
+        raise ContractError(
+            f"{call}: {name} must be one number, got a tensor of shape {tuple(value.shape)}; pass its mean, "
+            f"{name}.mean()"
+        )
     if not isinstance(value, Tensor):
         try:
             float(value + 0)  # a text is no number

@@ -65,12 +65,14 @@ class Profiling:
     def close(self) -> None:
         """Give up a trace whose last step did not end.
 
-        The profiler is not stopped: with DeepSpeed, stopping it inside an accumulation window corrupts memory (torch 2.13,
-        DeepSpeed 0.19.8, stage 3, CPU: the process ends with SIGSEGV or "free(): invalid next size" soon after).
+        The profiler is not stopped: with DeepSpeed, stopping it inside an accumulation window corrupts memory (torch
+        2.13, DeepSpeed 0.19.8, stage 3, CPU: the process ends with SIGSEGV or "free(): invalid next size" soon after).
         """
         if self._running is not None:
             self._span.close()
-            _logger.warning("profile: the run ended inside step %d, so its trace is not written", self._order.updates + 1)
+            _logger.warning(
+                "profile: the run ended inside step %d, so its trace is not written", self._order.updates + 1
+            )
             self._running = None
 
     def _start(self, step: int) -> None:
@@ -110,4 +112,7 @@ def _write_timeline(trace: Path, to: Path) -> None:
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     found = [(event["ts"], event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]"]
     points = [[time, size] for time, size in sorted(found)]
-    to.write_text(json.dumps({"time": "microseconds, as in the trace", "memory": "bytes allocated", "points": points}), encoding="utf-8")
+    to.write_text(
+        json.dumps({"time": "microseconds, as in the trace", "memory": "bytes allocated", "points": points}),
+        encoding="utf-8",
+    )

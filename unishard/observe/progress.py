@@ -33,12 +33,19 @@ _BAR_WIDTH = 120
 class Progress:
     """Shows steps done, loss, throughput, learning rate, gradient norm, memory and time left, on standard error.
 
-    Recording takes microseconds and never waits for the device; only displaying does (it reads loss and norm), at most four times a second.
-    The loss is this rank's, averaged over the accumulation window; throughput is this rank's times the number of ranks.
+    Recording takes microseconds and never waits for the device; only displaying does (it reads loss and norm), at most
+    four times a second. The loss is this rank's, averaged over the accumulation window; throughput is this rank's times
+    the number of ranks.
     """
 
     def __init__(
-        self, loader: Iterable[Any], window_length: int, device: torch.device, *, drop: bool, console: Console | None = None
+        self,
+        loader: Iterable[Any],
+        window_length: int,
+        device: torch.device,
+        *,
+        drop: bool,
+        console: Console | None = None,
     ) -> None:
         """Start the display.
 
@@ -63,14 +70,20 @@ class Progress:
         self._shown_updates = 0
         self._recent = deque([(self._started, 0, 0)], maxlen=_RECENT_UPDATES)
         self._console = console or Console(stderr=True)
-        self._bar = _start_bar(self._console, self._total) if self._console.is_terminal and not self._console.is_dumb_terminal else None
+        self._bar = (
+            _start_bar(self._console, self._total)
+            if self._console.is_terminal and not self._console.is_dumb_terminal
+            else None
+        )
         self._interval = _LINE_SECONDS if self._bar is None else _BAR_SECONDS
 
     def record_batch(self, batch: Any) -> None:
         """Record a micro-batch that was read."""
         tensor, self._unit = _measured(batch)
         if tensor is not None:
-            self._units_seen += self._ranks * (tensor.numel() if self._unit == "tokens" else len(tensor) if tensor.ndim else 1)
+            self._units_seen += self._ranks * (
+                tensor.numel() if self._unit == "tokens" else len(tensor) if tensor.ndim else 1
+            )
 
     def record_loss(self, loss: Tensor) -> None:
         """Record the mean loss of a micro-batch, a detached tensor with one element."""
@@ -117,7 +130,10 @@ class Progress:
             parts.append(f"loss {loss:.4f}")
         if self._total is not None:
             parts.append(f"left {_clock((self._total - done) * seconds / (done - updates))}")
-        parts += [f"{_short((units - seen) / seconds)} {self._unit}/s", f"lr {0.0 if self._step is None else self._step.lr:.2e}"]
+        parts += [
+            f"{_short((units - seen) / seconds)} {self._unit}/s",
+            f"lr {0.0 if self._step is None else self._step.lr:.2e}",
+        ]
         if self._step is not None and self._step.grad_norm is not None:
             parts.append(f"norm {self._step.grad_norm:.3g}" + (" (skipped)" if self._step.skipped else ""))
         parts += [_memory(self._device), f"elapsed {_clock(now - self._started)}"]
@@ -135,7 +151,9 @@ def _start_bar(console: Console, total: int | None) -> bars.Progress:
 
 
 def _measured(batch: Any) -> tuple[Tensor | None, str]:
-    """The tensor that throughput is counted by, and the unit: its elements are tokens, or its first dimension samples."""
+    """The tensor that throughput is counted by, and the unit: its elements are tokens, or its first dimension
+    samples.
+    """
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
     return (ids, "tokens") if isinstance(ids, Tensor) else (_first_tensor(batch), "samples")
 

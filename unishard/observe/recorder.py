@@ -48,7 +48,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class MetricsRecorder:
     """Measures between two records, and reads what it measured only there: no call waits for the device in between."""
 
-    def __init__(self, cfg: Config, adapter: EngineAdapter, order: Position, sent: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, cfg: Config, adapter: EngineAdapter, order: Position, sent: Callable[[], int] | None = None
+    ) -> None:
         """Open the destinations. Collective.
 
         Args:
@@ -83,7 +85,8 @@ class MetricsRecorder:
         self._paused_at: float | None = None
         self._idle = self._saving = 0.0
 
-    # -- the loop ---------------------------------------------------------------------------------------------------------
+    # -- the loop
+    # ---------------------------------------------------------------------------------------------------------
 
     def record_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count what a forward in training mode gets. The first one after a record writes it."""
@@ -168,12 +171,17 @@ class MetricsRecorder:
         values |= {"memory_gib": memory.item() / 2**30, "skipped_updates": float(self._skipped)}
         return values | ({"checkpoint_seconds": self._saving} if self._saving else {})
 
-    # -- around it --------------------------------------------------------------------------------------------------------
+    # -- around it
+    # --------------------------------------------------------------------------------------------------------
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Add the user's values to the next record, or to the one of the step that has just ended."""
         for name, value in values.items() if self._main else ():
-            self._to.logged(name, value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value), self._order.updates)
+            self._to.logged(
+                name,
+                value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value),
+                self._order.updates,
+            )
 
     def evaluating(self, mode: bool) -> None:
         """Leave the time of an evaluation out of the throughput."""
@@ -227,7 +235,9 @@ def check_values(values: Mapping[str, Any]) -> None:
     """
     for name, value in values.items():
         if name in NAMES:
-            raise ContractError(f"log: {name} is a value that the engine logs itself; choose another name, such as my_{name}")
+            raise ContractError(
+                f"log: {name} is a value that the engine logs itself; choose another name, such as my_{name}"
+            )
         check_number("log", name, value)
 
 

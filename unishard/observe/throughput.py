@@ -28,7 +28,8 @@ class Work(NamedTuple):
 def work_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
     """What a forward processes: its `input_ids`, or the first tensor of its arguments.
 
-    A tensor of token ids is `input_ids`, or holds int32 or int64 in two dimensions. Reads shapes only, so the host does not wait.
+    A tensor of token ids is `input_ids`, or holds int32 or int64 in two dimensions. Reads shapes only, so the host does
+    not wait.
     """
     ids = kwargs.get("input_ids")
     given = ids if isinstance(ids, Tensor) else next(tensors_in([args, kwargs]), None)
@@ -50,11 +51,12 @@ class Flops(NamedTuple):
 def flops_per_token(adapter: InferenceAdapter) -> Flops:
     """Floating-point operations of forward and backward for one token, without recomputation: those that MFU counts.
 
-    A weight of a matrix takes 2 in the forward, 2 in the backward for its input and, if it is trained, 2 for its own gradient: 6 N in all
-    (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). N leaves out embedding tables that no matrix product uses (a tied one counts).
-    Attention takes 12 x layers x hidden size x length (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B, which defines MFU);
-    layers and hidden size are those of `model.config`, as transformers names them, and attention counts as 0 without it. A causal mask
-    is not subtracted, as there. The formula is that of dense transformers: it counts all experts of a mixture.
+    A weight of a matrix takes 2 in the forward, 2 in the backward for its input and, if it is trained, 2 for its own
+    gradient: 6 N in all (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). N leaves out embedding tables that no
+    matrix product uses (a tied one counts). Attention takes 12 x layers x hidden size x length (Chowdhery et al. 2022,
+    PaLM, arXiv:2204.02311, appendix B, which defines MFU); layers and hidden size are those of `model.config`, as
+    transformers names them, and attention counts as 0 without it. A causal mask is not subtracted, as there. The
+    formula is that of dense transformers: it counts all experts of a mixture.
     """
     module = adapter.module
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
@@ -93,9 +95,10 @@ PEAKS: Mapping[str, float] = {
 }
 """Dense bf16 and fp16 operations per second, by words in the device's name (`torch.cuda.get_device_name`).
 
-From the vendors' data sheets: NVIDIA GB200, B200, GH200, H200, H100, H800, H20, A100, A800, A40, A30, A10, L40S, L4, RTX A6000, and the
-white paper of the Ada architecture (RTX 4090); AMD Instinct MI300X, and MI250X, which is two devices. Where only a value with 2:4
-sparsity is given, half of it. A name with more words comes before the one that it contains.
+From the vendors' data sheets: NVIDIA GB200, B200, GH200, H200, H100, H800, H20, A100, A800, A40, A30, A10, L40S, L4,
+RTX A6000, and the white paper of the Ada architecture (RTX 4090); AMD Instinct MI300X, and MI250X, which is two
+devices. Where only a value with 2:4 sparsity is given, half of it. A name with more words comes before the one that it
+contains.
 """
 
 

@@ -1,7 +1,7 @@
 """What is compared with plain torch: cells, each a combination of settings, and features, each a way of training.
 
-The plain feature is the loop of the README. Every other one changes the config, the model or the loop, and defines what plain torch does
-instead; `unishard.testing.features` lists them.
+The plain feature is the loop of the README. Every other one changes the config, the model or the loop, and defines what
+plain torch does instead; `unishard.testing.features` lists them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Cell:
     def __str__(self) -> str:
         feature = "" if self.feature == "plain" else f"{self.feature}-"
         clip = "clip" if self.clip else "noclip"
-        return f"{feature}{self.model}-{self.strategy}-accumulate{self.accumulation}-{clip}-{self.precision}-{self.world}ranks"
+        return (
+            f"{feature}{self.model}-{self.strategy}-accumulate{self.accumulation}-{clip}-{self.precision}-"
+            f"{self.world}ranks"
+        )
 
 
 def config_of(backend: str, cell: Cell, sections: Mapping[str, Any]) -> Config:
@@ -86,14 +89,18 @@ def config_of(backend: str, cell: Cell, sections: Mapping[str, Any]) -> Config:
     Args:
         backend: The backend.
         cell: The settings.
-        sections: The feature's sections. An `optimizer` or `scheduler` replaces the plain one, None removes it; other sections are
-            merged.
+        sections: The feature's sections. An `optimizer` or `scheduler` replaces the plain one, None removes it; other
+            sections are merged.
     """
     plain: dict[str, Any] = {
         "backend": backend,
         "sharding": {"strategy": cell.strategy},
         "precision": {"compute": cell.precision},
-        "training": {"micro_batch_size": MICRO_BATCH, "gradient_accumulation_steps": cell.accumulation, "gradient_clipping": cell.clip},
+        "training": {
+            "micro_batch_size": MICRO_BATCH,
+            "gradient_accumulation_steps": cell.accumulation,
+            "gradient_clipping": cell.clip,
+        },
         "optimizer": _OPTIMIZERS.get(cell.model, _OPTIMIZERS["mlp"]),
         "scheduler": {"name": "cosine", "total_steps": STEPS, "min_lr_ratio": 0.1},
         # The desync check changes no figure, and takes a quarter of the time of such short runs.
@@ -101,7 +108,9 @@ def config_of(backend: str, cell: Cell, sections: Mapping[str, Any]) -> Config:
     }
     for name in sections.keys() & {"optimizer", "scheduler"}:
         del plain[name]
-    return Config.model_validate({name: section for name, section in merge(plain, sections).items() if section is not None})
+    return Config.model_validate(
+        {name: section for name, section in merge(plain, sections).items() if section is not None}
+    )
 
 
 def _samples(cell: Cell, rank: int) -> Iterator[int]:
@@ -216,7 +225,10 @@ class Feature:
         wanted = list(product(self.models, self.strategies, self.precisions, self.worlds))
         if 2 in self.worlds:
             model, turns = next(iter(self.models)), enumerate(self.strategies)
-            wanted += [(model, strategy, self.precisions[turn // 2 % len(self.precisions)], (1, 4)[turn % 2]) for turn, strategy in turns]
+            wanted += [
+                (model, strategy, self.precisions[turn // 2 % len(self.precisions)], (1, 4)[turn % 2])
+                for turn, strategy in turns
+            ]
         return [
             Cell(model, strategy, self.accumulation, self.clip, precision, world, self.name)
             for model, strategy, precision, world in dict.fromkeys(wanted)

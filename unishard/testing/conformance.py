@@ -54,16 +54,20 @@ class Refusal(NamedTuple):
 
 def cells() -> list[Cell]:
     """All cells: of the plain loop, then of every feature."""
-    return plain_cells() + [cell for feature in FEATURES.values() if feature.name != "plain" for cell in feature.cells()]
+    return plain_cells() + [
+        cell for feature in FEATURES.values() if feature.name != "plain" for cell in feature.cells()
+    ]
 
 
 def suite() -> list[Cell]:
-    """The subset of cells that a test suite runs, with their first optimizer steps; `make parity` runs all of `cells()`.
+    """The subset of cells that a test suite runs, with their first optimizer steps; `make parity` runs all of
+    `cells()`.
 
-    For each area: every strategy of its features, with their models in turn, in the first dtype and at 2 ranks. Each feature has one
-    strategy; the first has those that are left, and its last strategy in every dtype. For the plain loop at 2 ranks: long windows with
-    clipping and windows of one micro-batch without, in every combination of strategy and dtype, each with one or both models; all of its
-    cells at 1 rank; at 4 ranks one of each strategy, with both models, dtypes and windows.
+    For each area: every strategy of its features, with their models in turn, in the first dtype and at 2 ranks. Each
+    feature has one strategy; the first has those that are left, and its last strategy in every dtype. For the plain
+    loop at 2 ranks: long windows with clipping and windows of one micro-batch without, in every combination of strategy
+    and dtype, each with one or both models; all of its cells at 1 rank; at 4 ranks one of each strategy, with both
+    models, dtypes and windows.
     """
     return [replace(cell, steps=FEATURES[cell.feature].steps_in_suite) for cell in cells() if _in_suite(cell)]
 
@@ -84,7 +88,9 @@ def _in_suite(cell: Cell) -> bool:
 
 @cache
 def _strategies_in_suite(area: str) -> dict[str, set[str]]:
-    """The strategies of each feature of an area: the one that the area has the fewest of so far; for the first, also all that are left."""
+    """The strategies of each feature of an area: the one that the area has the fewest of so far; for the first, also
+    all that are left.
+    """
     chosen: list[str] = []
     for feature in AREAS[area]:
         chosen.append(min(feature.strategies, key=chosen.count))
@@ -98,23 +104,35 @@ def _in_plain_suite(cell: Cell) -> bool:
     long_window, clipped = cell.accumulation > 1, cell.clip is not None
     if cell.world == 4:
         return long_window is clipped is (cell.strategy in STRATEGIES[2:])
-    return cell.world == 1 or (long_window is clipped and (cell.model == "mlp" or long_window is (cell.precision == "bf16")))
+    return cell.world == 1 or (
+        long_window is clipped and (cell.model == "mlp" or long_window is (cell.precision == "bf16"))
+    )
 
 
 def plain_cells() -> list[Cell]:
-    """All combinations at 2 ranks; at 1 and 4 ranks a subset that combines every value with each strategy or each world size."""
+    """All combinations at 2 ranks; at 1 and 4 ranks a subset that combines every value with each strategy or each world
+    size.
+    """
     full = [Cell(*values, world=2) for values in product(MODELS, STRATEGIES, (1, 3), (CLIP, None), ("fp32", "bf16"))]
     spanning = []
     for world, (index, strategy) in product((1, 4), enumerate(STRATEGIES)):
         first, second = ("fp32", "bf16") if index % 2 else ("bf16", "fp32")
-        spanning += [Cell("mlp", strategy, 3, CLIP, first, world), Cell("llama", strategy, 1 + index // 2 * 2, None, second, world)]
+        spanning += [
+            Cell("mlp", strategy, 3, CLIP, first, world),
+            Cell("llama", strategy, 1 + index // 2 * 2, None, second, world),
+        ]
     return full + spanning
 
 
 def tolerance(backend: str, cell: Cell) -> Tolerance:
     """The tolerance of an engine in a cell: the common bounds, unless the feature or the suite declares a gap."""
     for gap in (*FEATURES[cell.feature].gaps, *GAPS):
-        if (gap.backend, gap.model, gap.strategy, gap.precision) == (backend, cell.model, cell.strategy, cell.precision):
+        if (gap.backend, gap.model, gap.strategy, gap.precision) == (
+            backend,
+            cell.model,
+            cell.strategy,
+            cell.precision,
+        ):
             return gap.tolerance
     return TOLERANCES[cell.precision]
 
@@ -182,7 +200,9 @@ def measure(backend: str, cell: Cell) -> Curve | Refusal:
     Raises:
         AssertionError: The engine failed in this cell, or its ranks report different curves.
     """
-    answers: list[Curve | Refusal | str] = [answers[cell] for answers in _measure_group(backend, _group_of(cell), cell.world)]
+    answers: list[Curve | Refusal | str] = [
+        answers[cell] for answers in _measure_group(backend, _group_of(cell), cell.world)
+    ]
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             raise AssertionError(f"{backend}, {cell}: rank {rank} failed:\n{answer}")
@@ -237,7 +257,9 @@ def expected(cell: Cell) -> Curve:
 def _oracle_group(group: str, world: int) -> dict[Cell, Curve]:
     members = {_with_first_strategy(cell) for cell in _members(group, world)}
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < world else None  # as the engines' ranks
-    curves: dict[Cell, Curve] = run_ranks(1, _run_oracle, sorted(members, key=str), timeout=60.0 + 30.0 * len(members), env=on_cpu)[0]
+    curves: dict[Cell, Curve] = run_ranks(
+        1, _run_oracle, sorted(members, key=str), timeout=60.0 + 30.0 * len(members), env=on_cpu
+    )[0]
     return curves
 
 

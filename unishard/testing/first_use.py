@@ -1,7 +1,7 @@
 """Imports what torch, the engines and models import at their first use, for the server from which ranks are forked.
 
-It takes 0.2 s to 2 s of CPU time, which each rank would need. `torch._inductor.compile_fx` is what `torch.compile` imports,
-and DeepSpeed uses that for every engine (0.19.8, runtime/zero/muon/original_muon.py).
+It takes 0.2 s to 2 s of CPU time, which each rank would need. `torch._inductor.compile_fx` is what `torch.compile`
+imports, and DeepSpeed uses that for every engine (0.19.8, runtime/zero/muon/original_muon.py).
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ class Mlp(nn.Module):
 
     center: Tensor
 
-    def __init__(self, features: int = 13, hidden: int = 23, inner: int = 37, classes: int = 11, blocks: int = 3) -> None:
+    def __init__(
+        self, features: int = 13, hidden: int = 23, inner: int = 37, classes: int = 11, blocks: int = 3
+    ) -> None:
         super().__init__()
         self.register_buffer("center", torch.linspace(-0.3, 0.3, features))
         self.inp = nn.Linear(features, hidden)

@@ -1,4 +1,7 @@
-"""The reference for training: plain torch, one process, one device, the full global batch. Shares no training code with unishard."""
+"""The reference for training: plain torch, one process, one device, the full global batch.
+
+Shares no training code with unishard.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,8 @@ def train(
 
     Args:
         model: In any dtype; afterwards it holds the master weights.
-        windows: For each optimizer step the micro-batches of all ranks, of equal size: by position in the window, then by rank.
+        windows: For each optimizer step the micro-batches of all ranks, of equal size: by position in the window, then
+            by rank.
         cfg: Optimizer, schedule, clipping and precision. Its sharding is ignored.
         world: Number of ranks.
         clips: Gradient clipping of each optimizer step; default: `training.gradient_clipping`.
@@ -67,7 +71,8 @@ def train(
         summed: The loss as a sum over items; default: the mean that the model returns.
         before_update: Edits the `.grad` of the model's parameters, averaged and not yet clipped.
         after_update: Edits the parameters.
-        before_window: Called with the number of each optimizer step, from 0, before it; may toggle `requires_grad` of parameters.
+        before_window: Called with the number of each optimizer step, from 0, before it; may toggle `requires_grad` of
+            parameters.
         device: Device to move model and data to; default: data is moved to the model's device.
     """
     if device is not None:
@@ -152,10 +157,12 @@ class _Fp32:
 
 
 class _Low:
-    """Forward and backward on a copy in bf16 or fp16, micro-batch by micro-batch; gradients averaged and summed in the config's dtypes.
+    """Forward and backward on a copy in bf16 or fp16, micro-batch by micro-batch; gradients averaged and summed in the
+    config's dtypes.
 
-    The loss is divided by the number of a rank's micro-batches before backward, as the engines do: with 3 of them, 16-bit gradients round
-    differently from those of an undivided loss. In fp16 the loss is scaled, and a window with non-finite gradients is skipped.
+    The loss is divided by the number of a rank's micro-batches before backward, as the engines do: with 3 of them,
+    16-bit gradients round differently from those of an undivided loss. In fp16 the loss is scaled, and a window with
+    non-finite gradients is skipped.
     """
 
     def __init__(self, model: nn.Module, summed: Summed | None, precision: Precision) -> None:
@@ -165,7 +172,9 @@ class _Low:
         self.scale = 1.0
         self.quiet = 0
         if precision.compute == "fp16":
-            self.scale = precision.initial_loss_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
+            self.scale = (
+                precision.initial_loss_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
+            )
         self.masters = list(model.parameters())
         self.copy = copy.deepcopy(model)
         for parameter in self.copy.parameters():  # not .to(dtype): buffers keep their dtype
@@ -183,7 +192,9 @@ class _Low:
         for start in range(0, len(window), length):
             sums: dict[int, Tensor] = {}
             for batch in window[start : start + length]:
-                inputs = {name: value.to(self.low) if value.is_floating_point() else value for name, value in batch.items()}
+                inputs = {
+                    name: value.to(self.low) if value.is_floating_point() else value for name, value in batch.items()
+                }
                 loss = self.copy(**inputs).loss if self.summed is None else self.summed.loss(self.copy, inputs)
                 total += loss.item()
                 (loss.float() * (self.scale / (len(window) // world) if self.summed is None else self.scale)).backward()
@@ -195,7 +206,11 @@ class _Low:
             for index, gradient in sums.items():
                 master = self.masters[index]
                 mean = (gradient / world).to(DTYPES[self.precision.accumulate]).to(master.dtype)
-                master.grad = mean if master.grad is None else (master.grad + mean).to(DTYPES[self.precision.accumulate]).to(master.dtype)
+                master.grad = (
+                    mean
+                    if master.grad is None
+                    else (master.grad + mean).to(DTYPES[self.precision.accumulate]).to(master.dtype)
+                )
         items = len(window) if self.summed is None else sum(self.summed.count(batch) for batch in window)
         for master in self.masters:
             if master.grad is not None:

@@ -51,7 +51,11 @@ def write(path: Path) -> None:
     """
     figures = dict(_measured())
     path.write_text(page(figures), encoding="utf-8")
-    broken = [f"{backend}, {cell}: {answer.message}" for (backend, cell), answer in figures.items() if isinstance(answer, Failure)]
+    broken = [
+        f"{backend}, {cell}: {answer.message}"
+        for (backend, cell), answer in figures.items()
+        if isinstance(answer, Failure)
+    ]
     if broken:
         raise AssertionError("\n".join(broken))
 
@@ -82,7 +86,8 @@ def page(figures: Figures) -> str:
         "## Declared gaps\n",
         *_gaps(figures),
         "## Every cell\n",
-        "Largest relative deviation of the first three losses, of all losses, of the first gradient norm, and of all gradient norms.\n",
+        "Largest relative deviation of the first three losses, of all losses, of the first gradient norm, and of all "
+        "gradient norms.\n",
         *(block for area in AREAS for block in _area(area, figures)),
     ]
     return "\n".join(blocks).rstrip() + "\n"
@@ -90,11 +95,15 @@ def page(figures: Figures) -> str:
 
 def _introduction() -> str:
     count = torch.cuda.device_count()
-    where = "CPU, gloo" if not count else f"up to {count} ranks on {torch.cuda.get_device_name()}, more on CPU over gloo"
+    where = (
+        "CPU, gloo" if not count else f"up to {count} ranks on {torch.cuda.get_device_name()}, more on CPU over gloo"
+    )
     bounds = "\n".join(f"| {name} | {_bounds(bound)} | {bound.why} |" for name, bound in TOLERANCES.items())
     return (
-        f"How far each engine is from plain single-process torch on the concatenated global batch, over {STEPS} updates. Written by\n"
-        f"`make parity`: torch {version('torch').partition('+')[0]}, DeepSpeed {version('deepspeed').partition('+')[0]}, {where}.\n"
+        f"How far each engine is from plain single-process torch on the concatenated global batch, over {STEPS} "
+        "updates. Written by\n"
+        f"`make parity`: torch {version('torch').partition('+')[0]}, DeepSpeed "
+        f"{version('deepspeed').partition('+')[0]}, {where}.\n"
         "A cell passes within these bounds, all relative:\n\n"
         "| compute | first 3 losses / all losses / first norm / all norms | why |\n|---|---|---|\n" + bounds + "\n"
     )
@@ -119,12 +128,17 @@ def _worst(figures: Figures) -> Iterator[str]:
             }
             for field in _FIELDS if held else ():
                 cell = max(held, key=lambda each: getattr(held[each], field))
-                rows.append(f"| {backend} | {precision} | {field.replace('_', ' ')} | {getattr(held[cell], field):.1e} | {cell} |")
+                rows.append(
+                    f"| {backend} | {precision} | {field.replace('_', ' ')} | {getattr(held[cell], field):.1e} | "
+                    f"{cell} |"
+                )
     yield "\n".join(rows) + "\n"
 
 
 def _gaps(figures: Figures) -> Iterator[str]:
-    yield "Cells in which an engine exceeds the common bounds because of an upstream limitation, and their own bounds.\n"
+    yield (
+        "Cells in which an engine exceeds the common bounds because of an upstream limitation, and their own bounds.\n"
+    )
     gaps = [*conformance.GAPS, *(gap for feature in FEATURES.values() for gap in feature.gaps)]
     if not gaps:
         yield "None.\n"
@@ -135,9 +149,15 @@ def _gaps(figures: Figures) -> Iterator[str]:
         inside = [
             figure
             for (backend, cell), figure in figures.items()
-            if backend == gap.backend and isinstance(figure, Deviation) and conformance.tolerance(backend, cell) is gap.tolerance
+            if backend == gap.backend
+            and isinstance(figure, Deviation)
+            and conformance.tolerance(backend, cell) is gap.tolerance
         ]
-        measured = " / ".join(f"{max(getattr(figure, field) for figure in inside):.1e}" for field in _FIELDS) if inside else "not run"
+        measured = (
+            " / ".join(f"{max(getattr(figure, field) for figure in inside):.1e}" for field in _FIELDS)
+            if inside
+            else "not run"
+        )
         rows.append(
             f"| {gap.backend} | {gap.model}, {gap.strategy}, {gap.precision} | {_bounds(gap.tolerance)} | {measured} "
             f"| {gap.tolerance.why} ([source]({gap.link})) |"

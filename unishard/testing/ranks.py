@@ -33,7 +33,8 @@ class RankError(NamedTuple):
     """Why one rank returned no result."""
 
     type: str
-    """Name of the exception's class; `Died` for a process that exited without a result, `Hung` for one that was killed."""
+    """Name of the exception's class; `Died` for a process that exited without a result, `Hung` for one that was
+    killed."""
     message: str
     traceback: str
     """The rank's traceback; for a hung rank the stacks of its threads when it was killed."""
@@ -66,15 +67,21 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 10.0, env: Mapping[str, str] | None = None
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    grace: float = 10.0,
+    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` on `world` local ranks and return their results in rank order.
 
-    Each rank has torchrun's variables in its environment; `fn` initializes the process group itself, as `unishard.prepare` does. With a
-    CUDA device for each rank, the ranks see all devices and are spawned, since CUDA does not support fork. Otherwise they see none,
-    compute on the CPU with one thread each, and are forked from a server that has imported torch and the engines (about 0.1 s per
-    start). CUDA_VISIBLE_DEVICES in `env` overrides this: ranks that share a device must initialize a gloo group themselves. Ranks exit
-    without interpreter finalization, in which gloo's threads may abort the process (pytorch issue 190489, torch 2.13).
+    Each rank has torchrun's variables in its environment; `fn` initializes the process group itself, as
+    `unishard.prepare` does. With a CUDA device for each rank, the ranks see all devices and are spawned, since CUDA
+    does not support fork. Otherwise they see none, compute on the CPU with one thread each, and are forked from a
+    server that has imported torch and the engines (about 0.1 s per start). CUDA_VISIBLE_DEVICES in `env` overrides
+    this: ranks that share a device must initialize a gloo group themselves. Ranks exit without interpreter
+    finalization, in which gloo's threads may abort the process (pytorch issue 190489, torch 2.13).
 
     Args:
         world: Number of ranks.
@@ -122,7 +129,9 @@ class _Group:
             ours, theirs = context.Pipe()
             self._stacks[rank] = folder / f"rank{rank}.txt"
             environment = _environment(rank, self.world, port, cuda=cuda) | env
-            process = context.Process(target=_rank_main, args=(work, environment, theirs, str(self._stacks[rank])), name=f"rank{rank}")
+            process = context.Process(
+                target=_rank_main, args=(work, environment, theirs, str(self._stacks[rank])), name=f"rank{rank}"
+            )
             self._connections[rank], self._processes[rank] = ours, process
             process.start()
             theirs.close()
@@ -178,7 +187,11 @@ class _Group:
                 os.kill(cast(int, self._processes[rank].pid), signal.SIGUSR1)  # writes the stacks of its threads
         time.sleep(0.5)
         first = next(iter(self.errors), None)
-        why = f"no answer within {self.timeout:g} s" if first is None else f"no answer within {self.grace:g} s after rank {first} failed"
+        why = (
+            f"no answer within {self.timeout:g} s"
+            if first is None
+            else f"no answer within {self.grace:g} s after rank {first} failed"
+        )
         for rank in ranks:
             self._processes[rank].kill()
             stacks = self._stacks[rank].read_text(errors="replace") if self._stacks[rank].exists() else ""
@@ -248,18 +261,28 @@ def _await_server() -> None:
 
 @cache
 def _preload() -> list[str]:
-    """Modules that many ranks import, at a cost of up to 2 s in each; the server ignores those that are not installed."""
+    """Modules that many ranks import, at a cost of up to 2 s in each; the server ignores those that are not
+    installed.
+    """
     engines: set[str] = set()
     for name in registry.available():
         backend = registry.get(name)
         engines |= {*backend.requires, f"{type(backend).__module__.partition('.')[0]}.build"}
     testing = {"pytest"} & sys.modules.keys()  # a rank imports the module of its function
-    return ["torch.distributed.fsdp", "unishard.engine.prepare", *sorted(engines), "unishard.testing.first_use", *testing]
+    return [
+        "torch.distributed.fsdp",
+        "unishard.engine.prepare",
+        *sorted(engines),
+        "unishard.testing.first_use",
+        *testing,
+    ]
 
 
 @contextlib.contextmanager
 def _server_environment() -> Iterator[None]:
-    """Set the environment that the server needs before it imports torch and the engines; restores this process's own."""
+    """Set the environment that the server needs before it imports torch and the engines; restores this process's
+    own.
+    """
     before = dict(os.environ)
     os.environ.update(_on_cpu())
     try:
@@ -270,7 +293,9 @@ def _server_environment() -> Iterator[None]:
 
 
 def _on_cpu() -> dict[str, str]:
-    """One thread per rank, no CUDA device, and no accelerator detection (DeepSpeed 0.19.8, accelerator/real_accelerator.py)."""
+    """One thread per rank, no CUDA device, and no accelerator detection (DeepSpeed 0.19.8,
+    accelerator/real_accelerator.py).
+    """
     return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -1,4 +1,6 @@
-"""Compares resumed runs with uninterrupted ones: saved by one engine, strategy and number of ranks, resumed by another."""
+"""Compares resumed runs with uninterrupted ones: saved by one engine, strategy and number of ranks, resumed by
+another.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,19 @@ from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks
 from unishard.testing.tolerances import TOLERANCES
 
-__all__ = ["AFTER", "BACKENDS", "BEFORE", "WORLDS", "Pair", "ResumedRun", "Resumption", "every_pair", "holds", "measure", "spanning_pairs"]
+__all__ = [
+    "AFTER",
+    "BACKENDS",
+    "BEFORE",
+    "WORLDS",
+    "Pair",
+    "ResumedRun",
+    "Resumption",
+    "every_pair",
+    "holds",
+    "measure",
+    "spanning_pairs",
+]
 
 WORLDS = (1, 2, 4)
 BEFORE, AFTER = 5, 20
@@ -30,7 +44,8 @@ _SAMPLES = 2
 _DATASET = 96
 """Number of samples: the checkpoint is in the middle of an epoch, and more epochs follow."""
 _ADAM = {"fp32": {"lr": 3e-3}, "fp16": {"lr": 3e-3}, "bf16": {"lr": 1e-3, "eps": 1e-4}}
-"""In bf16 a larger eps, else the last digit of a gradient near zero becomes a full step, which flips roundings of weights."""
+"""In bf16 a larger eps, else the last digit of a gradient near zero becomes a full step, which flips roundings of
+weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +93,23 @@ class Resumption(NamedTuple):
     same_bits: bool
     """Whether all losses and all final parameters equal those of the uninterrupted run bit by bit."""
     same_state: bool
-    """Whether the loaded state, saved again immediately, has the same hash for every tensor of the model and the optimizer."""
+    """Whether the loaded state, saved again immediately, has the same hash for every tensor of the model and the
+    optimizer."""
 
 
 def every_pair(precision: str) -> list[Pair]:
     """All pairs of strategies, engines and 1, 2 or 4 ranks."""
-    runs = [ResumedRun(backend, strategy, world, precision) for backend, strategy, world in product(BACKENDS, STRATEGIES, WORLDS)]
+    runs = [
+        ResumedRun(backend, strategy, world, precision)
+        for backend, strategy, world in product(BACKENDS, STRATEGIES, WORLDS)
+    ]
     return [Pair(*pair) for pair in product(runs, runs)]
 
 
 def spanning_pairs() -> list[Pair]:
-    """Every strategy of every engine as source and as target of each world size once, and to itself once; `make matrix` measures all."""
+    """Every strategy of every engine as source and as target of each world size once, and to itself once; `make matrix`
+    measures all.
+    """
     kinds = list(product(BACKENDS, STRATEGIES))
     pairs: list[Pair] = []
     for turn, (before, after) in enumerate(product(WORLDS, WORLDS)):
@@ -102,9 +123,18 @@ def spanning_pairs() -> list[Pair]:
         run = saved[*kind, (2, 4)[(place + place // len(STRATEGIES)) % 2]]
         pairs.append(Pair(run, run))
     for source, target in (
-        (ResumedRun("fsdp", "full_shard", 2, "bf16", "offloaded"), ResumedRun("deepspeed", "shard_grad_op", 4, "bf16", "offloaded")),
-        (ResumedRun("fsdp", "full_shard", 2, "fp32", "all_offloaded"), ResumedRun("deepspeed", "full_shard", 2, "fp32", "all_offloaded")),
-        (ResumedRun("fsdp", "hybrid_shard", 4, "fp32", "hybrid"), ResumedRun("deepspeed", "hybrid_shard_grad_op", 4, "fp32", "hybrid")),
+        (
+            ResumedRun("fsdp", "full_shard", 2, "bf16", "offloaded"),
+            ResumedRun("deepspeed", "shard_grad_op", 4, "bf16", "offloaded"),
+        ),
+        (
+            ResumedRun("fsdp", "full_shard", 2, "fp32", "all_offloaded"),
+            ResumedRun("deepspeed", "full_shard", 2, "fp32", "all_offloaded"),
+        ),
+        (
+            ResumedRun("fsdp", "hybrid_shard", 4, "fp32", "hybrid"),
+            ResumedRun("deepspeed", "hybrid_shard_grad_op", 4, "fp32", "hybrid"),
+        ),
         (ResumedRun("fsdp", "full_shard", 2, "fp16"), ResumedRun("deepspeed", "full_shard", 4, "fp16")),
     ):
         pairs += [Pair(source, target), Pair(target, source), Pair(source, source), Pair(target, target)]
@@ -177,7 +207,13 @@ def _config(run: ResumedRun) -> Config:
             "gradient_clipping": 0.5,
             "seed": 11,
         },
-        "optimizer": {"name": "adamw", **_ADAM[run.precision], "betas": [0.9, 0.95], "weight_decay": 0.1, "no_decay": ["norm"]},
+        "optimizer": {
+            "name": "adamw",
+            **_ADAM[run.precision],
+            "betas": [0.9, 0.95],
+            "weight_decay": 0.1,
+            "no_decay": ["norm"],
+        },
         "scheduler": {"name": "cosine", "warmup_steps": 3, "total_steps": BEFORE + AFTER, "min_lr_ratio": 0.1},
         "communication": {"desync_check": False},  # changes no figure
     }
@@ -235,5 +271,7 @@ def _resume_all(pairs: Sequence[Pair], root: str, after: int) -> list[_Rest]:
             assert resumed is not None
             assert resumed.step == BEFORE
             again = engine.save(Path(root) / f"{pair}-again")
-            answers.append(_rest(engine, _updates(engine, unishard.dataloader(_dataset(), _config(pair.resumed))), again, after))
+            answers.append(
+                _rest(engine, _updates(engine, unishard.dataloader(_dataset(), _config(pair.resumed))), again, after)
+            )
     return answers

@@ -13,7 +13,18 @@ from itertools import product
 from pathlib import Path
 
 from unishard.testing.cells import STRATEGIES
-from unishard.testing.resuming import AFTER, BACKENDS, BEFORE, WORLDS, Pair, ResumedRun, Resumption, every_pair, holds, measure
+from unishard.testing.resuming import (
+    AFTER,
+    BACKENDS,
+    BEFORE,
+    WORLDS,
+    Pair,
+    ResumedRun,
+    Resumption,
+    every_pair,
+    holds,
+    measure,
+)
 from unishard.testing.tolerances import TOLERANCES
 
 __all__ = ["page", "write"]
@@ -41,7 +52,11 @@ def write(path: Path) -> None:
 
 def page(found: Mapping[Pair, Resumption]) -> str:
     """The page in Markdown."""
-    blocks = [_introduction(found), *(block for precision in _PRECISIONS for block in _table(precision, found)), *_beyond(found)]
+    blocks = [
+        _introduction(found),
+        *(block for precision in _PRECISIONS for block in _table(precision, found)),
+        *_beyond(found),
+    ]
     return "\n".join(blocks).rstrip() + "\n"
 
 
@@ -75,8 +90,16 @@ def _table(precision: str, found: Mapping[Pair, Resumption]) -> Iterator[str]:
     for saved in kinds:
         cells = []
         for resumed in kinds:
-            inside = [each for pair, each in found.items() if _is(pair.saved, saved, precision) and _is(pair.resumed, resumed, precision)]
-            cells.append(f"{max(each.first_losses for each in inside):.0e} / {max(each.losses for each in inside):.0e}" if inside else "")
+            inside = [
+                each
+                for pair, each in found.items()
+                if _is(pair.saved, saved, precision) and _is(pair.resumed, resumed, precision)
+            ]
+            cells.append(
+                f"{max(each.first_losses for each in inside):.0e} / {max(each.losses for each in inside):.0e}"
+                if inside
+                else ""
+            )
         yield f"| {' '.join(saved)} | " + " | ".join(cells) + " |"
     yield ""
 
@@ -87,9 +110,14 @@ def _is(run: ResumedRun, kind: tuple[str, str], precision: str) -> bool:
 
 def _beyond(found: Mapping[Pair, Resumption]) -> Iterator[str]:
     yield "## Beyond the bounds\n"
-    bounds = "; ".join(f"{each}: {TOLERANCES[each].first_losses:.0e} and {TOLERANCES[each].losses:.0e}" for each in _PRECISIONS)
+    bounds = "; ".join(
+        f"{each}: {TOLERANCES[each].first_losses:.0e} and {TOLERANCES[each].losses:.0e}" for each in _PRECISIONS
+    )
     beyond = [(pair, each) for pair, each in found.items() if not holds(pair, each)]
-    yield f"The bounds for the first three losses and for all of them: {bounds}. {len(beyond)} of {len(found)} pairs are beyond them.\n"
+    yield (
+        f"The bounds for the first three losses and for all of them: {bounds}. {len(beyond)} of {len(found)} pairs "
+        "are beyond them.\n"
+    )
     if beyond:
         yield "| pair | first three losses | all losses |\n|---|---|---|"
         yield from (f"| {pair} | {each.first_losses:.1e} | {each.losses:.1e} |" for pair, each in beyond)

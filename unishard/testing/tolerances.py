@@ -10,7 +10,9 @@ __all__ = ["GAPS", "TOLERANCES", "KnownGap", "Tolerance"]
 
 
 class KnownGap(NamedTuple):
-    """Cells in which an engine exceeds the common tolerance because of an upstream limitation, and their own tolerance."""
+    """Cells in which an engine exceeds the common tolerance because of an upstream limitation, and their own
+    tolerance.
+    """
 
     backend: str
     model: str

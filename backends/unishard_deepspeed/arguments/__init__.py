@@ -23,7 +23,8 @@ _SECTIONS = (batch, precision, zero, offload, optimizer, scheduler, rest)
 _ASSUMING = (batch, precision, zero, optimizer, scheduler)
 """Sections in which DeepSpeed assumes something where a config is silent."""
 _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.params.", "scheduler.params.")
-"""Blocks in which DeepSpeed, or the class that it builds, refuses a key that it does not know; elsewhere it overlooks one."""
+"""Blocks in which DeepSpeed, or the class that it builds, refuses a key that it does not know; elsewhere it overlooks
+one."""
 
 
 def _block(value: Any, given: Given) -> Meaning:
@@ -39,7 +40,9 @@ def _blocks(rows: Mapping[str, Key]) -> dict[str, Key]:
 
 
 def _all() -> dict[str, Key]:
-    rows = {key: row for section in reversed(_SECTIONS) for key, row in section.KEYS.items()}  # the rest yields to the others
+    rows = {
+        key: row for section in reversed(_SECTIONS) for key, row in section.KEYS.items()
+    }  # the rest yields to the others
     return rows | _blocks(rows)
 
 
@@ -52,18 +55,35 @@ SCRIPT_RULES: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Conf
 
 
 def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topology: Topology | None) -> list[Entry]:
-    """What a DeepSpeed config says, one entry for each of its keys and one for each default of DeepSpeed that decides something."""
+    """What a DeepSpeed config says, one entry for each of its keys and one for each default of DeepSpeed that decides
+    something.
+    """
     said = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
     given = Given(said, defaults or {}, topology)
     silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
     known = {**silent, **(defaults or {})}
-    entries = interpret(KEYS, native, tool=TOOL, ignores_unknown=_overlooked, defaults=known, topology=topology, accepts=TAKES, auto=True)
+    entries = interpret(
+        KEYS,
+        native,
+        tool=TOOL,
+        ignores_unknown=_overlooked,
+        defaults=known,
+        topology=topology,
+        accepts=TAKES,
+        auto=True,
+    )
     return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
 
 
 def _undotted(native: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without names that hold a dot, such as `optimizer.type`, which DeepSpeed does not take for a key in a block."""
-    return {name: _undotted(value) if isinstance(value, Mapping) else value for name, value in native.items() if "." not in str(name)}
+    """The config without names that hold a dot, such as `optimizer.type`, which DeepSpeed does not take for a key in a
+    block.
+    """
+    return {
+        name: _undotted(value) if isinstance(value, Mapping) else value
+        for name, value in native.items()
+        if "." not in str(name)
+    }
 
 
 def _overlooked(key: str) -> bool:

@@ -24,7 +24,9 @@ _WINDOW_OF_RANKS = f"{_TRAIN} / ({_MICRO} x ranks)"
 
 
 def assumed(given: Given) -> dict[str, Any]:
-    """What DeepSpeed makes of the sizes that are not there (DeepSpeed 0.19.8, runtime/config.py, _set_batch_related_parameters)."""
+    """What DeepSpeed makes of the sizes that are not there (DeepSpeed 0.19.8, runtime/config.py,
+    _set_batch_related_parameters).
+    """
     train, micro, window = (quiet(integer(1), given.get(key)) for key in (_TRAIN, _MICRO, _WINDOW))
     ranks = given.topology.world_size if given.topology else None
     found: dict[str, Any] = {}
@@ -44,7 +46,9 @@ def _quotient(train: int, other: int | None, ranks: int | None) -> int | str | N
 def _size(field: str, derived: str, who: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
         if value in (AUTO, derived):
-            return undecided(f"{who} {ARGUMENTS}" if value == AUTO else "the number of ranks; add --world-size N", field)
+            return undecided(
+                f"{who} {ARGUMENTS}" if value == AUTO else "the number of ranks; add --world-size N", field
+            )
         return Meaning(fields={field: integer(1)(value)})
 
     return Key(read, field)
@@ -57,7 +61,9 @@ def _global(value: Any, given: Given) -> Meaning:
     others = [quiet(integer(1), given.get(key)) for key in (_MICRO, _WINDOW)]
     if given.topology and all(others) and size != others[0] * others[1] * given.topology.world_size:
         product = f"{others[0]} x {others[1]} x {given.topology.world_size} ranks"
-        raise Unreadable(f"must be {_MICRO} x {_WINDOW} x ranks, got {size} for {product}, which DeepSpeed refuses too; correct one")
+        raise Unreadable(
+            f"must be {_MICRO} x {_WINDOW} x ranks, got {size} for {product}, which DeepSpeed refuses too; correct one"
+        )
     return Meaning(fields={"training.global_batch_size": size})
 
 
@@ -140,7 +146,12 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         SCRIPT,
         "drop the micro-batches that do not fill a window",
         when=(
-            When("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1, Fit.EXACT, ""),
+            When(
+                "gradient_accumulation_steps is 1",
+                lambda cfg: cfg.training.gradient_accumulation_steps == 1,
+                Fit.EXACT,
+                "",
+            ),
             When(
                 "step",
                 lambda cfg: cfg.training.last_window == "step",
@@ -150,5 +161,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         ),
     ),
     "training.buffers": BUFFERS,
-    "training.seed": Rule(Fit.NEEDS_INPUT, SCRIPT, "torch.manual_seed(seed) before the model is built, and the sampler's seed"),
+    "training.seed": Rule(
+        Fit.NEEDS_INPUT, SCRIPT, "torch.manual_seed(seed) before the model is built, and the sampler's seed"
+    ),
 }

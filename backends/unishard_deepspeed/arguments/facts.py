@@ -67,7 +67,8 @@ def unless_auto(key: Key, otherwise: str) -> Key:
 
 
 def spelt(key: Key, name: str, *, stale: bool = False) -> Key:
-    """A row for another spelling of a key, which is not repeated beside the one that is written (DeepSpeed refuses both).
+    """A row for another spelling of a key, which is not repeated beside the one that is written (DeepSpeed refuses
+    both).
 
     Args:
         key: The row of the key.
@@ -82,7 +83,9 @@ def spelt(key: Key, name: str, *, stale: bool = False) -> Key:
 
 
 def stage(given: Given) -> int:
-    """ZeRO's stage; 0 where the config has none, as DeepSpeed assumes, and 2 for `auto`, as Accelerate does (utils/dataclasses.py)."""
+    """ZeRO's stage; 0 where the config has none, as DeepSpeed assumes, and 2 for `auto`, as Accelerate does
+    (utils/dataclasses.py).
+    """
     block = given.get("zero_optimization")
     if isinstance(block, bool | int | str):
         return int(quiet(boolean, block, block if isinstance(block, int) and block in range(4) else False))

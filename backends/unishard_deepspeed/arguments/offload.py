@@ -21,7 +21,10 @@ _Z = "zero_optimization."
 _FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}
 _PLACES = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
 _BY_ACCELERATE = "offload_{}_device of Accelerate's DeepSpeedPlugin, none by default"
-_LOW = {"param": "DeepSpeed offloads parameters only at stage 3", "optimizer": "DeepSpeed offloads an optimizer only from stage 1 on"}
+_LOW = {
+    "param": "DeepSpeed offloads parameters only at stage 3",
+    "optimizer": "DeepSpeed offloads an optimizer only from stage 1 on",
+}
 
 
 def _place(what: str) -> Key:
@@ -106,7 +109,8 @@ def _optimizer_of(cfg: Config, topology: Topology) -> Native:
     place = fields.place(cfg, cfg.offload.optimizer)
     if place is None:
         return {}
-    # DeepSpeed refuses a torch optimizer on the host unless told otherwise (DeepSpeed 0.19.8, runtime/engine.py, _configure_optimizer).
+    # DeepSpeed refuses a torch optimizer on the host unless told otherwise (DeepSpeed 0.19.8, runtime/engine.py,
+    # _configure_optimizer).
     own = {"zero_force_ds_cpu_optimizer": False} if cfg.offload.optimizer == "cpu" else {}
     return fields.zero(offload_optimizer=place) | own
 

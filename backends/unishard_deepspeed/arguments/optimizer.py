@@ -18,7 +18,12 @@ __all__ = ["KEYS", "SCRIPT_RULES", "assumed", "peak_of"]
 
 _P = "optimizer.params."
 _NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
-_ARGUMENTS = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+_ARGUMENTS = {
+    "lr": "learning_rate",
+    "betas": "adam_beta1 and adam_beta2",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+}
 _SCALED = "needs the norm of each whole tensor, which is sharded; choose adamw or lion"
 _COMPRESSED = "sends compressed gradients, and was removed in DeepSpeed 0.19.8; choose adamw"
 _REFUSED = {
@@ -28,11 +33,31 @@ _REFUSED = {
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
     "muon": "needs whole matrices, which are sharded; choose adamw or lion",
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "scales rates by the width of each layer; build it in the training script (mup)"),
+    **dict.fromkeys(
+        ("muadam", "muadamw", "musgd"), "scales rates by the width of each layer; build it in the training script (mup)"
+    ),
 }
 _OTHERS = (
-    *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold", "max_coeff"),
-    *("min_coeff", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", "muon_lr", "adam_lr", "ns_method"),
+    *(
+        "freeze_step",
+        "cuda_aware",
+        "comm_backend_name",
+        "coeff_beta",
+        "factor_max",
+        "factor_min",
+        "factor_threshold",
+        "max_coeff",
+    ),
+    *(
+        "min_coeff",
+        "var_freeze_step",
+        "var_update_scaler",
+        "local_step_scaler",
+        "local_step_clipper",
+        "muon_lr",
+        "adam_lr",
+        "ns_method",
+    ),
 )
 
 
@@ -76,7 +101,13 @@ def peak_of(given: Given) -> Any:
         found = 0.001
     if found is not None:
         return found
-    return _base_lr(given) if _base_lr(given) is not None else Undecided(f"learning_rate {ARGUMENTS}") if top == AUTO else None
+    return (
+        _base_lr(given)
+        if _base_lr(given) is not None
+        else Undecided(f"learning_rate {ARGUMENTS}")
+        if top == AUTO
+        else None
+    )
 
 
 def _type(value: Any, given: Given) -> Meaning:
@@ -137,7 +168,11 @@ def _max_grad_norm(value: Any, given: Given) -> Meaning:
 
 
 def _fp32_states(value: Any, given: Given) -> Meaning:
-    return dropped("is on: the state is fp32") if boolean(value) else dropped("rounds DeepSpeedCPUAdam's state; elsewhere it stays in fp32")
+    return (
+        dropped("is on: the state is fp32")
+        if boolean(value)
+        else dropped("rounds DeepSpeedCPUAdam's state; elsewhere it stays in fp32")
+    )
 
 
 KEYS: Mapping[str, Key] = {
@@ -154,7 +189,10 @@ KEYS: Mapping[str, Key] = {
     f"{_P}bias_correction": Key(_bias_correction),
     f"{_P}max_grad_norm": Key(_max_grad_norm, "training.gradient_clipping"),
     f"{_P}fp32_optimizer_states": Key(_fp32_states),
-    **{f"{_P}{name}": drops("which kernel steps; same results") for name in ("foreach", "fused", "set_grad_none", "capturable")},
+    **{
+        f"{_P}{name}": drops("which kernel steps; same results")
+        for name in ("foreach", "fused", "set_grad_none", "capturable")
+    },
     **{f"{_P}{name}": drops("belongs to an optimizer of its own") for name in _OTHERS},
     "optimizer.legacy_fusion": drops("which kernel steps in fp16; same results"),
 }
@@ -177,7 +215,9 @@ def _name_of(cfg: Config, topology: Topology) -> Native:
 
 def _lr_of(cfg: Config, topology: Topology) -> Native:
     warms = cfg.scheduler.warmup_steps and cfg.scheduler.name in ("constant", "linear")
-    return _params(lr=cfg.optimizer.lr) | ({"scheduler": {"params": {"warmup_max_lr": cfg.optimizer.lr}}} if warms else {})
+    return _params(lr=cfg.optimizer.lr) | (
+        {"scheduler": {"params": {"warmup_max_lr": cfg.optimizer.lr}}} if warms else {}
+    )
 
 
 def _plain(field: str, names: tuple[str, ...], *, auto: bool = False) -> Rule:
@@ -185,7 +225,11 @@ def _plain(field: str, names: tuple[str, ...], *, auto: bool = False) -> Rule:
 
     def to(cfg: Config, topology: Topology) -> Native:
         value = value_at(cfg, path)
-        return _params(**{field: list(value) if isinstance(value, tuple) else value}) if cfg.optimizer.name in names else {}
+        return (
+            _params(**{field: list(value) if isinstance(value, tuple) else value})
+            if cfg.optimizer.name in names
+            else {}
+        )
 
     return Rule(Fit.EXACT, f"{_P}{field}", to=to, auto=auto)
 
@@ -208,7 +252,10 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         to=_name_of,
         when=(
             When(
-                "lion", lambda cfg: cfg.optimizer.name == "lion", Fit.EQUIVALENT, "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)"
+                "lion",
+                lambda cfg: cfg.optimizer.name == "lion",
+                Fit.EQUIVALENT,
+                "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)",
             ),
         ),
     ),
@@ -220,9 +267,15 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "optimizer.nesterov": _flag("nesterov", ("sgd",)),
     "optimizer.weight_decay": _plain("weight_decay", tuple(_TYPES), auto=True),
     "optimizer.no_decay": Rule(
-        Fit.NEEDS_INPUT, SCRIPT, f"{_GROUPS}", when=(When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, ""),)
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        f"{_GROUPS}",
+        when=(When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, ""),),
     ),
     "optimizer.groups": Rule(
-        Fit.NEEDS_INPUT, SCRIPT, f"{_GROUPS}", when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, ""),)
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        f"{_GROUPS}",
+        when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, ""),),
     ),
 }

@@ -22,7 +22,9 @@ from unishard_deepspeed.keys.values import dtype
 __all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
 
 _ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32; parameters of these names stay in it as well"
-_ADDED_UP = "DeepSpeed accumulates in the dtype of compute; fp32 is more exact; set precision.accumulate for DeepSpeed's"
+_ADDED_UP = (
+    "DeepSpeed accumulates in the dtype of compute; fp32 is more exact; set precision.accumulate for DeepSpeed's"
+)
 _USUAL_HYSTERESIS = 2
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast); here parameters are cast"
 
@@ -62,7 +64,9 @@ def _enabled(name: str) -> Key:
 def _autocast(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return dropped("is off")
-    return Meaning(Fit.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")})
+    return Meaning(
+        Fit.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")}
+    )
 
 
 def _reduce(value: Any, given: Given) -> Meaning:
@@ -88,7 +92,9 @@ def _accumulate(value: Any, given: Given) -> Meaning:
     if _pure(given):
         return Meaning(fields={"precision.accumulate": compute(given)})
     if quiet(integer(1), given.get("gradient_accumulation_steps")) == 1:
-        return Meaning(note="nothing is added up in a window of one micro-batch", fields={"precision.accumulate": "fp32"})
+        return Meaning(
+            note="nothing is added up in a window of one micro-batch", fields={"precision.accumulate": "fp32"}
+        )
     return Meaning(Fit.EQUIVALENT, _ADDED_UP, {"precision.accumulate": "fp32"})
 
 
@@ -136,19 +142,33 @@ def _hysteresis(value: Any, given: Given) -> Meaning:
         return dropped(f"if precision.compute is fp16, {note}")
     # 2 is the default, which the examples of DeepSpeed also spell out: it is not a choice.
     usual = integer(1)(value) == _USUAL_HYSTERESIS
-    return Meaning(Fit.EQUIVALENT if usual else Fit.APPROXIMATE, f"{note}: the same updates, fewer of them skipped" if usual else note)
+    return Meaning(
+        Fit.EQUIVALENT if usual else Fit.APPROXIMATE,
+        f"{note}: the same updates, fewer of them skipped" if usual else note,
+    )
 
 
 def _least(value: Any, given: Given) -> Meaning:
     if value in (None, AUTO) or quiet(integer(1), value) is not None or not _dynamic(given):
         return dropped(_LEAST)
     number(0)(value)
-    return Meaning(Fit.IGNORED, f"{_LEAST}; DeepSpeed 0.19.8 takes only whole numbers from 1, so it is left out", stale=True)
+    return Meaning(
+        Fit.IGNORED, f"{_LEAST}; DeepSpeed 0.19.8 takes only whole numbers from 1, so it is left out", stale=True
+    )
 
 
 def _overflow(value: Any, given: Given) -> Meaning:
-    read = (compute(given), stage(given)) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
-    if not boolean(value) and isinstance(compute(given), Undecided) and may_compute(given, "bf16") and stage(given) in (1, 2):
+    read = (compute(given), stage(given)) in (
+        ("bf16", 1),
+        ("bf16", 2),
+        ("fp32", 0),
+    )  # the last checks nothing either way
+    if (
+        not boolean(value)
+        and isinstance(compute(given), Undecided)
+        and may_compute(given, "bf16")
+        and stage(given) in (1, 2)
+    ):
         return undecided("precision.compute: ignore in bf16, otherwise skip", "training.nonfinite")
     if boolean(value) or not read:
         return dropped("is on, or unused: only used at stages 1 and 2 in bf16")
@@ -170,7 +190,9 @@ def _kept(value: Any, given: Given) -> Meaning:
     if value == "auto":
         return Meaning(fields={"precision.keep_fp32": "auto"})
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise Unreadable(f"must be auto or a list of names, got {shown(value)}; write parts of names of the model's buffers")
+        raise Unreadable(
+            f"must be auto or a list of names, got {shown(value)}; write parts of names of the model's buffers"
+        )
     if not value:
         return Meaning(fields={"precision.keep_fp32": []})
     return Meaning(Fit.APPROXIMATE, _ONLY_BUFFERS, {"precision.keep_fp32": [name.replace("*", ".*") for name in value]})
@@ -178,7 +200,9 @@ def _kept(value: Any, given: Given) -> Meaning:
 
 def _kept_of(cfg: Config, topology: Topology) -> Native:
     names = cfg.precision.keep_fp32
-    return {} if names == "auto" else {"data_types": {"keep_in_fp32_modules": [name.replace(".*", "*") for name in names]}}
+    return (
+        {} if names == "auto" else {"data_types": {"keep_in_fp32_modules": [name.replace(".*", "*") for name in names]}}
+    )
 
 
 def _block(name: str) -> dict[str, Key]:
@@ -188,10 +212,21 @@ def _block(name: str) -> dict[str, Key]:
         f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
-            f"{name}.{key}": Key(lambda value, given: Meaning(Fit.IGNORED, _IN_BF16, stale=True), "", Fit.IGNORED, _IN_BF16)
-            for key in ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+            f"{name}.{key}": Key(
+                lambda value, given: Meaning(Fit.IGNORED, _IN_BF16, stale=True), "", Fit.IGNORED, _IN_BF16
+            )
+            for key in (
+                "auto_cast",
+                "loss_scale",
+                "initial_scale_power",
+                "loss_scale_window",
+                "hysteresis",
+                "min_loss_scale",
+            )
         },
-        f"{name}.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP, stale=True), "", Fit.IGNORED, _OF_AMP),
+        f"{name}.opt_level": Key(
+            lambda value, given: Meaning(Fit.IGNORED, _OF_AMP, stale=True), "", Fit.IGNORED, _OF_AMP
+        ),
     }
 
 
@@ -234,7 +269,11 @@ def _master_of(cfg: Config, topology: Topology) -> Native:
 
 
 def _accumulate_of(cfg: Config, topology: Topology) -> Native:
-    return {"data_types": {"grad_accum_dtype": cfg.precision.compute if fields.stage(cfg) == 0 else cfg.precision.accumulate}}
+    return {
+        "data_types": {
+            "grad_accum_dtype": cfg.precision.compute if fields.stage(cfg) == 0 else cfg.precision.accumulate
+        }
+    }
 
 
 def _scale_of(**settings: Any) -> Native:
@@ -307,11 +346,15 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             When("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, ""),
         ),
     ),
-    "precision.cast_inputs": write("cast only these inputs to the compute dtype", lambda cfg: cfg.precision.cast_inputs is True, "true"),
+    "precision.cast_inputs": write(
+        "cast only these inputs to the compute dtype", lambda cfg: cfg.precision.cast_inputs is True, "true"
+    ),
     "precision.buffers": Rule(
         Fit.EXACT,
         "data_types.buffer_dtype",
-        to=lambda cfg, topology: {} if cfg.precision.buffers == "keep" else {"data_types": {"buffer_dtype": cfg.precision.buffers}},
+        to=lambda cfg, topology: (
+            {} if cfg.precision.buffers == "keep" else {"data_types": {"buffer_dtype": cfg.precision.buffers}}
+        ),
     ),
     "precision.loss_scale": Rule(
         Fit.EXACT,
@@ -342,7 +385,9 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "precision.loss_scale_growth_interval": Rule(
         Fit.EXACT,
         "fp16.loss_scale_window",
-        to=lambda cfg, topology: _scale_of(loss_scale_window=cfg.precision.loss_scale_growth_interval) if _moving(cfg) else {},
+        to=lambda cfg, topology: (
+            _scale_of(loss_scale_window=cfg.precision.loss_scale_growth_interval) if _moving(cfg) else {}
+        ),
         when=(_NOT_FP16, _STAYS),
     ),
 }

@@ -22,7 +22,11 @@ __all__ = ["KEYS", "SCRIPT_RULES"]
 def _own(key: str, row: Row) -> Key:
     """A setting that only DeepSpeed has: it goes to `native.deepspeed`, unless unishard writes the same anyway."""
     same, convert = row.use is Use.SAME, row.values.convert
-    note = "a setting of DeepSpeed only, about time and memory" if same else "only DeepSpeed has it, so another engine trains without it"
+    note = (
+        "a setting of DeepSpeed only, about time and memory"
+        if same
+        else "only DeepSpeed has it, so another engine trains without it"
+    )
     found = own(f"deepspeed.{key}", convert, Fit.IGNORED if same else Fit.APPROXIMATE, note)
     usual = False if row.constant is NOTHING and row.values.types == (bool,) else row.constant
 
@@ -40,14 +44,18 @@ def _limited(key: str, row: Key) -> Key:
         return only(row, lambda given: may_reach(given, 3), "only used at stage 3")
     if ".offload_" in key or key == "aio":
         places = [what for what in ("param", "optimizer") if key == "aio" or f".offload_{what}." in key]
-        return only(row, lambda given: any(device(given, what) in ("nvme", AUTO) for what in places), "only used with nvme")
+        return only(
+            row, lambda given: any(device(given, what) in ("nvme", AUTO) for what in places), "only used with nvme"
+        )
     if key in ("prescale_gradients", "gradient_predivide_factor"):
         return only(row, lambda given: stage(given) < 2, "DeepSpeed divides before the sum only at stages 0 and 1")
     return row
 
 
 def _log(row: Row) -> Key:
-    """A key about logs and times, whose value is looked at all the same, since DeepSpeed fails on one of another type."""
+    """A key about logs and times, whose value is looked at all the same, since DeepSpeed fails on one of another
+    type.
+    """
 
     def read(value: Any, given: Given) -> Meaning:
         if value is None or value in (AUTO, math.inf):  # Accelerate silences DeepSpeed with steps_per_print: inf
@@ -110,7 +118,9 @@ def _tensor_parallel(value: Any, given: Given) -> Meaning:
     if not _size(value):
         return Meaning(Fit.UNSUPPORTED, _RANKS)
     unknown = isinstance(value, Mapping) and "enabled" in value
-    return Meaning(Fit.IGNORED, "is off" + ("; DeepSpeed 0.19.8 refuses enabled here" if unknown else ""), stale=unknown)
+    return Meaning(
+        Fit.IGNORED, "is off" + ("; DeepSpeed 0.19.8 refuses enabled here" if unknown else ""), stale=unknown
+    )
 
 
 def _compile(value: Any, given: Given) -> Meaning:
@@ -126,7 +136,8 @@ KEYS: Mapping[str, Key] = {
     **{key: _removed(row.text) for key, row in used(Use.REMOVED).items()},
     **{name: drops(row.ignored) for key, row in ROWS.items() if row.ignored for name in spellings(key)},
     "gradient_allreduce_op": refuses(
-        "sums gradients instead of averaging them; write mean, and scale the loss", lambda value: str(value).lower() == "mean"
+        "sums gradients instead of averaging them; write mean, and scale the loss",
+        lambda value: str(value).lower() == "mean",
     ),
     "sequence_parallel_size": refuses(_RANKS, _size),
     "seq_parallel_comm_data_type": drops("a name of older versions; only used with sequence parallelism"),
@@ -151,7 +162,9 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         "torch.utils.checkpoint around the blocks, or model.gradient_checkpointing_enable()",
         when=(When("none", lambda cfg: not _recomputes(cfg), Fit.EXACT, ""),),
     ),
-    "compile.mode": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)),
+    "compile.mode": Rule(
+        Fit.NEEDS_INPUT, SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)
+    ),
     "compile.backend": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
     **saved_by_script("engine.save_checkpoint(...)"),
     **logged_by_script(),
@@ -162,9 +175,17 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         rendezvous="DeepSpeed's launcher numbers the ranks itself; training is the same",
         rendezvous_id="DeepSpeed's launcher needs none",
         rendezvous_options="DeepSpeed's launcher has none; or start the script with torchrun --rdzv-conf",
-        max_restarts="DeepSpeed's launcher does not restart (but with --elastic_training); start the script with torchrun --max-restarts",
+        max_restarts="DeepSpeed's launcher does not restart (but with --elastic_training); start the script with "
+        "torchrun --max-restarts",
         environment="write them into .deepspeed_env, which DeepSpeed's launcher sends to every host",
     ),
-    "strict": Rule(Fit.IGNORED, "", "only affects this report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)),
-    "native": Rule(Fit.EXACT, "any key", "native.deepspeed, as it is", to=lambda cfg, topology: dict(cfg.native.get("deepspeed", {}))),
+    "strict": Rule(
+        Fit.IGNORED, "", "only affects this report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)
+    ),
+    "native": Rule(
+        Fit.EXACT,
+        "any key",
+        "native.deepspeed, as it is",
+        to=lambda cfg, topology: dict(cfg.native.get("deepspeed", {})),
+    ),
 }

@@ -27,7 +27,12 @@ _SHAPES = {
     "CosineAnnealingLR": "cosine",
 }
 _WARM = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_NEEDS = {"WarmupDecayLR": "total_num_steps", "WarmupCosineLR": "total_num_steps", "LinearLR": "total_iters", "CosineAnnealingLR": "T_max"}
+_NEEDS = {
+    "WarmupDecayLR": "total_num_steps",
+    "WarmupCosineLR": "total_num_steps",
+    "LinearLR": "total_iters",
+    "CosineAnnealingLR": "T_max",
+}
 _SCRIPT = "use linear or cosine, or build the scheduler in the training script"
 _BEHIND = "DeepSpeed starts at 0 and warms up one update late; the cosine is the same"
 
@@ -53,8 +58,15 @@ def assumed(given: Given) -> dict[str, Any]:
 
 def _type(value: Any, given: Given) -> Meaning:
     if value in _ONLY:
-        note = f"{value} is not supported; build the scheduler in the training script, or set constant, linear or cosine"
-        return Meaning(Fit.NEEDS_INPUT, note, {"scheduler.name": Undecided(f"your training script, which builds {value}")}, kept=True)
+        note = (
+            f"{value} is not supported; build the scheduler in the training script, or set constant, linear or cosine"
+        )
+        return Meaning(
+            Fit.NEEDS_INPUT,
+            note,
+            {"scheduler.name": Undecided(f"your training script, which builds {value}")},
+            kept=True,
+        )
     if not isinstance(value, str) or value not in _SHAPES:
         near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())
         hint = f"did you mean {near!r}?" if near else _SCRIPT
@@ -66,7 +78,9 @@ def _type(value: Any, given: Given) -> Meaning:
     if value == "WarmupCosineLR":
         return Meaning(Fit.APPROXIMATE, _BEHIND, said)
     if value in _WARM:
-        return Meaning(note="DeepSpeed's first two updates both use its first rate", fields=said | {"scheduler.delay_steps": 1})
+        return Meaning(
+            note="DeepSpeed's first two updates both use its first rate", fields=said | {"scheduler.delay_steps": 1}
+        )
     return Meaning(fields=said)
 
 
@@ -162,7 +176,9 @@ KEYS: Mapping[str, Key] = {
 
 
 def _takes_torchs(cfg: Config) -> bool:
-    """DeepSpeed hands ZeRO's own optimizer to torch's schedules, which refuse it ("is not an Optimizer", DeepSpeed 0.19.8)."""
+    """DeepSpeed hands ZeRO's own optimizer to torch's schedules, which refuse it ("is not an Optimizer", DeepSpeed
+    0.19.8).
+    """
     return fields.stage(cfg) == 0 and cfg.precision.compute == "fp32"
 
 
@@ -210,13 +226,21 @@ def _climb_of(cfg: Config, topology: Topology) -> Native:
 
 def _start_of(cfg: Config, topology: Topology) -> Native:
     ratio = cfg.scheduler.warmup_start_ratio
-    return _params(cfg, WarmupLR=("warmup_min_lr", ratio * cfg.optimizer.lr), WarmupCosineLR=("warmup_min_ratio", ratio))
+    return _params(
+        cfg, WarmupLR=("warmup_min_lr", ratio * cfg.optimizer.lr), WarmupCosineLR=("warmup_min_ratio", ratio)
+    )
 
 
 def _total_of(cfg: Config, topology: Topology) -> Native:
     total = cfg.scheduler.total_steps
     warm = ("total_num_steps", total and max(total, _least(cfg) + 1))
-    return _params(cfg, WarmupDecayLR=warm, WarmupCosineLR=warm, LinearLR=("total_iters", total), CosineAnnealingLR=("T_max", total))
+    return _params(
+        cfg,
+        WarmupDecayLR=warm,
+        WarmupCosineLR=warm,
+        LinearLR=("total_iters", total),
+        CosineAnnealingLR=("T_max", total),
+    )
 
 
 def _floor_of(cfg: Config, topology: Topology) -> Native:
@@ -254,7 +278,8 @@ _NO_CLASS = When(
     "inverse_sqrt",
     lambda cfg: cfg.scheduler.name == "inverse_sqrt",
     Fit.NEEDS_INPUT,
-    "DeepSpeed has none: deepspeed.initialize(lr_scheduler=lambda o: transformers.get_inverse_sqrt_schedule(o, num_warmup_steps))",
+    "DeepSpeed has none: deepspeed.initialize(lr_scheduler=lambda o: transformers.get_inverse_sqrt_schedule(o, "
+    "num_warmup_steps))",
 )
 
 SCRIPT_RULES: Mapping[str, Rule] = {
@@ -265,12 +290,19 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         to=_warmup_of,
         when=(
             _NO_CLASS,
-            When("1", lambda cfg: cfg.scheduler.warmup_steps == 1, Fit.APPROXIMATE, "DeepSpeed's warm-ups last at least two updates"),
+            When(
+                "1",
+                lambda cfg: cfg.scheduler.warmup_steps == 1,
+                Fit.APPROXIMATE,
+                "DeepSpeed's warm-ups last at least two updates",
+            ),
         ),
         auto=True,
     ),
     "scheduler.warmup_type": Rule(Fit.EXACT, f"{_P}warmup_type", to=_climb_of, when=(_NO_CLASS,)),
-    "scheduler.warmup_start_ratio": Rule(Fit.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_NO_CLASS, _TWO_ENDS)),
+    "scheduler.warmup_start_ratio": Rule(
+        Fit.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_NO_CLASS, _TWO_ENDS)
+    ),
     "scheduler.delay_steps": Rule(
         Fit.EXACT,
         "scheduler.type",
@@ -293,7 +325,11 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         ),
     ),
     "scheduler.total_steps": Rule(
-        Fit.EXACT, f"{_P}total_num_steps, {_P}total_iters, {_P}T_max", to=_total_of, when=(_BUILT, _TOO_SHORT), auto=True
+        Fit.EXACT,
+        f"{_P}total_num_steps, {_P}total_iters, {_P}T_max",
+        to=_total_of,
+        when=(_BUILT, _TOO_SHORT),
+        auto=True,
     ),
     "scheduler.min_lr_ratio": Rule(
         Fit.EXACT, f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", to=_floor_of, when=(_BUILT,)

@@ -57,15 +57,25 @@ def _whole(value: Any, given: Given) -> Meaning:
 def _mics(value: Any, given: Given) -> Meaning:
     size = _shards(given)
     if size is None:
-        return Meaning(Fit.IGNORED, "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key", stale=True)
+        return Meaning(
+            Fit.IGNORED, "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key", stale=True
+        )
     note = "MiCS was removed in DeepSpeed 0.19.8; hybrid_shard has the same groups"
     return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size}, stale=True)
 
 
 def _gathers_in_group(given: Given) -> int | None:
-    """Ranks in which the backward gathers again (hpZ), where they are known to be fewer than all and parameters do not stay."""
-    size, ranks = quiet(integer(2), given.get(f"{_Z}zero_hpz_partition_size")), given.topology.world_size if given.topology else 0
-    stays = any(_distance(given.get(f"{_Z}{key}")) >= fields.UNLIMITED for key in ("stage3_max_reuse_distance", "max_reuse_distance"))
+    """Ranks in which the backward gathers again (hpZ), where they are known to be fewer than all and parameters do not
+    stay.
+    """
+    size, ranks = (
+        quiet(integer(2), given.get(f"{_Z}zero_hpz_partition_size")),
+        given.topology.world_size if given.topology else 0,
+    )
+    stays = any(
+        _distance(given.get(f"{_Z}{key}")) >= fields.UNLIMITED
+        for key in ("stage3_max_reuse_distance", "max_reuse_distance")
+    )
     return int(size) if size and stage(given) == 3 and size < ranks and not stays and _shards(given) is None else None
 
 
@@ -80,7 +90,12 @@ def _hpz(value: Any, given: Given) -> Meaning:
     if _gathers_in_group(given):
         return Meaning(fields={"sharding.reshard_after_forward": size})
     key = "deepspeed.zero_optimization.zero_hpz_partition_size"
-    return Meaning(Fit.IGNORED, _HPZ, native={key: size}, elsewhere={"sharding.strategy": "hybrid_shard", "sharding.group_size": size})
+    return Meaning(
+        Fit.IGNORED,
+        _HPZ,
+        native={key: size},
+        elsewhere={"sharding.strategy": "hybrid_shard", "sharding.group_size": size},
+    )
 
 
 def _reuse(value: Any, given: Given) -> Meaning:
@@ -127,7 +142,9 @@ def _overlap(value: Any, given: Given) -> Meaning:
 
 
 def _granularity(value: Any, given: Given) -> Meaning:
-    return dropped("is off") if not integer()(value) else Meaning(fields={"sharding.min_unit_params": integer(0)(value)})
+    return (
+        dropped("is off") if not integer()(value) else Meaning(fields={"sharding.min_unit_params": integer(0)(value)})
+    )
 
 
 def _at_3(read: Any, field: str = "") -> Key:
@@ -137,7 +154,10 @@ def _at_3(read: Any, field: str = "") -> Key:
 _REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory")
 _PREFETCH = unless_auto(_at_3(_prefetch, "communication.prefetch_bucket_size"), _BY_TRANSFORMERS)
 _LIVE = drops("limits how much DeepSpeed gathers ahead; affects only memory")
-_HPZ = "affects only time and memory: copies parameters within a group; hybrid_shard shards gradients and optimizer there too"
+_HPZ = (
+    "affects only time and memory: copies parameters within a group; hybrid_shard shards gradients and optimizer "
+    "there too"
+)
 _ZENFLOW = "ZenFlow delays the update of unimportant gradients; remove it"
 
 KEYS: Mapping[str, Key] = {
@@ -145,9 +165,13 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}stage": Key(_stage, "sharding.strategy"),
     f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT),
     f"{_Z}mics_hierarchical_params_gather": Key(
-        lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key", stale=True), "", Fit.IGNORED
+        lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key", stale=True),
+        "",
+        Fit.IGNORED,
     ),
-    f"{_Z}zero_hpz_partition_size": Key(_hpz, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT, "with another engine; else kept"),
+    f"{_Z}zero_hpz_partition_size": Key(
+        _hpz, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT, "with another engine; else kept"
+    ),
     f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),
     f"{_Z}overlap_comm": unless_auto(Key(_overlap, "communication.overlap"), "DeepSpeed's default: true at stage 3"),
     f"{_Z}stage3_prefetch_bucket_size": _PREFETCH,
@@ -157,7 +181,9 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}stage3_max_live_parameters": _LIVE,
     f"{_Z}max_live_parameters": spelt(_LIVE, "stage3_max_live_parameters"),
     f"{_Z}stage3_module_granularity_threshold": _at_3(_granularity, "sharding.min_unit_params"),
-    f"{_Z}module_granularity_threshold": spelt(_at_3(_granularity, "sharding.min_unit_params"), "stage3_module_granularity_threshold"),
+    f"{_Z}module_granularity_threshold": spelt(
+        _at_3(_granularity, "sharding.min_unit_params"), "stage3_module_granularity_threshold"
+    ),
     f"{_Z}leaf_module.classes": _at_3(_leaves, "sharding.units"),
     f"{_Z}leaf_module.names": _at_3(_leaf_names),
     f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
@@ -252,7 +278,12 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         to=_units_of,
         when=(
             _NOT_FULL,
-            When("auto", lambda cfg: cfg.sharding.units == "auto", Fit.EQUIVALENT, "DeepSpeed gathers each module by itself"),
+            When(
+                "auto",
+                lambda cfg: cfg.sharding.units == "auto",
+                Fit.EQUIVALENT,
+                "DeepSpeed gathers each module by itself",
+            ),
         ),
     ),
     "sharding.min_unit_params": Rule(
@@ -267,7 +298,12 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         "gathered whole, and a rank that does not use one adds zeros",
         when=(
             When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),
-            When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.EQUIVALENT, "unused parameters are reduced as zeros"),
+            When(
+                "strategy is not full_shard",
+                lambda cfg: not _three(cfg),
+                Fit.EQUIVALENT,
+                "unused parameters are reduced as zeros",
+            ),
         ),
     ),
     "communication.reduce_bucket_size": Rule(
@@ -278,15 +314,26 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": Rule(
         Fit.EXACT,
         "zero_optimization.stage3_prefetch_bucket_size",
-        to=lambda cfg, topology: fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if _three(cfg) and not _next_unit(cfg) else {},
+        to=lambda cfg, topology: (
+            fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if _three(cfg) and not _next_unit(cfg) else {}
+        ),
         when=(
             _NOT_FULL,
-            When("null", _next_unit, Fit.EQUIVALENT, "left to DeepSpeed's 50,000,000 elements; affects only time and memory"),
+            When(
+                "null",
+                _next_unit,
+                Fit.EQUIVALENT,
+                "left to DeepSpeed's 50,000,000 elements; affects only time and memory",
+            ),
         ),
     ),
     "communication.overlap": Rule(
-        Fit.EXACT, "zero_optimization.overlap_comm", to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap)
+        Fit.EXACT,
+        "zero_optimization.overlap_comm",
+        to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap),
     ),
-    "communication.desync_check": Rule(Fit.IGNORED, "", "a check of the training loop, which changes nothing in training"),
+    "communication.desync_check": Rule(
+        Fit.IGNORED, "", "a check of the training loop, which changes nothing in training"
+    ),
     "communication.desync_timeout": Rule(Fit.IGNORED, "", "belongs to a check of the training loop"),
 }

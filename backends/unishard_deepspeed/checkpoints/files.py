@@ -37,7 +37,9 @@ _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def _member(kind: Any, name: Any) -> _Stage:
-    """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py, __reduce_ex__)."""
+    """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py,
+    __reduce_ex__).
+    """
     if kind is not _Stage or name not in _STAGES:
         raise ValueError("GLOBAL getattr")  # worded like torch's own refusal
     return _Stage(_STAGES.index(name))
@@ -50,14 +52,16 @@ _STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
 ]
-"""Replacements for DeepSpeed's classes (DeepSpeed 0.19.8, state_dict of its optimizers). No other classes are admitted."""
+"""Replacements for DeepSpeed's classes (DeepSpeed 0.19.8, state_dict of its optimizers). No other classes are
+admitted."""
 
 
 def load(path: Path) -> dict[str, Any]:
     """Load a file. Tensors are memory-mapped.
 
     Raises:
-        CheckpointError: It cannot be read, or contains anything but tensors, plain values and the admitted classes of DeepSpeed.
+        CheckpointError: It cannot be read, or contains anything but tensors, plain values and the admitted classes of
+            DeepSpeed.
     """
     try:
         with open_file(file_inside(path.parent, path.name)) as file:

@@ -40,7 +40,9 @@ def is_universal(source: Path) -> bool:
 
 
 def folder_of(source: Path) -> Path | None:
-    """The folder with the files: the given one, the one named in its `latest`, or its only subfolder with such files."""
+    """The folder with the files: the given one, the one named in its `latest`, or its only subfolder with such
+    files.
+    """
     if any(source.glob(_MODEL)):
         return source
     latest = source / "latest"
@@ -54,7 +56,9 @@ def folder_of(source: Path) -> Path | None:
     try:
         return named if any(named.glob(_MODEL)) else None
     except OSError as error:  # such as a name that is too long
-        raise CheckpointError(f"{latest}: names no folder ({error.strerror}); write the name of one, such as global_step7") from None
+        raise CheckpointError(
+            f"{latest}: names no folder ({error.strerror}); write the name of one, such as global_step7"
+        ) from None
 
 
 def files_of(source: Path) -> Files:
@@ -65,13 +69,17 @@ def files_of(source: Path) -> Files:
     """
     folder = folder_of(source)
     if folder is None:
-        raise CheckpointError(f"{source}: no DeepSpeed checkpoint here, or several; give the folder with the files {_MODEL}")
+        raise CheckpointError(
+            f"{source}: no DeepSpeed checkpoint here, or several; give the folder with the files {_MODEL}"
+        )
     for path in sorted(folder.iterdir()):
         for pattern, what in _ELSEWHERE:
             if path.suffix == ".pt" and re.fullmatch(pattern, path.name):
                 raise CheckpointError(f"{path}: {what}; only checkpoints of data parallel models can be converted")
     if (folder / "offloaded_tensors").is_dir():
-        raise CheckpointError(f"{folder / 'offloaded_tensors'}: optimizer state in NVMe files is not supported; save with offload to cpu")
+        raise CheckpointError(
+            f"{folder / 'offloaded_tensors'}: optimizer state in NVMe files is not supported; save with offload to cpu"
+        )
     return Files(folder, _by_rank(folder, _MODEL), _by_rank(folder, _OPTIMIZER))
 
 
@@ -83,7 +91,8 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
         number = int(rank[1]) if rank else 0
         if number in found:
             raise CheckpointError(
-                f"{path}: rank {number} has a second file, {found[number].name}; remove the files of the older checkpoint"
+                f"{path}: rank {number} has a second file, {found[number].name}; remove the files of the older "
+                "checkpoint"
             )
         found[number] = path
     if sorted(found) != list(range(len(found))):

@@ -30,10 +30,11 @@ class Parameter(NamedTuple):
 
 
 def flat_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -> dict[str, Parameter]:
-    """Stages 1 and 2: one flat buffer for each parameter group, cut into equal partitions regardless of parameter boundaries.
+    """Stages 1 and 2: one flat buffer for each parameter group, cut into equal partitions regardless of parameter
+    boundaries.
 
-    `param_slice_mappings` of each rank gives its shard of each parameter (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and
-    runtime/bf16_optimizer.py); the shards follow each other in rank order.
+    `param_slice_mappings` of each rank gives its shard of each parameter (DeepSpeed 0.19.8,
+    runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py); the shards follow each other in rank order.
 
     Raises:
         CheckpointError: The buffers do not match the shapes.
@@ -52,13 +53,18 @@ def flat_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) 
 
 
 def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -> dict[str, Parameter]:
-    """Stage 3: each parameter is cut into equal, padded shards; each rank's shards are consecutive in the sub-group buffers.
+    """Stage 3: each parameter is cut into equal, padded shards; each rank's shards are consecutive in the sub-group
+    buffers.
 
     Raises:
         CheckpointError: The buffers do not match the shapes.
     """
     found: dict[str, Parameter] = {}
-    owners = {index: group for group, each in enumerate(states[0]["optimizer_state_dict"]["param_groups"]) for index in each["params"]}
+    owners = {
+        index: group
+        for group, each in enumerate(states[0]["optimizer_state_dict"]["param_groups"])
+        for index in each["params"]
+    }
     for index, named in enumerate(shapes):
         for name, shape in named.items():
             found[name] = Parameter(owners[index], tuple(shape), {}, None)
@@ -73,7 +79,8 @@ def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -
                 at += share
             if at != flats["fp32"].numel():
                 raise CheckpointError(
-                    f"{folder}: the partitions of sub-group {index} do not have the size of a checkpoint by {len(states)} ranks "
+                    f"{folder}: the partitions of sub-group {index} do not have the size of a checkpoint by "
+                    f"{len(states)} ranks "
                     "(MiCS is not supported); convert a checkpoint of plain ZeRO-3"
                 )
     return found
@@ -86,7 +93,11 @@ def _flats(optimizer: dict[str, Any], index: int, master: Tensor) -> tuple[dict[
     group: dict[str, Any] = next((each for each in groups if index in each.get("params", ())), {})
     # DeepSpeed's FusedAdam keeps the step count in the group (DeepSpeed 0.19.8, ops/adam/fused_adam.py).
     step = state.get("step", group.get("step"))
-    flats = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() and value.numel() >= master.numel()}
+    flats = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and value.numel() >= master.numel()
+    }
     return {"fp32": master, **flats}, step
 
 
@@ -95,7 +106,8 @@ def _counted(parameter: Parameter, step: Any, folder: Path) -> Parameter:
     if parameter.step is not None and step is not None and float(parameter.step) != float(step):
         counts = f"{float(parameter.step):g} and {float(step):g}"
         raise CheckpointError(
-            f"{folder}: the ranks' files are from different steps ({counts}); the checkpoint is inconsistent, use another one"
+            f"{folder}: the ranks' files are from different steps ({counts}); the checkpoint is inconsistent, use "
+            "another one"
         )
     return parameter._replace(step=step)
 
@@ -103,6 +115,7 @@ def _counted(parameter: Parameter, step: Any, folder: Path) -> Parameter:
 def _within(state: dict[str, Any], key: str, folder: Path) -> Any:
     if key not in state:
         raise CheckpointError(
-            f"{folder}: the layout of the parameters ({key}) is missing; it is from an old DeepSpeed, load and save it with a newer one"
+            f"{folder}: the layout of the parameters ({key}) is missing; it is from an old DeepSpeed, load and save it "
+            "with a newer one"
         )
     return state[key]

@@ -22,7 +22,8 @@ from unishard_deepspeed.checkpoints.unpartitioned import groups_of, named_by_sha
 __all__ = ["read"]
 
 _KNOWN = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "lr_scheduler",
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler",
     "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
@@ -33,7 +34,8 @@ def read(source: Path) -> Contents:
     """Read a DeepSpeed checkpoint.
 
     Raises:
-        CheckpointError: It is incomplete or damaged, contains classes that are not admitted, or is of an unsupported kind.
+        CheckpointError: It is incomplete or damaged, contains classes that are not admitted, or is of an unsupported
+            kind.
     """
     files = files_of(source)
     models = [load(path) for path in files.model]
@@ -45,7 +47,8 @@ def read(source: Path) -> Contents:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{files.folder}: does not have the layout of DeepSpeed 0.19.8 ({type(error).__name__}: {error}); its files are from "
+            f"{files.folder}: does not have the layout of DeepSpeed 0.19.8 ({type(error).__name__}: {error}); its "
+            "files are from "
             "different checkpoints, or from another version"
         ) from error
 
@@ -72,7 +75,11 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
     model, module = models[0], {name: value for name, value in models[0]["module"].items() if isinstance(value, Tensor)}
     buffers = {name: in_memory(module[name]) for name in model["buffer_names"]}
     shared = model.get("shared_params")
-    ties = ties_of({name: value for name, value in module.items() if name not in buffers}) if shared is None else dict(shared)
+    ties = (
+        ties_of({name: value for name, value in module.items() if name not in buffers})
+        if shared is None
+        else dict(shared)
+    )
     if states:
         trained = _partitioned(files, models, states)
     else:
@@ -80,7 +87,8 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
         trained = _unpartitioned(model["optimizer"], own, files.folder)
     frozen = _frozen(models, module, {*trained.parameters, *ties, *buffers})
     return Contents(
-        stretches=_stretches(trained.parameters) | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
+        stretches=_stretches(trained.parameters)
+        | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
         step=model["global_steps"],
         world_size=model["dp_world_size"],
         optimizer=_optimizer(trained.groups, trained.parameters),
@@ -101,7 +109,8 @@ def _partitioned(files: Files, models: Sequence[dict[str, Any]], states: Sequenc
     ranks = max(counts) if isinstance(counts, list) else counts
     if ranks != len(states) or (stage == 3 and len(models) != len(states)):
         raise CheckpointError(
-            f"{files.folder}: {ranks} ranks wrote it, but there are files of {len(states)}; some are missing, or from an older checkpoint"
+            f"{files.folder}: {ranks} ranks wrote it, but there are files of {len(states)}; some are missing, or from "
+            "an older checkpoint"
         )
     parameters = (sub_groups if stage == 3 else flat_groups)(states, models[0]["param_shapes"], files.folder)
     base = states[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
@@ -154,9 +163,12 @@ def _loss_scale(scaler: Mapping[str, Any]) -> LossScaleFacts | None:
     if scaler.get("scale_window") is None:
         scale = float(scaler.get("cur_scale", 1.0))
         return LossScaleFacts(value=scale, made=0) if scale != 1.0 else None
-    # DeepSpeed grows the scale one step after the window is full (DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py, update_scale).
+    # DeepSpeed grows the scale one step after the window is full (DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py,
+    # update_scale).
     since = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
-    return LossScaleFacts(value=float(scaler["cur_scale"]), made=(since - 1) % scaler["scale_window"] if since > 0 else 0)
+    return LossScaleFacts(
+        value=float(scaler["cur_scale"]), made=(since - 1) % scaler["scale_window"] if since > 0 else 0
+    )
 
 
 def _notes(model: Mapping[str, Any], frozen: Mapping[str, LazyShard], groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -164,12 +176,14 @@ def _notes(model: Mapping[str, Any], frozen: Mapping[str, LazyShard], groups: Se
     notes = ["DeepSpeed stores no random number state and no data position"]
     if model.get("lr_scheduler"):
         notes.append(
-            "not converted: DeepSpeed's learning rate scheduler; the learning rates are kept, and the config's schedule continues from the "
+            "not converted: DeepSpeed's learning rate scheduler; the learning rates are kept, and the config's "
+            "schedule continues from the "
             "number of optimizer steps"
         )
     if model.get("param_shapes") is None:
         notes.append(
-            "ZeRO stage 0 stores no names: optimizer states were matched to parameters by master weights, or in fp32 by shape and order"
+            "ZeRO stage 0 stores no names: optimizer states were matched to parameters by master weights, or in fp32 "
+            "by shape and order"
         )
     dropped = {key for group in groups for key, value in group.items() if not plain(_number(value))}
     dropped |= {name for name, value in model["module"].items() if not isinstance(value, Tensor)}

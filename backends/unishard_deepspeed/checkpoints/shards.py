@@ -24,7 +24,10 @@ def joined(name: str, shape: Sequence[int], shards: Sequence[Tensor]) -> LazySha
         starts.append(at)
         at += shard.numel()
     if not 0 <= at - numel < max(1, len(shards)):
-        raise CheckpointError(f"{name}: the files hold {at} of its {numel} elements; files are missing, or belong to different checkpoints")
+        raise CheckpointError(
+            f"{name}: the files hold {at} of its {numel} elements; files are missing, or belong to different "
+            "checkpoints"
+        )
 
     def read(begin: int, end: int) -> Tensor:
         values = torch.empty(end - begin, dtype=shards[0].dtype)
@@ -39,7 +42,9 @@ def joined(name: str, shape: Sequence[int], shards: Sequence[Tensor]) -> LazySha
 
 def in_memory(values: Tensor) -> LazyShard:
     """A tensor that is not sharded."""
-    return LazyShard(values.shape, values.dtype, 0, values.numel(), lambda begin, end: values.reshape(-1)[begin:end].clone())
+    return LazyShard(
+        values.shape, values.dtype, 0, values.numel(), lambda begin, end: values.reshape(-1)[begin:end].clone()
+    )
 
 
 def constant(value: float | Tensor) -> LazyShard:

@@ -1,8 +1,9 @@
-"""Writes a DeepSpeed Universal Checkpoint, which an engine of any stage and number of ranks can load (`checkpoint.load_universal`).
+"""Writes a DeepSpeed Universal Checkpoint, which an engine of any stage and number of ranks can load
+(`checkpoint.load_universal`).
 
-Pass the folder to `engine.load_checkpoint`; its file `latest_universal` names the checkpoint in it. The files suit stages 1, 2 and 3,
-which read the same data under different names (DeepSpeed 0.19.8, checkpoint/ds_to_universal.py, runtime/base_optimizer.py and
-runtime/zero/stage3.py).
+Pass the folder to `engine.load_checkpoint`; its file `latest_universal` names the checkpoint in it. The files suit
+stages 1, 2 and 3, which read the same data under different names (DeepSpeed 0.19.8, checkpoint/ds_to_universal.py,
+runtime/base_optimizer.py and runtime/zero/stage3.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
         CheckpointError: A tensor's name cannot be a path, or there is no optimizer state.
     """
     if contents.optimizer is None or not any(map(optimizer_part, contents.stretches)):
-        raise CheckpointError("the checkpoint has no optimizer state, which DeepSpeed needs to load a Universal Checkpoint")
+        raise CheckpointError(
+            "the checkpoint has no optimizer state, which DeepSpeed needs to load a Universal Checkpoint"
+        )
     tag = f"global_step{contents.step}_universal"
     inner = folder / tag
     steps = _parameters(contents, inner / "zero", advance)
@@ -118,22 +121,27 @@ def _notes(contents: Contents) -> list[str]:
     notes = []
     if contents.frozen or contents.buffers:
         notes.append(
-            "DeepSpeed 0.19.8 loads only trainable parameters from a Universal Checkpoint: load frozen ones (zero/<name>/fp32.pt) and "
+            "DeepSpeed 0.19.8 loads only trainable parameters from a Universal Checkpoint: load frozen ones "
+            "(zero/<name>/fp32.pt) and "
             "buffers (module, in mp_rank_00_model_states.pt) in your script"
         )
     if contents.optimizer is not None and len(contents.optimizer.groups) > 1:
         notes.append(
-            "at stage 3 DeepSpeed 0.19.8 gives every parameter group the options of the first one and a shared step count, which grows by "
+            "at stage 3 DeepSpeed 0.19.8 gives every parameter group the options of the first one and a shared step "
+            "count, which grows by "
             f"{len(contents.optimizer.groups)} per step; load it at stage 1 or 2, or set both after loading"
         )
     kinds = {part[1] for part in map(optimizer_part, contents.stretches) if part is not None}
     if not {"exp_avg", "exp_avg_sq"} <= kinds:
         notes.append(
-            "at stage 3 DeepSpeed 0.19.8 loads only the state of Adam and AdamW from a Universal Checkpoint; load it at stage 1 or 2"
+            "at stage 3 DeepSpeed 0.19.8 loads only the state of Adam and AdamW from a Universal Checkpoint; load it "
+            "at stage 1 or 2"
         )
     if contents.loss_scale is not None:
         notes.append("the loss scale is reset")
-    notes.append("only DeepSpeed's own learning rate schedulers resume; pass load_lr_scheduler_states=False for any other")
+    notes.append(
+        "only DeepSpeed's own learning rate schedulers resume; pass load_lr_scheduler_states=False for any other"
+    )
     return notes
 
 

@@ -1,8 +1,10 @@
-"""ZeRO stage 0: nothing is sharded, but DeepSpeed stores optimizer state without names. They are inferred from values or shapes.
+"""ZeRO stage 0: nothing is sharded, but DeepSpeed stores optimizer state without names.
 
-There are three layouts (DeepSpeed 0.19.8): the user's optimizer itself (fp32); runtime/fp16/unfused_optimizer.py, with a master weight for
-each parameter; runtime/fp16/fused_optimizer.py, with one flat master weight for each group. A rounded master weight equals its parameter
-bit by bit, which identifies it. In fp32 there are only shapes.
+They are inferred from values or shapes.
+
+There are three layouts (DeepSpeed 0.19.8): the user's optimizer itself (fp32); runtime/fp16/unfused_optimizer.py, with
+a master weight for each parameter; runtime/fp16/fused_optimizer.py, with one flat master weight for each group. A
+rounded master weight equals its parameter bit by bit, which identifies it. In fp32 there are only shapes.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
                 name = _matching(values[at:], left, exactly=not flat)
                 if name is None:
                     raise CheckpointError(
-                        f"{folder}: a master weight of group {group} matches no parameter of the model (ZeRO stage 0 stores no names); "
+                        f"{folder}: a master weight of group {group} matches no parameter of the model (ZeRO stage 0 "
+                        "stores no names); "
                         "save under stage 1, 2 or 3"
                     )
                 numel = left[name].numel()
@@ -70,7 +73,11 @@ def _matching(values: Tensor, left: Mapping[str, Tensor], *, exactly: bool) -> s
 
 def _parameter(group: int, tensor: Tensor, master: Tensor, at: int, state: Mapping[str, Any]) -> Parameter:
     end = at + tensor.numel()
-    kept = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.numel() == master.numel() and key != "step"}
+    kept = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.numel() == master.numel() and key != "step"
+    }
     shards = {key: [value.reshape(-1)[at:end]] for key, value in {"fp32": master, **kept}.items()}
     return Parameter(group, tuple(tensor.shape), shards, state.get("step"))
 
@@ -90,8 +97,12 @@ def named_by_shapes(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
     found = {}
     for index, name in pairs.items():
         state = states.get(index, {})
-        if any(isinstance(value, Tensor) and value.dim() and value.shape != tensors[name].shape for value in state.values()):
-            raise CheckpointError(f"{folder}: {_UNNAMED}, and their shapes are not in the model's order; save under stage 1, 2 or 3")
+        if any(
+            isinstance(value, Tensor) and value.dim() and value.shape != tensors[name].shape for value in state.values()
+        ):
+            raise CheckpointError(
+                f"{folder}: {_UNNAMED}, and their shapes are not in the model's order; save under stage 1, 2 or 3"
+            )
         if state:
             found[name] = _parameter(indices[index], tensors[name], tensors[name], 0, state)
     return found
@@ -106,14 +117,18 @@ def _by_shape(
     held: dict[torch.Size, list[int]] = defaultdict(list)
     for index in indices:
         if states.get(index):
-            shapes = [value.shape for key, value in states[index].items() if isinstance(value, Tensor) and key != "step"]
+            shapes = [
+                value.shape for key, value in states[index].items() if isinstance(value, Tensor) and key != "step"
+            ]
             held[shapes[0] if shapes else torch.Size()].append(index)
     there: dict[torch.Size, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         there[tensor.shape].append(name)
     for shape, those in held.items():
         if len(those) != len(there[shape]) or len({indices[index] for index in those}) > 1:
-            raise CheckpointError(f"{folder}: {_UNNAMED}, and several have the shape {tuple(shape)}; save under stage 1, 2 or 3")
+            raise CheckpointError(
+                f"{folder}: {_UNNAMED}, and several have the shape {tuple(shape)}; save under stage 1, 2 or 3"
+            )
     return {index: name for shape, those in held.items() for index, name in zip(those, there[shape], strict=True)}
 
 

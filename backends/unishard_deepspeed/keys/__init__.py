@@ -1,4 +1,6 @@
-"""DeepSpeed's keys: one row for each, from which the constants, the accepted values and the check of `native.deepspeed` follow."""
+"""DeepSpeed's keys: one row for each, from which the constants, the accepted values and the check of `native.deepspeed`
+follow.
+"""
 
 from __future__ import annotations
 

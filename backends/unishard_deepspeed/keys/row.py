@@ -44,7 +44,8 @@ class Row(NamedTuple):
     why: str = ""
     """Why it writes that."""
     ignored: str = ""
-    """Why nothing is lost without it where the config of another script has it; empty where a row in `arguments` reads it."""
+    """Why nothing is lost without it where the config of another script has it; empty where a row in `arguments` reads
+    it."""
 
     @property
     def complaint(self) -> str:

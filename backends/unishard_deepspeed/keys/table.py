@@ -15,7 +15,9 @@ __all__ = ["CONSTANTS", "ROWS", "TAKES", "spellings", "used"]
 ROWS: Mapping[str, Row] = {**top.ROWS, **zero.ROWS}
 """All that unishard knows of each key, dotted."""
 
-CONSTANTS: Mapping[str, tuple[Any, str]] = {key: (row.constant, row.why) for key, row in ROWS.items() if row.constant is not NOTHING}
+CONSTANTS: Mapping[str, tuple[Any, str]] = {
+    key: (row.constant, row.why) for key, row in ROWS.items() if row.constant is not NOTHING
+}
 """What is written whatever the config says, and why: nothing is left to a default that changes."""
 
 
@@ -27,11 +29,15 @@ def used(*uses: Use) -> dict[str, Row]:
 def spellings(key: str) -> Iterator[str]:
     """The key, and the other name that DeepSpeed has for it."""
     yield key
-    if ".stage3_" in key and ROWS[key].use is not Use.REFUSED:  # stage3_gather_fp16_weights_on_model_save has no other name
+    if (
+        ".stage3_" in key and ROWS[key].use is not Use.REFUSED
+    ):  # stage3_gather_fp16_weights_on_model_save has no other name
         yield key.replace("stage3_", "")
     if key.startswith("bf16."):
         yield f"bfloat16.{key.removeprefix('bf16.')}"
 
 
-TAKES: Mapping[str, Takes] = {name: row.values.takes for key, row in ROWS.items() if row.values.takes for name in spellings(key)}
+TAKES: Mapping[str, Takes] = {
+    name: row.values.takes for key, row in ROWS.items() if row.values.takes for name in spellings(key)
+}
 """What DeepSpeed takes for a key, in each spelling; it does not look at the value of any other."""

@@ -50,7 +50,10 @@ _PRECISION: dict[str, Row] = {
     "communication_data_type": decided("precision.reduce"),
     "fp16.enabled": decided("precision.compute"),
     "fp16.loss_scale": decided(
-        "precision.loss_scale", v.number_from(0), 1.0, "unishard scales the loss; 0 would add DeepSpeed's own dynamic scale"
+        "precision.loss_scale",
+        v.number_from(0),
+        1.0,
+        "unishard scales the loss; 0 would add DeepSpeed's own dynamic scale",
     ),
     "fp16.auto_cast": refused(
         "unishard casts floating inputs to precision.compute; remove it",
@@ -59,7 +62,9 @@ _PRECISION: dict[str, Row] = {
         "unishard casts inputs, at the units as well as at the root",
         "floating inputs are cast to precision.compute either way",
     ),
-    "fp16.fp16_master_weights_and_grads": decided("precision.master", v.SWITCH, False, f"needs DeepSpeedCPUAdam, and {_CPU_ADAM}"),
+    "fp16.fp16_master_weights_and_grads": decided(
+        "precision.master", v.SWITCH, False, f"needs DeepSpeedCPUAdam, and {_CPU_ADAM}"
+    ),
     "fp16.initial_scale_power": decided("precision.initial_loss_scale", v.count()),
     "fp16.loss_scale_window": decided("precision.loss_scale_growth_interval", v.count()),
     "fp16.hysteresis": refused(_SCALE, v.count()),
@@ -81,7 +86,9 @@ _PRECISION: dict[str, Row] = {
     "data_types.param_dtype": decided("precision.compute"),
     "data_types.grad_accum_dtype": decided("precision.accumulate"),
     "data_types.buffer_dtype": decided("precision.buffers", constant=None, why="unishard casts the buffers"),
-    "data_types.keep_in_fp32_modules": decided("precision.keep_fp32", v.FP32_BUFFERS, [], "unishard keeps parameters and buffers"),
+    "data_types.keep_in_fp32_modules": decided(
+        "precision.keep_fp32", v.FP32_BUFFERS, [], "unishard keeps parameters and buffers"
+    ),
 }
 
 _REDUCTION: dict[str, Row] = {
@@ -116,7 +123,9 @@ _LOGS: dict[str, Row] = {
 _SECTIONS: dict[str, Row] = {
     "activation_checkpointing": same(v.MAPPING, ignored="recomputes nothing by itself; set activation_checkpointing"),
     "aio": same(v.MAPPING),
-    "seq_parallel_communication_data_type": refused(_PARALLEL, v.REDUCTION, ignored="only used with sequence parallelism"),
+    "seq_parallel_communication_data_type": refused(
+        _PARALLEL, v.REDUCTION, ignored="only used with sequence parallelism"
+    ),
     "sequence_parallel_size": refused(_PARALLEL),
     "data_parallel_size": refused(_PARALLEL, ignored="follows from the number of ranks"),
     "tensor_parallel": refused(_PARALLEL),
@@ -127,11 +136,14 @@ _SECTIONS: dict[str, Row] = {
     # runtime/engine.py, _do_sanity_check asserts this on every device. DeepCompile itself needs CUDA (compile/util.py,
     # is_deepcompile_supported) and an op that a CUDA compiler builds (ops/op_builder/dc.py).
     "compile": refused(
-        "configures DeepCompile, which DeepSpeed 0.19.8 refuses where the loop ends accumulation windows itself, as unishard's does "
+        "configures DeepCompile, which DeepSpeed 0.19.8 refuses where the loop ends accumulation windows itself, as "
+        "unishard's does "
         "(managed_gradient_accumulation: false); remove it, and set compile.mode to per_block for torch.compile",
         v.COMPILED,
     ),
-    "autotuning": refused("belongs to the deepspeed launcher; remove it", v.MAPPING, ignored="only used by deepspeed --autotuning"),
+    "autotuning": refused(
+        "belongs to the deepspeed launcher; remove it", v.MAPPING, ignored="only used by deepspeed --autotuning"
+    ),
     "weight_quantization": refused("belongs to inference; remove it", ignored="only used for inference"),
     "checkpoint": refused(OWN_CHECKPOINTS, v.TAG, ignored=CHECKPOINTS),
     "datastates_ckpt": refused(OWN_CHECKPOINTS, ignored=CHECKPOINTS),

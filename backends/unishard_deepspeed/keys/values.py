@@ -1,7 +1,8 @@
 """What values DeepSpeed 0.19.8 takes.
 
 It refuses a value of another type even where nothing reads the key (runtime/zero/config.py, offload_config.py,
-runtime/precision_config.py, monitor/config.py, comm/config.py, compile/config.py: pydantic's models; runtime/config.py: plain mappings).
+runtime/precision_config.py, monitor/config.py, comm/config.py, compile/config.py: pydantic's models; runtime/config.py:
+plain mappings).
 """
 
 from __future__ import annotations
@@ -161,8 +162,12 @@ AUTOCAST = Values(takes=dtype)
 REDUCTION = Values(takes=_or_null(one_of(dict.fromkeys(("fp32", "fp16", "bf16")))))
 
 MAPPING = Values((dict,), takes=_mapping)
-MONITOR = Values((dict,), takes=_or_auto(_mapping_of({"enabled": _switch, "output_path": _string, "job_name": _string})))
-WANDB = Values((dict,), takes=_or_auto(_mapping_of({"enabled": _switch, "group": _text, "team": _text, "project": _string})))
+MONITOR = Values(
+    (dict,), takes=_or_auto(_mapping_of({"enabled": _switch, "output_path": _string, "job_name": _string}))
+)
+WANDB = Values(
+    (dict,), takes=_or_auto(_mapping_of({"enabled": _switch, "group": _text, "team": _text, "project": _string}))
+)
 COMET = Values(
     (dict,),
     takes=_or_auto(
@@ -177,7 +182,9 @@ COMET = Values(
     ),
 )
 COMMS = Values((dict,), takes=_mapping_of({**_keys("enabled prof_all verbose debug", _switch), "prof_ops": _list}))
-TIMERS = Values((dict,), takes=_mapping_of({"throughput": _mapping_of(_keys("enabled synchronized", _switch))}, strict=False))
+TIMERS = Values(
+    (dict,), takes=_mapping_of({"throughput": _mapping_of(_keys("enabled synchronized", _switch))}, strict=False)
+)
 TAG = Values(takes=_mapping_of({"tag_validation": one_of(dict.fromkeys(("ignore", "warn", "fail")))}, strict=False))
 HYBRID = Values(
     takes=_mapping_of(
@@ -190,8 +197,10 @@ HYBRID = Values(
 )
 COMPILE: Mapping[str, Takes] = {
     **_keys(
-        "deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory offload_opt_states double_buffer "
-        "symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+        "deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory "
+        "offload_opt_states double_buffer "
+        "symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
+        "sync_after_allgather "
         "keep_int_input_tensors keep_all_input_tensors",
         _switch,
     ),

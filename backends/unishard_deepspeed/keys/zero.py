@@ -22,7 +22,9 @@ _STAGES: dict[str, Row] = {
     "reduce_bucket_size": decided("communication.reduce_bucket_size", v.count(1)),
     "overlap_comm": decided("communication.overlap", v.SWITCH_OR_NULL),
     "stage3_module_granularity_threshold": decided("sharding.min_unit_params", v.count()),
-    "stage3_max_live_parameters": decided("sharding.reshard_after_forward and communication.prefetch_bucket_size", v.count(0)),
+    "stage3_max_live_parameters": decided(
+        "sharding.reshard_after_forward and communication.prefetch_bucket_size", v.count(0)
+    ),
     "stage3_max_reuse_distance": decided("sharding.reshard_after_forward", v.count(0)),
     "stage3_prefetch_bucket_size": decided("communication.prefetch_bucket_size", v.count(0)),
     "contiguous_gradients": same(v.SWITCH, True, "gradients are copied into one buffer for each bucket"),
@@ -41,7 +43,9 @@ _STAGES: dict[str, Row] = {
     ),
     "ignore_unused_parameters": same(v.SWITCH, True, "unishard leaves parameters without gradient out of the update"),
     "stage3_param_persistence_threshold": same(v.count(0), 0, "stage 3 shards small parameters too"),
-    "memory_efficient_linear": same(v.SWITCH, False, "replaces the process's F.linear by one that adds a bias after rounding"),
+    "memory_efficient_linear": same(
+        v.SWITCH, False, "replaces the process's F.linear by one that adds a bias after rounding"
+    ),
     "zero_hpz_partition_size": same(v.count(0), 1, "no second copy of the parameters in smaller groups"),
     "parameter_alignment": same(v.SWITCH),
     "override_module_apply": same(v.SWITCH),
@@ -55,11 +59,15 @@ _STAGES: dict[str, Row] = {
     "zero_quantized_nontrainable_weights": other(v.SWITCH),
     "zero_quantized_gradients": other(v.SWITCH),
     "zenflow": refused("changes what the optimizer computes and needs a DeepSpeed optimizer; remove it"),
-    "legacy_stage1": refused("was removed in DeepSpeed 0.5.9; remove it", v.SWITCH, ignored="was removed in DeepSpeed 0.5.9"),
+    "legacy_stage1": refused(
+        "was removed in DeepSpeed 0.5.9; remove it", v.SWITCH, ignored="was removed in DeepSpeed 0.5.9"
+    ),
     "elastic_checkpoint": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
     "load_from_fp32_weights": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
     "pipeline_loading_checkpoint": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
-    "save_muon_momentum_buffer_in_memory": refused("belongs to NVMe offload of Muon; remove it", v.SWITCH, ignored=CHECKPOINTS),
+    "save_muon_momentum_buffer_in_memory": refused(
+        "belongs to NVMe offload of Muon; remove it", v.SWITCH, ignored=CHECKPOINTS
+    ),
     "stage3_gather_fp16_weights_on_model_save": refused(
         "is deprecated; write stage3_gather_16bit_weights_on_model_save", v.SWITCH, ignored=CHECKPOINTS
     ),
@@ -86,7 +94,9 @@ _OFFLOAD: dict[str, Row] = {
     "offload_optimizer.pipeline_write": refused(_NVME, v.SWITCH, ignored=_SWAPS),
     "offload_optimizer.fast_init": refused(_NVME, v.SWITCH, ignored=_SWAPS),
     "offload_optimizer.ratio": refused(_CPU_ADAM, v.FRACTION),
-    "offload_optimizer.super_offload": refused(_CPU_ADAM, v.SWITCH, ignored="another way to offload the same; affects only time"),
+    "offload_optimizer.super_offload": refused(
+        _CPU_ADAM, v.SWITCH, ignored="another way to offload the same; affects only time"
+    ),
     "offload_optimizer.cpuadam_cores_perc": refused(_CPU_ADAM, v.FRACTION, ignored="only used with super_offload"),
 }
 

@@ -30,9 +30,9 @@ __all__ = [
 def allow_fp16() -> None:
     """Let DeepSpeed train in fp16 on a CPU.
 
-    DeepSpeed checks whether oneDNN has fp16 kernels for this CPU (accelerator/cpu_accelerator.py, is_fp16_supported) before it
-    builds an engine and before it reduces fp16 gradients; torch computes in fp16 on every CPU. The check stays on other
-    accelerators.
+    DeepSpeed checks whether oneDNN has fp16 kernels for this CPU (accelerator/cpu_accelerator.py, is_fp16_supported)
+    before it builds an engine and before it reduces fp16 gradients; torch computes in fp16 on every CPU. The check
+    stays on other accelerators.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -42,10 +42,12 @@ def allow_fp16() -> None:
 
 
 def compile_nothing() -> None:
-    """Prevent DeepSpeed from compiling shm_comm at first use, for half a minute; only inference needs it (comm/torch.py, build_shm_op).
+    """Prevent DeepSpeed from compiling shm_comm at first use, for half a minute; only inference needs it
+    (comm/torch.py, build_shm_op).
 
-    It exists only on the CPU. DeepSpeed looks it up in a table of all ops that nothing else reads. Filling the table tries each op with the
-    machine's compilers, in every process (ops/__init__.py, _probe_compatible_ops). If the private name is missing, shm_comm is compiled.
+    It exists only on the CPU. DeepSpeed looks it up in a table of all ops that nothing else reads. Filling the table
+    tries each op with the machine's compilers, in every process (ops/__init__.py, _probe_compatible_ops). If the
+    private name is missing, shm_comm is compiled.
     """
     if PATCHES["no-compiler"].works:
         import deepspeed
@@ -69,7 +71,8 @@ def keep_adagrad(client: Any) -> Iterator[None]:
 
     ZeRO does so because Adagrad creates its state when it is constructed (runtime/zero/stage_1_and_2.py and stage3.py,
     initialize_optimizer_states), and then links only the first group (_link_all_hp_params).
-    Here the state is cleared instead; Adagrad recreates it in the first step (torch 2.13, optim/adagrad.py, _init_group).
+    Here the state is cleared instead; Adagrad recreates it in the first step (torch 2.13, optim/adagrad.py,
+    _init_group).
     """
     if not isinstance(client, torch.optim.Adagrad):
         yield
@@ -87,8 +90,8 @@ def keep_adagrad(client: Any) -> Iterator[None]:
 def buffers_by_dtype() -> Iterator[None]:
     """Let stage 3 hold this rank's parts of 16-bit parameters in one buffer and those of fp32 parameters in another.
 
-    It has one buffer for all groups of the optimizer (runtime/zero/stage3.py, _create_fp16_partitions_with_defragmentation). Of the groups,
-    those in fp32 are the last.
+    It has one buffer for all groups of the optimizer (runtime/zero/stage3.py,
+    _create_fp16_partitions_with_defragmentation). Of the groups, those in fp32 are the last.
     """
     from deepspeed.runtime.zero import stage3
 
@@ -117,7 +120,9 @@ class _Buffers:
 
 
 def clear_mpu() -> None:
-    """Clear the `mpu` that `initialize` keeps for the process, so that later engines use all ranks (utils/groups.py)."""
+    """Clear the `mpu` that `initialize` keeps for the process, so that later engines use all ranks
+    (utils/groups.py).
+    """
     from deepspeed.utils import groups
 
     groups.mpu = None
@@ -132,8 +137,8 @@ def gather_empty(parameters: Iterable[Any]) -> None:
     """Gather empty parameters in a process group of one rank, without communication, as stage 3 does on one rank.
 
     Stage 3 skips modules whose shards have no elements, and then expects their parameters to be gathered
-    (runtime/zero/partitioned_param_coordinator.py, _fetch_sub_module_impl); among several ranks it fails to put together a full tensor of
-    no elements (runtime/zero/partition_parameters.py, AllGatherCoalescedHandle).
+    (runtime/zero/partitioned_param_coordinator.py, _fetch_sub_module_impl); among several ranks it fails to put
+    together a full tensor of no elements (runtime/zero/partition_parameters.py, AllGatherCoalescedHandle).
     """
     empty = list(parameters)
     if empty:
@@ -163,7 +168,8 @@ def forget(engine: Any) -> None:
 
 
 def _forget_released() -> None:
-    """Clear a cache of ZeRO-3 that keeps every model of the process (runtime/zero/partitioned_param_coordinator.py, __params_to_release).
+    """Clear a cache of ZeRO-3 that keeps every model of the process (runtime/zero/partitioned_param_coordinator.py,
+    __params_to_release).
 
     Its keys are a method's `self` and the model's modules. What other engines have in it, they compute again.
     """
@@ -172,7 +178,9 @@ def _forget_released() -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    inside = inspect.getclosurevars(method).nonlocals.values() if inspect.isfunction(method) else ()  # it is wrapped, for NVTX
+    inside = (
+        inspect.getclosurevars(method).nonlocals.values() if inspect.isfunction(method) else ()
+    )  # it is wrapped, for NVTX
     for found in (method, *inside):
         if hasattr(found, "cache_clear"):
             found.cache_clear()

@@ -21,7 +21,9 @@ def master_tensors(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> list[Te
 def shards_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, list[FlatShard]]:
     """The shards of parameters in each master weight on this rank."""
     if kind == "stage-0":
-        return {master: [FlatShard(parameter, 0, parameter.numel())] for parameter, master in inner.full_masters.items()}
+        return {
+            master: [FlatShard(parameter, 0, parameter.numel())] for parameter, master in inner.full_masters.items()
+        }
     shards: dict[Tensor, list[FlatShard]] = {}
     masters = master_tensors(optimizer, inner, kind)
     for parameter in inner.trained:
@@ -31,7 +33,11 @@ def shards_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # utils/tensor_fragment.py
             if mapping is None:
                 continue  # other ranks hold all of it
-            group, start, numel = mapping.param_group_index, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+            group, start, numel = (
+                mapping.param_group_index,
+                mapping.hp_fragment_address.start,
+                mapping.hp_fragment_address.numel,
+            )
         if numel:
             shards.setdefault(masters[group], []).append(FlatShard(parameter, start, numel))
     return shards
@@ -40,7 +46,8 @@ def shards_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict
 def relink_after_update(optimizer: Any, kind: Kind) -> None:
     """Let DeepSpeed link the optimizer state again after the next update; by default it does so only after the first.
 
-    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage_1_and_2.py and bf16_optimizer.py; stage 3 looks it up at each access)
+    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage_1_and_2.py and bf16_optimizer.py; stage 3 looks it up at
+    each access)
     """
     if kind in ("stages-1-2", "bf16-stage-1"):
         optimizer._hp_optimizer_states_linked = False

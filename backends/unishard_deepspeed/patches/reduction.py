@@ -11,23 +11,16 @@ from torch import nn
 
 from unishard_deepspeed.patches.optimizer_kind import Kind
 
-__all__ = [
-    "drop",
-    "gather",
-    "reduce_in_fp32",
-    "reduce_last",
-    "reduce_units_by_parameter",
-    "remove_hooks",
-]
+__all__ = ["drop", "gather", "reduce_in_fp32", "reduce_last", "reduce_units_by_parameter", "remove_hooks"]
 
 
 def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Stage 3: reduce a leaf module's gradients one by one, as they are computed. Collective.
 
-    DeepSpeed uses a full backward hook of the leaf module. torch fires it before the module's gradients exist if no positional
-    input requires a gradient (an embedding, the first layer, inputs passed by keyword), and the hook then uses zeros
-    (runtime/zero/stage3.py, create_reduce_and_remove_grad_hooks). The parameters are still gathered together, which depends only
-    on the module's flag.
+    DeepSpeed uses a full backward hook of the leaf module. torch fires it before the module's gradients exist if no
+    positional input requires a gradient (an embedding, the first layer, inputs passed by keyword), and the hook then
+    uses zeros (runtime/zero/stage3.py, create_reduce_and_remove_grad_hooks). The parameters are still gathered
+    together, which depends only on the module's flag.
 
     Args:
         optimizer: DeepSpeed's optimizer at stage 3.
@@ -46,7 +39,9 @@ def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]
 
 
 def reduce_in_fp32(optimizer: Any) -> None:
-    """Stage 2: reduce gradients from fp32 buffers; they have the dtype of the first parameter, and would round gradients in fp32."""
+    """Stage 2: reduce gradients from fp32 buffers; they have the dtype of the first parameter, and would round
+    gradients in fp32.
+    """
     optimizer._gradient_reduction_buffer_dtype = lambda: torch.float32  # runtime/zero/stage_1_and_2.py, setup_buckets
 
 
@@ -78,13 +73,15 @@ def drop(parameters: list[nn.Parameter]) -> None:
 def reduce_last(optimizer: Any, parameters: Sequence[nn.Parameter], kind: Kind) -> None:
     """Reduce the gradients of some parameters after backward, in this order, with zeros for missing ones. Collective.
 
-    DeepSpeed reduces gradients in the order in which they are computed, so ranks that use different parameters would reduce
-    different ones together. Stage 0 uses zeros by itself (runtime/engine.py).
+    DeepSpeed reduces gradients in the order in which they are computed, so ranks that use different parameters would
+    reduce different ones together. Stage 0 uses zeros by itself (runtime/engine.py).
     """
     last = set(parameters)
     if kind == "stage-3":  # runtime/zero/stage3.py
         _create_hooks(optimizer, optimizer.create_reduce_and_remove_grad_hooks, last)
-        _call_before(optimizer, "independent_gradient_partition_epilogue", partial(_reduce_at_stage_3, optimizer, parameters))
+        _call_before(
+            optimizer, "independent_gradient_partition_epilogue", partial(_reduce_at_stage_3, optimizer, parameters)
+        )
     elif kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
         _call_before(optimizer, "get_grads_for_norm", partial(_count_at_stage_1, optimizer, last))
     elif kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
@@ -92,10 +89,19 @@ def reduce_last(optimizer: Any, parameters: Sequence[nn.Parameter], kind: Kind) 
 
 
 def _reduce_flat_last(optimizer: Any, parameters: Sequence[nn.Parameter], last: Collection[nn.Parameter]) -> None:
-    groups = {parameter: index for index, group in enumerate(optimizer.bit16_groups) for parameter in group if parameter in last}
+    groups = {
+        parameter: index
+        for index, group in enumerate(optimizer.bit16_groups)
+        for parameter in group
+        if parameter in last
+    }
     if optimizer.partition_gradients:
         _create_hooks(optimizer, optimizer.create_gradient_handling_hooks, last)
-        _call_before(optimizer, "independent_gradient_partition_epilogue", partial(_reduce_at_stage_2, optimizer, parameters, groups))
+        _call_before(
+            optimizer,
+            "independent_gradient_partition_epilogue",
+            partial(_reduce_at_stage_2, optimizer, parameters, groups),
+        )
     else:
         _call_before(optimizer, "reduce_gradients", partial(_fill_at_stage_1, optimizer, parameters, groups))
 
@@ -132,7 +138,9 @@ def _reduce_at_stage_3(optimizer: Any, parameters: Sequence[nn.Parameter]) -> No
 
 
 def _count_at_stage_1(optimizer: Any, parameters: Collection[nn.Parameter]) -> None:
-    """Include gradients in norm and clipping that this rank did not compute: BF16_Optimizer reduces them but omits them there."""
+    """Include gradients in norm and clipping that this rank did not compute: BF16_Optimizer reduces them but omits them
+    there.
+    """
     for index, group in enumerate(optimizer.bf16_groups):
         for position, parameter in enumerate(group):
             if parameter in parameters:
@@ -140,7 +148,9 @@ def _count_at_stage_1(optimizer: Any, parameters: Collection[nn.Parameter]) -> N
 
 
 def _fill_at_stage_1(optimizer: Any, parameters: Sequence[nn.Parameter], groups: dict[nn.Parameter, int]) -> None:
-    """Create zeros for missing gradients, which DeepSpeed otherwise omits when it reduces all at the end of a window."""
+    """Create zeros for missing gradients, which DeepSpeed otherwise omits when it reduces all at the end of a
+    window.
+    """
     for parameter in parameters:
         if optimizer.get_gradient_for_reduction(parameter) is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -13,8 +13,8 @@ __all__ = ["drop_second_copies", "group_of_init", "own_group", "second_shard"]
 def own_group() -> Iterator[None]:
     """A block in which `deepspeed.zero.Init` creates the group of one engine, and after which no other engine sees it.
 
-    DeepSpeed keeps one group in the process, reads it while an engine is built, and asserts that there is none when it creates one
-    (utils/groups.py, _create_zero_param_parallel_group).
+    DeepSpeed keeps one group in the process, reads it while an engine is built, and asserts that there is none when it
+    creates one (utils/groups.py, _create_zero_param_parallel_group).
     """
     from deepspeed.utils import groups
 
@@ -36,9 +36,11 @@ def second_shard(parameter: Any) -> Any:
 
 
 def drop_second_copies(parameters: Iterable[Any]) -> None:
-    """Forget second copies of parameters that were written; the next forward gathers among all ranks and makes them anew.
+    """Forget second copies of parameters that were written; the next forward gathers among all ranks and makes them
+    anew.
 
-    DeepSpeed does so itself after an update, for trainable parameters (runtime/zero/stage3.py, invalidate_secondary_tensor).
+    DeepSpeed does so itself after an update, for trainable parameters (runtime/zero/stage3.py,
+    invalidate_secondary_tensor).
     """
     for parameter in parameters:
         if second_shard(parameter) is not None:

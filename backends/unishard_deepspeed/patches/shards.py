@@ -1,13 +1,13 @@
 """Access to gradients and master weights in DeepSpeed's engines, and how a window is discarded.
 
-| engine                          | reduced gradients                               | master weights                     |
+| engine | reduced gradients | master weights |
 |---------------------------------|-------------------------------------------------|------------------------------------|
-| stage 0, torch optimizer        | full, `.grad`                                   | the parameters                     |
-| stage 0, FP16_UnfusedOptimizer  | full, `.grad`, by default in fp32               | full, `fp32_groups`                |
-| stage 1, BF16_Optimizer         | full, `fp32_groups_gradients`                   | flat partitions                    |
-| stages 1 and 2                  | flat partitions, `averaged_gradients`           | flat partitions                    |
-| the same, offloaded             | flat partitions, `.grad` of the master weights  | flat partitions, in host memory    |
-| stage 3                         | a shard of each parameter, padded at the end    | a shard of each parameter, padded  |
+| stage 0, torch optimizer | full, `.grad` | the parameters |
+| stage 0, FP16_UnfusedOptimizer | full, `.grad`, by default in fp32 | full, `fp32_groups` |
+| stage 1, BF16_Optimizer | full, `fp32_groups_gradients` | flat partitions |
+| stages 1 and 2 | flat partitions, `averaged_gradients` | flat partitions |
+| the same, offloaded | flat partitions, `.grad` of the master weights | flat partitions, in host memory |
+| stage 3 | a shard of each parameter, padded at the end | a shard of each parameter, padded |
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 
-# -- reducing before the step ---------------------------------------------------------------------------------------------------------
+# -- reducing before the step
+# ---------------------------------------------------------------------------------------------------------
 
 
 def reduce_gradients(engine: Any) -> None:
@@ -72,14 +73,16 @@ def already_reduced(engine: Any) -> Iterator[None]:
             del optimizer.finalize_gradient_accumulation_boundary
 
 
-# -- gradients ------------------------------------------------------------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def gradient_shards(engine: Any, inner: InnerOptimizer, kind: Kind) -> dict[nn.Parameter, Shard]:
     """This rank's shard of each reduced gradient. An unused trainable parameter has zeros."""
     optimizer = engine.optimizer
     if kind == "stage-3":  # runtime/zero/stage3.py
-        return {parameter: _stage_3_shard(parameter, _stage_3_gradient(optimizer, parameter)) for parameter in inner.trained}
+        return {
+            parameter: _stage_3_shard(parameter, _stage_3_gradient(optimizer, parameter)) for parameter in inner.trained
+        }
     if kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
         return _partitioned_gradients(optimizer, inner)
     if kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
@@ -99,7 +102,9 @@ def _stage_3_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
 
 
 def _stage_3_shard(parameter: Any, padded: Tensor) -> Shard:
-    start = min(padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)  # runtime/zero/partition_parameters.py
+    start = min(
+        padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel
+    )  # runtime/zero/partition_parameters.py
     values = padded.detach().view(-1)[: parameter.ds_numel - start]
     return Shard(parameter.ds_shape, values, start, parameter.ds_process_group)
 
@@ -112,7 +117,9 @@ def _partitioned_gradients(optimizer: Any, inner: InnerOptimizer) -> dict[nn.Par
             intervals = [_offloaded_gradient(optimizer, parameter) for parameter in group]
         else:
             # As in get_grad_norm_direct: padding between parameters is marked; padding at the end has no parameter.
-            intervals = [values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)]
+            intervals = [
+                values for values in optimizer.averaged_gradients[index] if not getattr(values, "_zero_padding", False)
+            ]
         for parameter, values in zip(group, intervals, strict=False):
             parts[parameter] = Shard(parameter.shape, values.detach().view(-1), _start_of(parameter), ranks)
     return parts
@@ -148,7 +155,9 @@ def measure_offloaded(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None
     if kind == "stage-3":  # runtime/zero/stage3.py
         for parameter in inner.trained:
             values = _stage_3_gradient(optimizer, parameter)
-            optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = optimizer._constant_buffered_norm2(values)
+            optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = optimizer._constant_buffered_norm2(
+                values
+            )
     elif kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
         optimizer.local_overflow = False
         for group in optimizer.params_in_partition:
@@ -158,7 +167,8 @@ def measure_offloaded(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None
                 optimizer.update_offload_overflow_tracker(values)
 
 
-# -- master weights -------------------------------------------------------------------------------------------------------------------
+# -- master weights
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def master_shard_of(optimizer: Any, inner: InnerOptimizer | None, parameter: Any, kind: Kind) -> Shard:
@@ -166,13 +176,20 @@ def master_shard_of(optimizer: Any, inner: InnerOptimizer | None, parameter: Any
     if kind == "stage-3":
         if inner is None or optimizer.get_param_id(parameter) not in optimizer.grad_position:
             return _stage_3_shard(parameter, parameter.ds_tensor)
-        return _stage_3_shard(parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0])
+        return _stage_3_shard(
+            parameter, optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0]
+        )
     if inner is not None and kind == "stage-0":
         return Shard(parameter.shape, inner.full_masters.get(parameter, parameter.detach()))
     if inner is not None and hasattr(parameter, "_hp_mapping"):
         if parameter._hp_mapping is None:  # all of it belongs to other ranks
             return _empty_shard(parameter, optimizer.dp_process_group, inner.masters[0].dtype)
-        return Shard(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), optimizer.dp_process_group)
+        return Shard(
+            parameter.shape,
+            parameter._hp_mapping.hp_fragment.detach(),
+            _start_of(parameter),
+            optimizer.dp_process_group,
+        )
     return Shard(parameter.shape, parameter.detach())
 
 
@@ -187,7 +204,8 @@ def update_low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None
         parameter.data.copy_(value)
 
 
-# -- forgetting a window --------------------------------------------------------------------------------------------------------------
+# -- forgetting a window
+# --------------------------------------------------------------------------------------------------------------
 
 
 def drop_gradients(engine: Any, kind: Kind) -> None:
@@ -224,14 +242,17 @@ def _drop_partitioned(optimizer: Any) -> None:
 
 
 def clear_offloaded(optimizer: Any, kind: Kind) -> None:
-    """Zero offloaded gradients: DeepSpeed overwrites only those of used parameters and applies the others again in every update.
+    """Zero offloaded gradients: DeepSpeed overwrites only those of used parameters and applies the others again in
+    every update.
 
     (runtime/zero/stage_1_and_2.py, _finalize_cpu_offload_gradient_accumulation; runtime/zero/stage3.py,
-    _finalize_offload_gradient_accumulation; neither is in the norm.) Stage 2 also keeps the sums, to which it adds the gradient of a
-    parameter that the first micro-batch of a window does not use (async_accumulate_grad_in_cpu_via_gpu), and after a skipped update
-    the averages, so that all later updates are skipped as well.
+    _finalize_offload_gradient_accumulation; neither is in the norm.) Stage 2 also keeps the sums, to which it adds the
+    gradient of a parameter that the first micro-batch of a window does not use (async_accumulate_grad_in_cpu_via_gpu),
+    and after a skipped update the averages, so that all later updates are skipped as well.
     """
-    for master in optimizer.fp32_partitioned_groups_flat if kind == "stage-3" else optimizer.single_partition_of_fp32_groups:
+    for master in (
+        optimizer.fp32_partitioned_groups_flat if kind == "stage-3" else optimizer.single_partition_of_fp32_groups
+    ):
         if master.grad is not None:
             master.grad.zero_()
     if kind == "stages-1-2":

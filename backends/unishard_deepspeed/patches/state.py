@@ -48,8 +48,8 @@ def copy_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:
 def gather_after(optimizer: Any, kind: Kind) -> None:
     """Stage 3: let the next gathers wait on the device for the shards that were written just now.
 
-    DeepSpeed gathers on a stream that waits for nothing (runtime/zero/partitioned_param_coordinator.py), so a loop that reads nothing
-    between a write, such as an update, and the next forward may gather shards before they are written.
+    DeepSpeed gathers on a stream that waits for nothing (runtime/zero/partitioned_param_coordinator.py), so a loop that
+    reads nothing between a write, such as an update, and the next forward may gather shards before they are written.
 
     Args:
         optimizer: DeepSpeed's, which without training is its `DeepSpeedZeRoOffload`.

@@ -13,8 +13,9 @@ __all__ = ["not_freed"]
 def not_freed(parameters: Sequence[Any]) -> Iterator[None]:
     """A block in which modules do not free these parameters.
 
-    DeepSpeed frees a parameter after the forward and the backward of each module that has it, unless it is `external`: used outside
-    its module (runtime/zero/partitioned_param_coordinator.py, release_sub_module). A context of `GatheredParameters` does not prevent that.
+    DeepSpeed frees a parameter after the forward and the backward of each module that has it, unless it is `external`:
+    used outside its module (runtime/zero/partitioned_param_coordinator.py, release_sub_module). A context of
+    `GatheredParameters` does not prevent that.
     """
     before = [parameter.is_external_param for parameter in parameters]
     try:

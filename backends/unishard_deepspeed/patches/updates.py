@@ -28,15 +28,17 @@ _ELEMENTS_AT_ONCE = 2**25
 
 
 def clear_stale_gradients(optimizer: Any) -> None:
-    """Zero gradients that stage 3 would apply again if later steps do not use their parameter (runtime/zero/stage3.py)."""
+    """Zero gradients that stage 3 would apply again if later steps do not use their parameter
+    (runtime/zero/stage3.py).
+    """
     optimizer.grad_partitions_flat_buffer.zero_()
 
 
 def clear_before_backward(optimizer: Any) -> Callable[[], None]:
     """Stage 1 in bf16: return what clears the gradients of the last micro-batch, to be called before a backward.
 
-    BF16_Optimizer clears them in a hook on the outputs of the forward (runtime/engine.py, _backward_prologue), together with those that
-    this backward has computed before it: of a weight that the loss uses outside the forward.
+    BF16_Optimizer clears them in a hook on the outputs of the forward (runtime/engine.py, _backward_prologue), together
+    with those that this backward has computed before it: of a weight that the loss uses outside the forward.
     """
     optimizer.backward_prologue = lambda: None  # runtime/bf16_optimizer.py
     clear: Callable[[], None] = optimizer.clear_lp_grads
@@ -44,7 +46,9 @@ def clear_before_backward(optimizer: Any) -> Callable[[], None]:
 
 
 def average_between_groups(optimizer: Any, group: Any, kind: Kind) -> None:
-    """Average the gradients of a window over a process group before they are clipped and applied. Collective, in each window.
+    """Average the gradients of a window over a process group before they are clipped and applied.
+
+    Collective, in each window.
 
     Args:
         optimizer: DeepSpeed's optimizer of stage 2 or 3.
@@ -69,9 +73,13 @@ def _average_shards(optimizer: Any, group: Any) -> None:
     dist.all_reduce(optimizer.grad_partitions_flat_buffer, dist.ReduceOp.AVG, group)
     if optimizer.offload_optimizer:
         # Only these are copied to the host; another group may have used parameters that this one did not.
-        trainable = [parameter for parameters in optimizer.fp16_groups for parameter in parameters if parameter.requires_grad]
+        trainable = [
+            parameter for parameters in optimizer.fp16_groups for parameter in parameters if parameter.requires_grad
+        ]
         optimizer._offload_boundary_param_ids.update(
-            each.ds_id for each in trainable if each.partition_numel() * optimizer._get_param_partition_rank(each) < each.ds_numel
+            each.ds_id
+            for each in trainable
+            if each.partition_numel() * optimizer._get_param_partition_rank(each) < each.ds_numel
         )
 
 
@@ -85,10 +93,14 @@ def _average_flat(optimizer: Any, group: Any) -> None:
                 continue
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat, dist.ReduceOp.AVG, group)
-            for gradient, chunk in zip(gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True):
+            for gradient, chunk in zip(
+                gradients, torch.split(flat, [gradient.numel() for gradient in gradients]), strict=True
+            ):
                 gradient.copy_(chunk.view_as(gradient))
         return
-    for master, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True):
+    for master, parameters in zip(
+        optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True
+    ):
         _average_on_host(master.grad, group, optimizer.bit16_groups_flat[0].device)
         for parameter in parameters:
             number = optimizer.get_param_id(parameter)
@@ -97,7 +109,9 @@ def _average_flat(optimizer: Any, group: Any) -> None:
 
 
 def _average_on_host(gradient: Tensor, group: Any, device: torch.device) -> None:
-    """Average a host gradient over a group, through a buffer on the device if there is one, because NCCL needs device tensors."""
+    """Average a host gradient over a group, through a buffer on the device if there is one, because NCCL needs device
+    tensors.
+    """
     if device.type == "cpu":
         dist.all_reduce(gradient, dist.ReduceOp.AVG, group)
         return
@@ -125,7 +139,8 @@ def clip_to(optimizer: Any, limit: float) -> None:
 def without_overflow_check(optimizer: Any, kind: Kind) -> Iterator[list[bool]]:
     """Let ZeRO's optimizer make updates with non-finite gradients, as plain torch does, instead of skipping them.
 
-    All stages call `is_invalid_grad_norm` of their module (runtime/utils.py); stages 1 and 2 call `check_overflow` first.
+    All stages call `is_invalid_grad_norm` of their module (runtime/utils.py); stages 1 and 2 call `check_overflow`
+    first.
 
     Yields:
         The results that the check would have returned; some stages replace a non-finite norm by 1 or -1.

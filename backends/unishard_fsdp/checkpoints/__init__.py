@@ -46,7 +46,9 @@ FORMATS: Mapping[str, CheckpointFormat] = {
     each.name: each
     for each in (
         CheckpointFormat("dcp", "torch.distributed.checkpoint", _is_dcp, read=_read_dcp, write=_write_dcp),
-        CheckpointFormat("accelerate", "Accelerate (save_state of FSDP, SHARDED_STATE_DICT)", _is_accelerate, read=_read_accelerate),
+        CheckpointFormat(
+            "accelerate", "Accelerate (save_state of FSDP, SHARDED_STATE_DICT)", _is_accelerate, read=_read_accelerate
+        ),
     )
 }
 """By name."""

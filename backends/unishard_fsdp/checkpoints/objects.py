@@ -1,4 +1,6 @@
-"""The non-tensor values of a torch.distributed.checkpoint directory: numbers and strings, loaded safely from their pickles."""
+"""The non-tensor values of a torch.distributed.checkpoint directory: numbers and strings, loaded safely from their
+pickles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads torch.distributed.checkpoint directories of FSDP scripts: a model and an optimizer, each under its own root key."""
+"""Reads torch.distributed.checkpoint directories of FSDP scripts: a model and an optimizer, each under its own root
+key.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,24 @@ def read(folders: Sequence[Path]) -> Contents:
         _add(folder, found)
     names = {key.removeprefix(PARAMETERS) for key in found.stretches if key.startswith(PARAMETERS)}
     if not names:
-        raise CheckpointError(f"{folders[0]}: no model under {', '.join(_MODELS)}; save it as {{'model': ..., 'optim': ...}}")
+        raise CheckpointError(
+            f"{folders[0]}: no model under {', '.join(_MODELS)}; save it as {{'model': ..., 'optim': ...}}"
+        )
     trained = {part[0] for part in map(optimizer_part, found.stretches) if part is not None}
     _complete(found, names, trained, folders[0])
     still = tuple(sorted(names - trained)) if trained else ()
     notes = list(found.notes)
     if still:
-        notes.append(f"taken as frozen, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}")
-    counts = [found.stretches[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.stretches]
+        notes.append(
+            f"taken as frozen, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}"
+        )
+    counts = [
+        found.stretches[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.stretches
+    ]
     step = max((int(count.read(0, 1).item()) for count in counts), default=0)
-    notes.append(f"the step count is the optimizer's: {step}; not converted: random number state, schedule, data position")
+    notes.append(
+        f"the step count is the optimizer's: {step}; not converted: random number state, schedule, data position"
+    )
     keys = {part[1] for part in map(optimizer_part, found.stretches) if part is not None}
     return Contents(
         stretches=found.stretches,
@@ -84,7 +94,8 @@ def _add(folder: Path, found: _Found) -> None:
             found.groups.extend(_groups(values))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{folder}: {root}*: not in the layout that torch writes ({error}); save the optimizer's state_dict again"
+                f"{folder}: {root}*: not in the layout that torch writes ({error}); save the optimizer's state_dict "
+                "again"
             ) from error
         if skipped:
             found.notes.append(f"not converted: optimizer options that are not plain values: {', '.join(skipped)}")
@@ -100,7 +111,8 @@ def _root(names: Iterable[str], roots: Sequence[str], below: str) -> str | None:
 
 
 def _groups(values: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
-    """The parameter groups from either layout of torch (torch 2.13, checkpoint/state_dict.py): a list, or options for each parameter.
+    """The parameter groups from either layout of torch (torch 2.13, checkpoint/state_dict.py): a list, or options for
+    each parameter.
 
     If both are present, as in what `writing` writes, the list is used, since it has the groups in order.
     """
@@ -125,7 +137,9 @@ def _complete(found: _Found, names: set[str], trained: set[str], folder: Path) -
     """Check that every parameter with optimizer state is in the model, and add those without a group to one."""
     strangers = sorted(trained - names)
     if strangers:
-        raise CheckpointError(f"{folder}: the optimizer has state of {strangers[0]!r}, which the model does not have; save both together")
+        raise CheckpointError(
+            f"{folder}: the optimizer has state of {strangers[0]!r}, which the model does not have; save both together"
+        )
     grouped = {name for group, _ in found.groups for name in group}
     if trained - grouped:
         found.groups.append((sorted(trained - grouped), {}))

@@ -18,7 +18,8 @@ _GROUPS = "optim.param_groups"
 
 
 def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    """Fill an empty folder: `{"model": ..., "optim": ...}`, with parameter groups in both layouts that torch may ask for.
+    """Fill an empty folder: `{"model": ..., "optim": ...}`, with parameter groups in both layouts that torch may ask
+    for.
 
     Returns:
         Notes on what is not converted, and why.
@@ -35,15 +36,20 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
 
 
 def _values(index: int, group: GroupRecord, defaults: dict[str, Any]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
-    """A group as torch stores it by default, and under `flatten_optimizer_state_dict` (torch 2.13, checkpoint/state_dict.py)."""
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in (defaults | group.options).items()}
+    """A group as torch stores it by default, and under `flatten_optimizer_state_dict` (torch 2.13,
+    checkpoint/state_dict.py).
+    """
+    options = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in (defaults | group.options).items()
+    }
     values: dict[str, tuple[tuple[str | int, ...], Any]] = {
         f"{_GROUPS}.{index}.{key}": (("optim", "param_groups", index, key), value)
         for key, value in {**options, "params": list(group.names)}.items()
     }
     for name in group.names:
         for key, value in options.items():
-            # A separate path: where torch rebuilds nested dictionaries, one path cannot be both a list and a dictionary.
+            # A separate path: where torch rebuilds nested dictionaries, one path cannot be both a list and a
+            # dictionary.
             values[f"{_GROUPS}.{name}.{key}"] = ((f"{_GROUPS}.{name}.{key}",), value)
     return values
 

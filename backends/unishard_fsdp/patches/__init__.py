@@ -38,13 +38,19 @@ PATCHES = by_name(
         names=_SUMS,
         versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_collectives.py#L552",
-        instead="name the class of the unused module in sharding.units, or set native.fsdp.requires_gradient_sync to every_micro_batch",
+        instead="name the class of the unused module in sharding.units, or set native.fsdp.requires_gradient_sync to "
+        "every_micro_batch",
         until="2.15",
     ),
     Patch(
         name="hybrid-accumulation",
         case="A hybrid strategy that averages between groups only at the end of a window",
-        names=(*_SUMS, f"{_GROUP}all_reduce_grads", f"{_GROUP}_partial_reduce_output", f"{_PARAMETER}padded_sharded_param_size"),
+        names=(
+            *_SUMS,
+            f"{_GROUP}all_reduce_grads",
+            f"{_GROUP}_partial_reduce_output",
+            f"{_PARAMETER}padded_sharded_param_size",
+        ),
         versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_collectives.py#L634",
         instead="nothing to do: gradients are averaged between groups in each micro-batch",
@@ -66,7 +72,8 @@ PATCHES = by_name(
         ),
         versions=_RUN,
         link=f"{_SOURCE}/_fsdp_state.py#L395",
-        instead="use every module in every forward and remove sharding.conditional_modules, or choose backend deepspeed",
+        instead="use every module in every forward and remove sharding.conditional_modules, or choose backend "
+        "deepspeed",
     ),
     Patch(
         name="kept-parameters",

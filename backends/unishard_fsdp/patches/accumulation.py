@@ -40,29 +40,34 @@ def _post_backward(group: Any, post_backward: Callable[..., None], *unused: Any)
 def _in_one_dtype(group: Any) -> None:
     """Cast a module's gradients to the dtype in which some of them have been accumulated.
 
-    FSDP2 accumulates unreduced gradients in `reduce_dtype`, and then cannot reduce them together with the bf16 gradient of a
-    parameter that only the last micro-batch used, or with bf16 zeros for an unused one ("expects uniform gradient dtype").
+    FSDP2 accumulates unreduced gradients in `reduce_dtype`, and then cannot reduce them together with the bf16 gradient
+    of a parameter that only the last micro-batch used, or with bf16 zeros for an unused one ("expects uniform gradient
+    dtype").
     """
     for parameter in group.fsdp_params:
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
         if _fills(group) and has_no_gradient(parameter):
-            parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=parameter.reduce_dtype)
+            parameter.unsharded_accumulated_grad = torch.zeros_like(
+                parameter.unsharded_param, dtype=parameter.reduce_dtype
+            )
 
 
 def _keep_sums_aligned(group: Any) -> None:
     """Keep the positions of gradients that wait for the reduction between groups of ranks.
 
-    FSDP2 sums them as one flat tensor of the parameters that had a gradient (_fsdp_collectives.py, foreach_reduce). If the next
-    micro-batch uses other parameters, the layout differs: an error about the size, wrong sums if the sizes happen to agree, and
-    if the last micro-batch has no gradients, a sum that remains for the next window.
+    FSDP2 sums them as one flat tensor of the parameters that had a gradient (_fsdp_collectives.py, foreach_reduce). If
+    the next micro-batch uses other parameters, the layout differs: an error about the size, wrong sums if the sizes
+    happen to agree, and if the last micro-batch has no gradients, a sum that remains for the next window.
     """
     if not group.reduce_grads or (group.all_reduce_grads and group._partial_reduce_output is None):
         return
     summed: list[Any] = getattr(group, _SUMMED, []) if group._partial_reduce_output is not None else []
     for parameter in summed:
         if has_no_gradient(parameter):
-            parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=parameter.reduce_dtype)
+            parameter.unsharded_accumulated_grad = torch.zeros_like(
+                parameter.unsharded_param, dtype=parameter.reduce_dtype
+            )
     reduced = [
         parameter
         for parameter in group.fsdp_params

@@ -13,8 +13,8 @@ class FixedBuckets(DistributedDataParallel):
     """DDP with the same buckets from the first update on, in reverse order of the parameters.
 
     DDP rebuilds its buckets after the first backward, in the order in which gradients were computed (reducer.cpp,
-    rebuild_buckets). The buckets determine in which order more than two ranks are summed, so the first update after resuming
-    from a checkpoint would differ from that of an uninterrupted run.
+    rebuild_buckets). The buckets determine in which order more than two ranks are summed, so the first update after
+    resuming from a checkpoint would differ from that of an uninterrupted run.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

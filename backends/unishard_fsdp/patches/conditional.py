@@ -1,4 +1,6 @@
-"""Conditional modules (`sharding.conditional_modules`): make every rank reduce the same parameters in the same order."""
+"""Conditional modules (`sharding.conditional_modules`): make every rank reduce the same parameters in the same
+order.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def fill_unused(modules: Iterable[Any], conditional: Collection[Tensor], used: s
     groups[0].post_backward = partial(_after_the_others, groups[:0:-1], groups[0].post_backward)
 
 
-def _fill(group: Any, filled: Sequence[Any], used: set[Tensor], post_backward: Callable[..., None], *unused: Any) -> None:
+def _fill(
+    group: Any, filled: Sequence[Any], used: set[Tensor], post_backward: Callable[..., None], *unused: Any
+) -> None:
     for parameter in filled:
         if not hasattr(parameter, "_unsharded_param"):
             continue
@@ -46,8 +50,9 @@ def _fill(group: Any, filled: Sequence[Any], used: set[Tensor], post_backward: C
 def _after_the_others(others: Sequence[Any], post_backward: Callable[..., None], *unused: Any) -> None:
     """Reduce the root last, on every rank.
 
-    A module whose inputs need no gradient is reduced after the root, at the end of backward (_fully_shard/_fsdp_state.py,
-    FSDPState._root_post_backward_final_callback), otherwise before it. After a tower that some ranks skip, this differs between ranks.
+    A module whose inputs need no gradient is reduced after the root, at the end of backward
+    (_fully_shard/_fsdp_state.py, FSDPState._root_post_backward_final_callback), otherwise before it. After a tower that
+    some ranks skip, this differs between ranks.
     """
     for group in others:
         if group._training_state is not TrainingState.POST_BACKWARD:

@@ -1,4 +1,6 @@
-"""Parameters that stay in fp32 beside 16-bit ones of the same unit (`precision.keep_fp32`): FSDP2 has one dtype for each module."""
+"""Parameters that stay in fp32 beside 16-bit ones of the same unit (`precision.keep_fp32`): FSDP2 has one dtype for
+each module.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _init(kept: Sequence[Any], init_mp_dtypes: Callable[[], None]) -> None:
 
 
 def _post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    """Cast a module's 16-bit gradients to the reduce dtype, fp32, because FSDP2 reduces gradients of one dtype (foreach_reduce)."""
+    """Cast a module's 16-bit gradients to the reduce dtype, fp32, because FSDP2 reduces gradients of one dtype
+    (foreach_reduce).
+    """
     if group.reduce_grads:
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):

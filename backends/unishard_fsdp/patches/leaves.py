@@ -13,7 +13,9 @@ __all__ = ["drop_unreduced", "gathered_leaves", "refresh_trainable"]
 
 
 def drop_unreduced(modules: Iterable[Any]) -> None:
-    """Drop gradients that are accumulated but not reduced (_fsdp_param.py); in torch 2.15 `reset_iter_state` does so."""
+    """Drop gradients that are accumulated but not reduced (_fsdp_param.py); in torch 2.15 `reset_iter_state` does
+    so.
+    """
     for group in groups_of(modules):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
@@ -25,9 +27,9 @@ def drop_unreduced(modules: Iterable[Any]) -> None:
 def refresh_trainable(modules: Iterable[Any]) -> None:
     """Update sharded modules after `requires_grad` of their parameters has changed.
 
-    Gathered parameters copy `requires_grad` when they are gathered, but the reduce dtype is determined from the trainable ones only
-    once, in the first forward (_fsdp_param_group.py, FSDPParamGroup._init_mp_dtypes): a module that was frozen then would be
-    reduced in the compute dtype.
+    Gathered parameters copy `requires_grad` when they are gathered, but the reduce dtype is determined from the
+    trainable ones only once, in the first forward (_fsdp_param_group.py, FSDPParamGroup._init_mp_dtypes): a module that
+    was frozen then would be reduced in the compute dtype.
     """
     for group in groups_of(modules):
         group._init_mp_dtypes()

@@ -55,7 +55,12 @@ def _state(stage, groups, tensors, rank, ranks, step, options):
     for named in groups:
         held = {key: {name: tensors[name, key] for name in named} for key in KEYS}
         if stage == 3:
-            flats.append({key: torch.cat([_shared(value, ranks)[rank] for value in values.values()]) for key, values in held.items()})
+            flats.append(
+                {
+                    key: torch.cat([_shared(value, ranks)[rank] for value in values.values()])
+                    for key, values in held.items()
+                }
+            )
         else:
             parts = {key: _partitioned(values, ranks)[rank] for key, values in held.items()}
             flats.append({key: part for key, (part, _) in parts.items()})
@@ -64,7 +69,12 @@ def _state(stage, groups, tensors, rank, ranks, step, options):
     base = {"state": state, "param_groups": [_options(index, options) for index in range(len(groups))]}
     masters = [flat["fp32"] for flat in flats]
     if stage == 3:
-        return {"zero_stage": ZeroStageEnum.weights, "partition_count": ranks, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+        return {
+            "zero_stage": ZeroStageEnum.weights,
+            "partition_count": ranks,
+            "optimizer_state_dict": base,
+            "fp32_flat_groups": masters,
+        }
     return {
         "zero_stage": ZeroStageEnum(stage),
         "partition_count": [ranks] * len(groups),
@@ -74,7 +84,9 @@ def _state(stage, groups, tensors, rank, ranks, step, options):
     }
 
 
-def lay_out(root, groups, *, stage=2, ranks=2, step=None, scaler=None, frozen=None, options=None, tag="global_step7", **more):
+def lay_out(
+    root, groups, *, stage=2, ranks=2, step=None, scaler=None, frozen=None, options=None, tag="global_step7", **more
+):
     """Write a checkpoint; returns what it holds of each parameter.
 
     Args:
@@ -103,7 +115,9 @@ def lay_out(root, groups, *, stage=2, ranks=2, step=None, scaler=None, frozen=No
                 "buffer_names": ["steps"],
                 "optimizer": None,
                 "param_shapes": shapes,
-                "frozen_param_shapes": None if stage == 1 else OrderedDict((name, value.shape) for name, value in frozen.items()),
+                "frozen_param_shapes": None
+                if stage == 1
+                else OrderedDict((name, value.shape) for name, value in frozen.items()),
                 "frozen_param_fragments": None if stage == 1 else fragments,
                 "shared_params": {},
                 "lr_scheduler": None,

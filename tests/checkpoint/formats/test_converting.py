@@ -151,7 +151,10 @@ class TestDamage:
         assert self.check(big, tmp_path, [big / "__0_0.distcp", big / ".metadata"], to) > self.FLIPS
 
     def test_of_one_that_plain_torch_wrote(self, ours, tmp_path):
-        state = {"model": {"a.weight": torch.randn(100, 40)}, "optim": {"state": {"a.weight": {"exp_avg": torch.randn(100, 40)}}}}
+        state = {
+            "model": {"a.weight": torch.randn(100, 40)},
+            "optim": {"state": {"a.weight": {"exp_avg": torch.randn(100, 40)}}},
+        }
         source = dcp_saved(tmp_path / "dcp", state)
         assert self.check(source, tmp_path, [*source.glob("*.distcp")]) > self.FLIPS / 2
 
@@ -178,7 +181,10 @@ def test_nothing_that_exists_is_written_to(theirs, tmp_path):
     ("arguments", "says"),
     [
         ({"to": "dpc"}, "unknown checkpoint format 'dpc'; did you mean 'dcp'"),
-        ({"from_": "xyz"}, "unknown checkpoint format 'xyz'; known: unishard, deepspeed, deepspeed-universal, dcp, accelerate"),
+        (
+            {"from_": "xyz"},
+            "unknown checkpoint format 'xyz'; known: unishard, deepspeed, deepspeed-universal, dcp, accelerate",
+        ),
         ({"to": "accelerate"}, "can be read, but not written; use --to unishard or deepspeed-universal or dcp"),
         ({"from_": "dcp"}, "this is not a torch.distributed.checkpoint directory"),
     ],
@@ -226,7 +232,10 @@ class TestPlainTorch:
     def test_there_and_back(self, ours, tmp_path, root):
         tensors, groups = (
             Tensors(ours),
-            [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]}, {"lr": 0.2, "params": ["0.bias"]}],
+            [
+                {"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": ["a.weight", "a.scale"]},
+                {"lr": 0.2, "params": ["0.bias"]},
+            ],
         )
         state = {"model": {}, "optim": {"state": {}, "param_groups": groups}, "epoch": 3}
         for name in tensors:
@@ -268,12 +277,17 @@ class TestPlainTorch:
             convert(folder, tmp_path / "new")
 
     def test_state_of_what_the_model_does_not_have(self, tmp_path):
-        folder = dcp_saved(tmp_path / "dcp", {"model": {"a": torch.ones(3)}, "optim": {"state": {"b": {"exp_avg": torch.ones(3)}}}})
+        folder = dcp_saved(
+            tmp_path / "dcp", {"model": {"a": torch.ones(3)}, "optim": {"state": {"b": {"exp_avg": torch.ones(3)}}}}
+        )
         with pytest.raises(CheckpointError, match="state of 'b', which the model does not have"):
             convert(folder, tmp_path / "new")
 
     def test_runs_nothing(self, tmp_path):
-        state = {"state": {"a": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": Bomb(tmp_path / "bang"), "eps": 0.5, "params": ["a"]}]}
+        state = {
+            "state": {"a": {"exp_avg": torch.ones(3)}},
+            "param_groups": [{"lr": Bomb(tmp_path / "bang"), "eps": 0.5, "params": ["a"]}],
+        }
         folder = dcp_saved(tmp_path / "dcp", {"model": {"a": torch.ones(3)}, "optim": state})
         notes = convert(folder, tmp_path / "new")
         assert not (tmp_path / "bang").exists()
@@ -331,4 +345,6 @@ class TestCommand:
         code = "import sys, unishard.cli; from unishard.contract import registry\n"
         code += "for name in registry.available(): registry.get(name).checkpoint_formats\n"
         code += "print({'torch', 'deepspeed'} & set(sys.modules))"
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+        assert (
+            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+        )

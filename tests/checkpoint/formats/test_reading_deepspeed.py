@@ -105,7 +105,10 @@ def test_says_what_is_left_behind(tmp_path):
 def test_takes_one_number_out_of_a_tensor_and_says_what_else_it_drops(tmp_path):
     lay_out(tmp_path / "theirs", SMALL, options={"lr": torch.tensor(0.5), "odd": torch.ones(2)})
     notes = convert(tmp_path / "theirs", tmp_path / "ours")
-    assert all("odd" not in group.options and group.options["lr"] == 0.5 for group in manifest.read(tmp_path / "ours").optimizer.groups)
+    assert all(
+        "odd" not in group.options and group.options["lr"] == 0.5
+        for group in manifest.read(tmp_path / "ours").optimizer.groups
+    )
     assert any(note.startswith("not converted: odd, which are neither") for note in notes)
 
 

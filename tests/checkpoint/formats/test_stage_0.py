@@ -14,8 +14,18 @@ from unishard.errors import CheckpointError
 
 def stored(folder, module, optimizer):
     folder.mkdir()
-    common = {"buffer_names": [], "param_shapes": None, "shared_params": None, "global_steps": 1, "skipped_steps": 0, "dp_world_size": 2}
-    torch.save({"module": module, "optimizer": optimizer, "ds_version": "0.19.8", **common}, folder / "mp_rank_00_model_states.pt")
+    common = {
+        "buffer_names": [],
+        "param_shapes": None,
+        "shared_params": None,
+        "global_steps": 1,
+        "skipped_steps": 0,
+        "dp_world_size": 2,
+    }
+    torch.save(
+        {"module": module, "optimizer": optimizer, "ds_version": "0.19.8", **common},
+        folder / "mp_rank_00_model_states.pt",
+    )
     return folder
 
 
@@ -49,7 +59,11 @@ def flat_halves(model, optimizer):
         state[index] = {key: torch.cat([each[key].reshape(-1) for each in held]) for key in ("exp_avg", "exp_avg_sq")}
         groups.append({"lr": 0.1, "step": 1, "params": [index]})
         state[index]["step"] = 1
-    return {"optimizer_state_dict": {"state": state, "param_groups": groups}, "fp32_groups_flat": masters, "cur_scale": 1.0}
+    return {
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+        "fp32_groups_flat": masters,
+        "cur_scale": 1.0,
+    }
 
 
 @pytest.mark.parametrize("groups", [nn.Module.parameters, by_size], ids=["one group", "two groups"])
@@ -72,7 +86,9 @@ def test_fused_by_values(tmp_path):
 
 
 def test_does_not_guess_between_groups(tmp_path):
-    model, optimizer = trained(lambda model: [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}])
+    model, optimizer = trained(
+        lambda model: [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}]
+    )
     with pytest.raises(CheckpointError, match=r"several have the shape \(3,\)"):
         convert(stored(tmp_path / "theirs", model.state_dict(), optimizer.state_dict()), tmp_path / "ours")
 

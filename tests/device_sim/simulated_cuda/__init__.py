@@ -1,4 +1,5 @@
-"""A CUDA device for the CPU build of torch: `import torch` installs it where DEVICE_SIM=1 and the built extension is on the path.
+"""A CUDA device for the CPU build of torch: `import torch` installs it where DEVICE_SIM=1 and the built extension is on
+the path.
 
 DEVICE_SIM=1             the switch; CUDA_VISIBLE_DEVICES="" leaves torch without a device, as on a machine with one
 DEVICE_SIM_DEVICES=2     devices of this machine
@@ -25,7 +26,8 @@ def autoload() -> None:
 
 
 def visible() -> list[int]:
-    """The devices of this machine that this process may see, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that is not there."""
+    """The devices of this machine that this process may see, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that
+    is not there."""
     count = int(os.environ.get("DEVICE_SIM_DEVICES", "2"))
     found = []
     for name in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(","):

@@ -19,7 +19,10 @@ NAME = "simulated_cuda_device"
 TORCH = "2.13."
 """The version on which it is known to build and run; what it uses of torch is private."""
 SOURCES = Path(__file__).parent / "source"
-_UNITS = (("counts", "order", "streams", "memory", "device", "signatures", "kernels", "tensors"), ("nccl", "collectives", "module"))
+_UNITS = (
+    ("counts", "order", "streams", "memory", "device", "signatures", "kernels", "tensors"),
+    ("nccl", "collectives", "module"),
+)
 """Files that are compiled together, one unit a core: most of the time goes into torch's headers."""
 _ENTRY_POINT = "[torch.backends]\nsimulated_cuda = simulated_cuda:autoload\n"
 """torch calls it at the end of `import torch`, in every process that finds this folder."""
@@ -35,7 +38,11 @@ def missing() -> str | None:
     if shutil.which("ninja") is None:
         return "the simulated device needs ninja, with which torch builds extensions"
     torch = find_spec("torch")
-    if torch is not None and torch.origin is not None and Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists():
+    if (
+        torch is not None
+        and torch.origin is not None
+        and Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists()
+    ):
         return f"the simulated device needs a CPU build of torch, and this one (torch {version('torch')}) has CUDA"
     return None
 
@@ -47,7 +54,8 @@ def folder() -> Path:
 
 
 def built() -> Path:
-    """Build what is not there. The extension is loaded into this process, which must not need its torch for anything else.
+    """Build what is not there. The extension is loaded into this process, which must not need its torch for anything
+    else.
 
     Raises:
         RuntimeError: The compiler refused, with its first lines.

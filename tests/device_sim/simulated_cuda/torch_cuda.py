@@ -80,7 +80,9 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """`torch.cuda.Event` on torch's event of any accelerator."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False) -> Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> Event:
         return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
 
     def record(self, stream: Any = None) -> None:
@@ -152,25 +154,39 @@ def install(device: Any, visible: list[int]) -> None:
         "canDeviceAccessPeer": lambda one, other: True,
         "isCurrentStreamCapturing": lambda: False,
         "getCurrentRawStream": lambda index: core._accelerator_getStream(index).stream_id,
-        "memorySnapshot": lambda *_: {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []},
+        "memorySnapshot": lambda *_: {
+            "segments": [],
+            "device_traces": [],
+            "allocator_settings": {},
+            "external_annotations": [],
+        },
     }
     for name, answer in answers.items():
         setattr(core, f"_cuda_{name}", answer)
     for name in _NONE:
         setattr(core, f"_cuda_{name}", lambda *_, **__: None)
-    core._cuda_CUDAAllocator_AllocatorState, core._set_cached_tensors_enabled = object, lambda enabled: None  # torch._dynamo imports them
+    core._cuda_CUDAAllocator_AllocatorState, core._set_cached_tensors_enabled = (
+        object,
+        lambda enabled: None,
+    )  # torch._dynamo imports them
     core._get_device_properties = cuda._get_device_properties = properties
     cuda._exchange_device = device.exchange_device
-    cuda._maybe_exchange_device = lambda index: device.exchange_device(index)  # torch._dynamo tells the two apart by identity
+    cuda._maybe_exchange_device = lambda index: device.exchange_device(
+        index
+    )  # torch._dynamo tells the two apart by identity
     cuda.is_current_stream_capturing = lambda: False
     cuda.default_generators = tuple(device.default_generators())
     cuda._cudart = SimpleNamespace(
         cudaError=SimpleNamespace(success=0),
         cudaGetErrorString=str,
         cudaMemGetInfo=free_and_total,
-        **dict.fromkeys(("cudaHostRegister", "cudaHostUnregister", "cudaProfilerStart", "cudaProfilerStop"), lambda *_: 0),
+        **dict.fromkeys(
+            ("cudaHostRegister", "cudaHostUnregister", "cudaProfilerStart", "cudaProfilerStop"), lambda *_: 0
+        ),
     )
-    cuda.nvtx._nvtx = SimpleNamespace(**dict.fromkeys(("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA"), lambda *_: 0))
+    cuda.nvtx._nvtx = SimpleNamespace(
+        **dict.fromkeys(("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA"), lambda *_: 0)
+    )
     for module in (cuda, cuda.streams):
         module.Stream, module.Event = Stream, Event
     cuda.current_stream, cuda.default_stream, cuda.set_stream = _current_stream, _default_stream, _set_stream
@@ -192,7 +208,9 @@ def _storages(device: Any) -> None:
         return self
 
     def clone(self: Any) -> Any:
-        return as_bytes(self, self.nbytes()).clone().untyped_storage() if self.device.type == "cuda" else plain_clone(self)
+        return (
+            as_bytes(self, self.nbytes()).clone().untyped_storage() if self.device.type == "cuda" else plain_clone(self)
+        )
 
     torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize, clone
 

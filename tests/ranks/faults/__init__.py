@@ -1,4 +1,5 @@
-"""Faults of one rank or one disk, by subject, with what comes of each: `make faults` plays them and writes docs/reliability.md."""
+"""Faults of one rank or one disk, by subject, with what comes of each: `make faults` plays them and writes
+docs/reliability.md."""
 
 from __future__ import annotations
 

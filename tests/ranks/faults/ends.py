@@ -25,7 +25,10 @@ _WHERE = {
     "group": "`prepare`, the first collective",
     "prepare": "`prepare`, sending the model",
 } | {place: f"`engine.{place}`" for place in ("forward", "backward", "step", "save", "load")}
-_RAISED = {"raise": "ValueError: a broken sample", "out of memory": "RuntimeError: ...can't allocate memory: you tried to allocate..."}
+_RAISED = {
+    "raise": "ValueError: a broken sample",
+    "out of memory": "RuntimeError: ...can't allocate memory: you tried to allocate...",
+}
 
 
 def _row(kind: str, place: str, victim: int) -> Fault:
@@ -39,7 +42,9 @@ def _row(kind: str, place: str, victim: int) -> Fault:
     else:
         why = {"sys.exit": "has ...left ...", "stop": "has not answered for 6 s: its process is stopped..."}
         outcome = f"unishard: rank {other} of 2 ...rank {victim} {why.get(kind, GONE)}"
-    saved = {"save": "step-00000012", "load": "step-00000013"}.get(place, "step-00000012" if place in PLACES[3:] else "")
+    saved = {"save": "step-00000012", "load": "step-00000013"}.get(
+        place, "step-00000012" if place in PLACES[3:] else ""
+    )
     lines = 2 if kind in (*_RAISED, "stop") else 1
     return Fault(WAYS[kind], _WHERE[place], outcome, train, (place, kind, victim), saved, lines)
 
@@ -56,7 +61,9 @@ ENDS.rows += [
 ]
 # Another place and another rank from one kind to the next, so that the first ones span all.
 for turn in range(len(PLACES)):
-    ENDS.rows += [_row(kind, PLACES[(number + turn) % len(PLACES)], (number + turn) % 2) for number, kind in enumerate(WAYS)]
+    ENDS.rows += [
+        _row(kind, PLACES[(number + turn) % len(PLACES)], (number + turn) % 2) for number, kind in enumerate(WAYS)
+    ]
 ENDS.rows += [_row("stop", "group", 1), _row("kill", "group", 0)]
 ENDS.rows.append(
     Elsewhere(
@@ -70,7 +77,8 @@ ENDS.rows.append(
     Elsewhere(
         "`kill -9` of the launcher",
         "any time (`unishard launch`), or after `prepare` (`torchrun`)",
-        "unishard: rank ... of 2 ends because its launcher (process ...) is gone. With `checkpoint.on_signal` the ranks save first.",
+        "unishard: rank ... of 2 ends because its launcher (process ...) is gone. With `checkpoint.on_signal` the "
+        "ranks save first.",
         "tests/ranks/test_two_runs.py::test_ranks_end_when_their_launcher_is_killed_and_the_next_start_goes_on",
     )
 )

@@ -16,11 +16,14 @@ ERRORS.rows += [
     Fault(
         "`raise ValueError`, and a `finally` around `with engine:` that takes longer than the other rank lives",
         _INSIDE,
-        "unishard: rank 0 of 2 ...: rank 1 raised ValueError: a broken sample (...) and has closed the engine; rank 0 is in ...",
+        "unishard: rank 0 of 2 ...: rank 1 raised ValueError: a broken sample (...) and has closed the engine; rank 0 "
+        "is in ...",
         leave,
         ("short",),
     ),
-    Fault("an error with a text of 30 MB", _INSIDE, _RAISED + "ValueError: a broken sample 000...", leave, ("long", False)),
+    Fault(
+        "an error with a text of 30 MB", _INSIDE, _RAISED + "ValueError: a broken sample 000...", leave, ("long", False)
+    ),
     Fault(
         "an error whose `__str__` raises",
         _INSIDE,

@@ -32,7 +32,8 @@ class Fault(NamedTuple):
     what: str
     where: str
     outcome: str
-    """First line of the output, where `...` stands for what differs between runs; or what happens, if the run goes on."""
+    """First line of the output, where `...` stands for what differs between runs; or what happens, if the run goes
+    on."""
     scenario: Callable[..., None]
     arguments: tuple[Any, ...]
     """After the backend."""
@@ -69,7 +70,9 @@ class Fault(NamedTuple):
             f"not {self.lines} lines of ranks": len(errors) != self.lines,
             "two ranks wrote a traceback": len(tracebacks) > 1,
             "an error of gloo": any("gloo/" in line or "Connection closed" in line for line in told),
-            "another exit code": not any(code.endswith(f"exit code {self.code} before it answered") for code in ending.codes.values()),
+            "another exit code": not any(
+                code.endswith(f"exit code {self.code} before it answered") for code in ending.codes.values()
+            ),
             f"the newest checkpoint is {ending.kept or 'none'}": ending.kept != self.kept,
         }
         return "; ".join(problem for problem, found in checks.items() if found)
@@ -101,7 +104,8 @@ class Subject:
         return [(fault, backend) for fault in self.played() for backend in BACKENDS]
 
     def spanning(self) -> list[tuple[Fault, str]]:
-        """Each kind of fault and, of faults with a choice of places, each place, on the engines in turn: `make test`."""
+        """Each kind of fault and, of faults with a choice of places, each place, on the engines in turn:
+        `make test`."""
         chosen: list[tuple[Fault, str]] = []
         seen: Counter[str] = Counter()
         for fault in (fault for fault in self.played() if fault.short):

@@ -61,7 +61,10 @@ def without_times(text: str) -> str:
 
 def _section(subject: Subject, times: Times) -> Iterator[str]:
     yield f"## {subject.title}\n"
-    yield "| Fault | Where | First line of the output, or what happens | Newest checkpoint | Seconds |\n|---|---|---|---|---|"
+    yield (
+        "| Fault | Where | First line of the output, or what happens | Newest checkpoint | Seconds "
+        "|\n|---|---|---|---|---|"
+    )
     order = list(dict.fromkeys(row.what for row in subject.rows))
     places = list(dict.fromkeys(row.where for row in subject.rows))
     for row in sorted(subject.rows, key=lambda row: (order.index(row.what), places.index(row.where))):
@@ -86,10 +89,22 @@ def main() -> int:
     """Play every fault and write the page, unless one ended otherwise than listed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("page", type=Path)
-    parser.add_argument("--only", default="", metavar="TEXT", help="play what contains this, such as 'kill -9' or SIGTERM; writes no page")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="play what contains this, such as 'kill -9' or SIGTERM; writes no page",
+    )
     asked = parser.parse_args()
     begin = time.monotonic()
-    found = play([run for subject in SUBJECTS for run in subject.every() if asked.only in f"{run[0].what}, {run[0].where}, {run[1]}"])
+    found = play(
+        [
+            run
+            for subject in SUBJECTS
+            for run in subject.every()
+            if asked.only in f"{run[0].what}, {run[0].where}, {run[1]}"
+        ]
+    )
     wrong = 0
     for (fault, backend), ending in found.items():
         problem = fault.wrong(ending)

@@ -17,19 +17,22 @@ from unishard.testing.models import mlp
 
 @HABITS.raises(
     "`engine.zero_grad()`",
-    "AttributeError: 'Engine' object has no attribute 'zero_grad'; remove the call: engine.step() zeroes gradients after each update, and "
+    "AttributeError: 'Engine' object has no attribute 'zero_grad'; remove the call: engine.step() zeroes gradients "
+    "after each update, and "
     "engine.discard() drops a window",
     "zero_grad",
 )
 @HABITS.raises(
     "`engine.clip_grad_norm_(...)`, and other names of Accelerate, Fabric, DeepSpeed and the Trainer",
-    "AttributeError: 'Engine' object has no attribute 'clip_grad_norm_'; set training.gradient_clipping in the config, or call "
+    "AttributeError: 'Engine' object has no attribute 'clip_grad_norm_'; set training.gradient_clipping in the config, "
+    "or call "
     "engine.step(clip_grad_norm=1.0); the norm is engine.step().grad_norm",
     "clip_grad_norm_",
 )
 @HABITS.raises(
     "`AdamW(engine.parameters())`",
-    "AttributeError: 'Engine' object has no attribute 'parameters'; ...an optimizer is made from model.parameters() before "
+    "AttributeError: 'Engine' object has no attribute 'parameters'; ...an optimizer is made from model.parameters() "
+    "before "
     "unishard.prepare(model, cfg, optimizer)",
     "parameters",
 )
@@ -64,7 +67,8 @@ CALLS = {
 )
 @HABITS.raises(
     "`engine.step(loss)`",
-    "ContractError: clip_grad_norm must be a positive number, got tensor(...); engine.step takes no loss: call engine.backward(loss), then "
+    "ContractError: clip_grad_norm must be a positive number, got tensor(...); engine.step takes no loss: call "
+    "engine.backward(loss), then "
     "engine.step()",
     "step",
 )
@@ -73,7 +77,11 @@ CALLS = {
     "ContractError: mean: value must be one number, got a tensor of shape (2,); pass its mean, value.mean()",
     "mean",
 )
-@HABITS.raises("`engine.mean` of a list", "ContractError: mean: value must be a number or a tensor with one, got [0.5, 1.5]", "list")
+@HABITS.raises(
+    "`engine.mean` of a list",
+    "ContractError: mean: value must be a number or a tensor with one, got [0.5, 1.5]",
+    "list",
+)
 @HABITS.raises(
     "`engine.batches` of a dict of tensors",
     "DataError: batches needs a loader of batches, got dict, whose keys would be the batches; pass a loader: "
@@ -88,13 +96,15 @@ CALLS = {
 @HABITS.raises(
     '`engine.load("model.pt")`',
     "CheckpointError: .../model.pt: no such folder; weights are loaded before unishard.prepare, as in "
-    "model.load_state_dict(torch.load(path)) or unishard.from_pretrained(cls, folder, cfg), and engine.load reads what engine.save has "
+    "model.load_state_dict(torch.load(path)) or unishard.from_pretrained(cls, folder, cfg), and engine.load reads what "
+    "engine.save has "
     "written",
     "file",
 )
 @HABITS.raises(
     "`engine.load(state_dict)`",
-    "ContractError: load needs the folder of a checkpoint, got OrderedDict; load the weights of a state dict before unishard.prepare, with "
+    "ContractError: load needs the folder of a checkpoint, got OrderedDict; load the weights of a state dict before "
+    "unishard.prepare, with "
     "model.load_state_dict(...)",
     "state",
 )
@@ -119,7 +129,8 @@ ARGUMENTS = {
 
 @HABITS.raises(
     "`unishard.prepare(engine, cfg)`",
-    "ModelError: prepare needs a torch.nn.Module, got Engine; it is a prepared model: train with it, or build a new model to prepare",
+    "ModelError: prepare needs a torch.nn.Module, got Engine; it is a prepared model: train with it, or build a new "
+    "model to prepare",
     "engine",
 )
 @HABITS.raises(
@@ -129,23 +140,27 @@ ARGUMENTS = {
 )
 @HABITS.raises(
     "`unishard.prepare(Model, cfg)`, the class",
-    "ModelError: prepare needs a torch.nn.Module, got type; it is a class: pass a model, as the class makes it when it is called",
+    "ModelError: prepare needs a torch.nn.Module, got type; it is a class: pass a model, as the class makes it when it "
+    "is called",
     "class",
 )
 @HABITS.raises(
     "`unishard.prepare([generator, critic], cfg)`",
-    "ModelError: prepare needs a torch.nn.Module, got list; call prepare for each model, or pass one module that holds them all and whose "
+    "ModelError: prepare needs a torch.nn.Module, got list; call prepare for each model, or pass one module that holds "
+    "them all and whose "
     "forward uses them",
     "list",
 )
 @HABITS.raises(
     "`unishard.prepare(nn.DataParallel(model), cfg)`",
-    "ModelError: prepare needs a torch.nn.Module, got DataParallel; pass the model that it wraps, without the wrapper: its `module`",
+    "ModelError: prepare needs a torch.nn.Module, got DataParallel; pass the model that it wraps, without the wrapper: "
+    "its `module`",
     "wrapped",
 )
 @HABITS.raises(
     "`unishard.prepare(model, optimizer, cfg)`",
-    "ConfigError: expected a unishard.Config, got AdamW; pass the optimizer after the config: unishard.prepare(model, cfg, optimizer)",
+    "ConfigError: expected a unishard.Config, got AdamW; pass the optimizer after the config: unishard.prepare(model, "
+    "cfg, optimizer)",
     "optimizer",
 )
 @HABITS.raises(
@@ -155,7 +170,8 @@ ARGUMENTS = {
 )
 @HABITS.raises(
     "`unishard.dataloader(DataLoader(...), cfg)`",
-    "DataError: dataloader needs a dataset of samples, got DataLoader; pass the dataset, unishard.dataloader(loader.dataset, cfg), or the "
+    "DataError: dataloader needs a dataset of samples, got DataLoader; pass the dataset, "
+    "unishard.dataloader(loader.dataset, cfg), or the "
     "loader to engine.batches(loader)",
     "loader",
 )
@@ -167,7 +183,8 @@ ARGUMENTS = {
 )
 @HABITS.raises(
     "`unishard.dataloader(cfg, dataset)`",
-    "DataError: dataloader needs a dataset of samples, got Config; pass the dataset before the config: unishard.dataloader(dataset, cfg)",
+    "DataError: dataloader needs a dataset of samples, got Config; pass the dataset before the config: "
+    "unishard.dataloader(dataset, cfg)",
     "swapped",
 )
 def arguments_in_another_order(backend, given):
@@ -195,23 +212,28 @@ class Doubles(nn.Linear):
 
 @HABITS.raises(
     "a token id that the vocabulary does not have",
-    "ModelError: the forward of table (Embedding, calls.py:... in forward) got the id 11, and has the ids from 0 to 7; if they are tokens, "
-    "the tokenizer is larger than the vocabulary: call model.resize_token_embeddings(len(tokenizer)) before unishard.prepare; if they are "
+    "ModelError: the forward of table (Embedding, calls.py:... in forward) got the id 11, and has the ids from 0 to 7; "
+    "if they are tokens, "
+    "the tokenizer is larger than the vocabulary: call model.resize_token_embeddings(len(tokenizer)) before "
+    "unishard.prepare; if they are "
     "positions, the sequences are too long: truncate them",
     Tokens,
     ((3, 11),),
 )
 @HABITS.raises(
     "token ids padded with -100",
-    "ModelError: the forward of table (Embedding, calls.py:... in forward) got the id -100, and has the ids from 0 to 7; a negative number "
+    "ModelError: the forward of table (Embedding, calls.py:... in forward) got the id -100, and has the ids from 0 to "
+    "7; a negative number "
     "such as -100 marks labels to ignore: pad ids with one that exists, such as tokenizer.pad_token_id",
     Tokens,
     ((3, -100),),
 )
 @HABITS.raises(
     "inputs in float64, as numpy makes them, under `precision: fp32`",
-    "ModelError: the forward of the model (Doubles, calls.py:... in an_input_of_torch) computes with tensors of different dtypes (mat1 and "
-    "mat2 must have the same dtype, but got Double and Float); parameters are in the dtypes of `precision`, and numbers from numpy and "
+    "ModelError: the forward of the model (Doubles, calls.py:... in an_input_of_torch) computes with tensors of "
+    "different dtypes (mat1 and "
+    "mat2 must have the same dtype, but got Double and Float); parameters are in the dtypes of `precision`, and "
+    "numbers from numpy and "
     "Python in float64 or int64: cast such inputs to torch.float32 in the dataset, or before engine(...)",
     Doubles,
     ((0.5, 1.5),),

@@ -40,8 +40,10 @@ def steps(root):
 
 @CHECKPOINTS.raises(
     "a second run with the `checkpoint.dir` of an earlier one, and no `engine.load`",
-    "CheckpointError: ...: holds checkpoints of another run, the newest of step 4, and this run was not resumed from one of them; set "
-    "checkpoint.on_existing to `resume` to continue that run or to `new` to keep it and begin another one beside it, or set another "
+    "CheckpointError: ...: holds checkpoints of another run, the newest of step 4, and this run was not resumed from "
+    "one of them; set "
+    "checkpoint.on_existing to `resume` to continue that run or to `new` to keep it and begin another one beside it, "
+    "or set another "
     'checkpoint.dir; or call engine.load("latest") before the first update',
 )
 def rerun(backend):
@@ -102,7 +104,8 @@ def moved_away(backend):
 
 @CHECKPOINTS.raises(
     "`engine.export` into a folder that holds something",
-    "CheckpointError: ... exists and is not an empty folder; pass overwrite=True (`unishard export --overwrite`) to replace the export "
+    "CheckpointError: ... exists and is not an empty folder; pass overwrite=True (`unishard export --overwrite`) to "
+    "replace the export "
     "that it holds, or choose another folder",
 )
 def exported_twice(backend):
@@ -113,7 +116,8 @@ def exported_twice(backend):
 
 @CHECKPOINTS.raises(
     "`engine.save(metric=loss.item())`, the loss of each rank's own samples",
-    "RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass the mean over the ranks, "
+    "RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass the mean over the "
+    "ranks, "
     "engine.mean(value)",
 )
 def own_metric(backend):
@@ -123,7 +127,8 @@ def own_metric(backend):
 
 CHECKPOINTS.elsewhere(
     "`engine.ema(decay)` after `prepare` under `checkpoint.on_existing: resume`",
-    "The average of the checkpoint continues. Without the call, a warning on rank 0: its moving average of the weights is not resumed; to "
+    "The average of the checkpoint continues. Without the call, a warning on rank 0: its moving average of the weights "
+    "is not resumed; to "
     "resume it, call engine.ema(decay) before the first training forward, and before a save",
     "tests/ranks/test_ema.py::test_a_run_that_prepare_resumes_continues_its_average",
 )

@@ -22,7 +22,8 @@ CONFIGS = Mistakes("Configs")
 )
 @CONFIGS.raises(
     "a config of DeepSpeed, Accelerate or `TrainingArguments`",
-    "ConfigError: is a config of DeepSpeed (zero_optimization, train_batch_size), not of unishard; translate it: unishard translate FILE "
+    "ConfigError: is a config of DeepSpeed (zero_optimization, train_batch_size), not of unishard; translate it: "
+    "unishard translate FILE "
     "--to unishard -o train.yaml",
     "{train_batch_size: 8, zero_optimization: {stage: 2}}",
 )
@@ -34,7 +35,8 @@ CONFIGS = Mistakes("Configs")
 @CONFIGS.raises("`trainig: {...}`", "ConfigError: trainig: unknown field; did you mean 'training'?", "trainig: {}")
 @CONFIGS.raises(
     'a number in quotes, `micro_batch_size: "4"`',
-    "ConfigError: training.micro_batch_size: must be a whole number of at least 1, got '4' (text); write 4 without quotes",
+    "ConfigError: training.micro_batch_size: must be a whole number of at least 1, got '4' (text); write 4 without "
+    "quotes",
     'training: {micro_batch_size: "4"}',
 )
 @CONFIGS.raises(
@@ -54,12 +56,14 @@ CONFIGS = Mistakes("Configs")
 )
 @CONFIGS.raises(
     "`no_decay: ['layers[']`, or another pattern that is not a regular expression",
-    "ConfigError: optimizer.no_decay: contains 'layers[', which is not a regular expression (...); write a substring of a parameter's name",
+    "ConfigError: optimizer.no_decay: contains 'layers[', which is not a regular expression (...); write a substring "
+    "of a parameter's name",
     "optimizer: {no_decay: ['layers[']}",
 )
 @CONFIGS.raises(
     "`no_decay: ['x{99999999999}']`",
-    "ConfigError: optimizer.no_decay: contains 'x{99999999999}', which is not a regular expression (the repetition number is too large)...",
+    "ConfigError: optimizer.no_decay: contains 'x{99999999999}', which is not a regular expression (the repetition "
+    "number is too large)...",
     "optimizer: {no_decay: ['x{99999999999}']}",
 )
 @CONFIGS.raises(
@@ -74,7 +78,8 @@ def loaded(backend, text):
 
 @CONFIGS.raises(
     "`backend: ddp`",
-    "BackendError: no backend named 'ddp'; write backend: fsdp and sharding: no_shard, which is DistributedDataParallel; installed: ...",
+    "BackendError: no backend named 'ddp'; write backend: fsdp and sharding: no_shard, which is "
+    "DistributedDataParallel; installed: ...",
     "ddp",
 )
 @CONFIGS.raises(
@@ -84,7 +89,8 @@ def loaded(backend, text):
 )
 @CONFIGS.raises(
     "`backend: accelerate`",
-    "BackendError: no backend named 'accelerate'; it drives an engine, FSDP or DeepSpeed: write backend: fsdp or deepspeed...",
+    "BackendError: no backend named 'accelerate'; it drives an engine, FSDP or DeepSpeed: write backend: fsdp or "
+    "deepspeed...",
     "accelerate",
 )
 def backend_of_another_name(backend, name):
@@ -92,7 +98,8 @@ def backend_of_another_name(backend, name):
 
 
 @CONFIGS.raises(
-    '`Config("config.yaml")`', "ConfigError: Config takes fields by name, got 'config.yaml'; a file is loaded by unishard.load(path)"
+    '`Config("config.yaml")`',
+    "ConfigError: Config takes fields by name, got 'config.yaml'; a file is loaded by unishard.load(path)",
 )
 def config_of_a_path(backend):
     unishard.Config("config.yaml")
@@ -105,7 +112,8 @@ def config_of_wrong_values(backend):
 
 @CONFIGS.raises(
     "`cfg.training.seed = 3`",
-    "ConfigError: seed: cannot be set, because a config is frozen; write cfg = cfg.override('training.seed=3'), which returns another one",
+    "ConfigError: seed: cannot be set, because a config is frozen; write cfg = cfg.override('training.seed=3'), which "
+    "returns another one",
 )
 def config_that_is_changed(backend):
     unishard.Config(backend=backend).training.seed = 3
@@ -120,26 +128,34 @@ def copy_with_a_dotted_name(backend):
 
 
 @CONFIGS.harmless(
-    '`cfg.model_copy(update={"training": {"seed": 3}})`, which pydantic does not check', "The values are checked, and the copy is a config."
+    '`cfg.model_copy(update={"training": {"seed": 3}})`, which pydantic does not check',
+    "The values are checked, and the copy is a config.",
 )
 def copy_with_a_mapping(backend):
-    return unishard.Config(backend=backend).model_copy(update={"training": {"seed": 3}}).training.seed, Training(seed=3).seed
+    return unishard.Config(backend=backend).model_copy(update={"training": {"seed": 3}}).training.seed, Training(
+        seed=3
+    ).seed
 
 
 @CONFIGS.raises(
-    "`precision: bf16` for a model with fp32 buffers that torch does not take together with bf16, such as those of BatchNorm",
-    "ModelError: the forward of 1 computes with tensors in fp32 and bf16 (...); precision.compute is bf16, but precision.buffers: keep "
+    "`precision: bf16` for a model with fp32 buffers that torch does not take together with bf16, such as those of "
+    "BatchNorm",
+    "ModelError: the forward of 1 computes with tensors in fp32 and bf16 (...); precision.compute is bf16, but "
+    "precision.buffers: keep "
     "leaves buffers in fp32: 1.running_mean, 1.running_var; set precision.buffers to bf16, keep the module in "
     "precision.keep_fp32, or cast them where the module uses them",
 )
 def buffers_in_fp32(backend):
-    with unishard.prepare(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), config(backend, precision="bf16")) as engine:
+    with unishard.prepare(
+        nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), config(backend, precision="bf16")
+    ) as engine:
         engine(torch.ones(4, 5))
 
 
 @CONFIGS.raises(
     "`precision.keep_fp32: [nrom]`, which no parameter has in its name",
-    "ConfigError: precision.keep_fp32: 'nrom' matches no floating-point parameter or buffer; write part of a name, such as ...",
+    "ConfigError: precision.keep_fp32: 'nrom' matches no floating-point parameter or buffer; write part of a name, "
+    "such as ...",
     "keep_fp32: [nrom]",
 )
 @CONFIGS.raises(
@@ -149,7 +165,8 @@ def buffers_in_fp32(backend):
 )
 @CONFIGS.raises(
     "`precision.keep_fp32` beside `reduce: bf16`",
-    "ConfigError: precision.keep_fp32: keeps ...norm.weight in fp32 (precision.reduce bf16 would round it); set precision.reduce to fp32, "
+    "ConfigError: precision.keep_fp32: keeps ...norm.weight in fp32 (precision.reduce bf16 would round it); set "
+    "precision.reduce to fp32, "
     "or keep_fp32 to [] to keep nothing",
     "{keep_fp32: [norm], reduce: bf16}",
 )

@@ -39,12 +39,14 @@ def own_disk() -> Iterator[Path]:
 
 @DAMAGE.raises(
     "the same with `async_save: true`: at the next save",
-    "CheckpointError: /proc/self/cwd/checkpoints: not the same folder on all ranks: rank 1...checkpoint.dir must be on a disk...",
+    "CheckpointError: /proc/self/cwd/checkpoints: not the same folder on all ranks: rank 1...checkpoint.dir must be on "
+    "a disk...",
     True,
 )
 @DAMAGE.raises(
     "`checkpoint.dir` on a disk of each node",
-    "CheckpointError: /proc/self/cwd/checkpoints: not the same folder on all ranks: rank 1 on ... cannot read what rank 0 on ... wrote "
+    "CheckpointError: /proc/self/cwd/checkpoints: not the same folder on all ranks: rank 1 on ... cannot read what "
+    "rank 0 on ... wrote "
     "there (No such file or directory); checkpoint.dir must be on a disk that all nodes share",
     False,
 )
@@ -62,7 +64,8 @@ def checkpoints_on_a_disk_of_each_node(backend, in_background):
 
 @DAMAGE.raises(
     "`engine.export` into a folder on a disk of each node",
-    "CheckpointError: /proc/self/cwd/out: not the same folder on all ranks: rank 1 on ... cannot read what rank 0 on ... wrote there...",
+    "CheckpointError: /proc/self/cwd/out: not the same folder on all ranks: rank 1 on ... cannot read what rank 0 on "
+    "... wrote there...",
 )
 def export_to_a_disk_of_each_node(backend):
     with own_disk() as disk, prepare(config(backend)) as engine:
@@ -74,11 +77,16 @@ def export_to_a_disk_of_each_node(backend):
 
 @DAMAGE.raises(
     "a sparse buffer, or one of a dtype that torch cannot copy, such as `uint4`",
-    "ModelError: mask of Mlp is torch.sparse_coo, which can be neither sent to other ranks nor saved; make it a dense tensor of another "
+    "ModelError: mask of Mlp is torch.sparse_coo, which can be neither sent to other ranks nor saved; make it a dense "
+    "tensor of another "
     "dtype, or keep it as a plain attribute of its module",
     "sparse",
 )
-@DAMAGE.raises("`nn.Parameter(codes_in_uint4, requires_grad=False)`", "ModelError: mask of Mlp is torch.uint4, which can be...", "uint4")
+@DAMAGE.raises(
+    "`nn.Parameter(codes_in_uint4, requires_grad=False)`",
+    "ModelError: mask of Mlp is torch.uint4, which can be...",
+    "uint4",
+)
 def model_that_cannot_be_saved(backend, kind):
     model = mlp()
     if kind == "sparse":
@@ -90,7 +98,8 @@ def model_that_cannot_be_saved(backend, kind):
 
 @DAMAGE.raises(
     '`engine.save(state={"mask": sparse})`',
-    "CheckpointError: rank 0: state.mask is torch.sparse_coo, which cannot be saved; save a dense tensor of another dtype instead...",
+    "CheckpointError: rank 0: state.mask is torch.sparse_coo, which cannot be saved; save a dense tensor of another "
+    "dtype instead...",
 )
 def state_that_cannot_be_saved(backend):
     with own_disk() as disk, prepare(config(backend)) as engine:
@@ -102,7 +111,8 @@ def state_that_cannot_be_saved(backend):
 
 DAMAGE.elsewhere(
     "`unishard checkpoint diff` with a damaged checkpoint",
-    "CheckpointError: ...__0_0.distcp: has CRC-32 ... instead of ...; use another checkpoint (unishard checkpoint list ...)",
+    "CheckpointError: ...__0_0.distcp: has CRC-32 ... instead of ...; use another checkpoint (unishard checkpoint list "
+    "...)",
     "tests/checkpoint/test_verifying.py::test_a_damaged_checkpoint_is_not_compared",
 )
 DAMAGE.elsewhere(
@@ -112,7 +122,8 @@ DAMAGE.elsewhere(
 )
 DAMAGE.elsewhere(
     "a manifest with nonsense, such as `world_size: 0` or a shape of `[-7, 11]`",
-    "CheckpointError: .../manifest.json: tensors.model.a.weight.shape: is not the shape of a tensor; the file is damaged, or "
+    "CheckpointError: .../manifest.json: tensors.model.a.weight.shape: is not the shape of a tensor; the file is "
+    "damaged, or "
     "was written by a later version of unishard",
     "tests/checkpoint/test_manifest.py::test_a_nonsense_manifest_is_one_error_that_names_the_field",
 )

@@ -1,4 +1,5 @@
-"""Data that ranks read twice, not at all, or in other amounts than the config says; and launchers that cannot be read."""
+"""Data that ranks read twice, not at all, or in other amounts than the config says; and launchers that cannot be
+read."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ _ENVIRONMENTS = {
     "mpich": {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
     "pmix": {"PMIX_RANK": "1"},
     "accelerate": {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-    "srun": {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "8"},
+    "srun": {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "WORLD_SIZE": "8",
+    },
 }
 
 
@@ -36,25 +43,29 @@ _ENVIRONMENTS = {
 )
 @DATA.raises(
     "`accelerate launch --cpu --num_processes 2 train.py`",
-    "ConfigError: accelerate launch has set MASTER_ADDR but no RANK: on the CPU it starts one process whatever --num_processes says; start "
+    "ConfigError: accelerate launch has set MASTER_ADDR but no RANK: on the CPU it starts one process whatever "
+    "--num_processes says; start "
     "with torchrun --nproc-per-node N, or for a single rank with python",
     "accelerate",
 )
 @DATA.raises(
     "a launcher that only numbers its processes, such as `prterun`",
-    "ConfigError: PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, WORLD_SIZE, LOCAL_RANK, "
+    "ConfigError: PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, "
+    "WORLD_SIZE, LOCAL_RANK, "
     "MASTER_ADDR and MASTER_PORT for each process, or start with torchrun or srun...",
     "pmix",
 )
 @DATA.raises(
     "the same with MPICH or Intel MPI",
-    "ConfigError: mpirun (MPICH or Intel MPI) has started 4 ranks, which cannot find each other without MASTER_ADDR and MASTER_PORT...: "
+    "ConfigError: mpirun (MPICH or Intel MPI) has started 4 ranks, which cannot find each other without MASTER_ADDR "
+    "and MASTER_PORT...: "
     "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 -n 4 python train.py",
     "mpich",
 )
 @DATA.raises(
     "`mpirun -n 4 python train.py` without an address",
-    "ConfigError: mpirun (Open MPI) has started 4 ranks, which cannot find each other without MASTER_ADDR and MASTER_PORT; pass on the "
+    "ConfigError: mpirun (Open MPI) has started 4 ranks, which cannot find each other without MASTER_ADDR and "
+    "MASTER_PORT; pass on the "
     "host of rank 0 and a free port there: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 -n 4 python train.py",
     "open-mpi",
 )
@@ -63,12 +74,15 @@ def unreadable_launcher(backend, launcher):
     rendezvous(Topology.from_environment(environ), environ)
 
 
-# -- unishard.dataloader ---------------------------------------------------------------------------------------------------
+# -- unishard.dataloader
+# ---------------------------------------------------------------------------------------------------
 
 
 def samples(count):
     """The model's samples, each with its number."""
-    return [{name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": index} for index in range(count)]
+    return [
+        {name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": index} for index in range(count)
+    ]
 
 
 @contextmanager
@@ -110,7 +124,8 @@ def loader_in_the_epoch_loop(backend):
 
 @DATA.raises(
     "a new dataset in each epoch, `unishard.dataloader(TensorDataset(x, y), cfg)`",
-    "UserWarning: a new list with the same samples as the last one starts again at epoch 0, in the same order; build the dataset once, "
+    "UserWarning: a new list with the same samples as the last one starts again at epoch 0, in the same order; build "
+    "the dataset once, "
     "before the loop over epochs",
 )
 def dataset_in_the_epoch_loop(backend):
@@ -122,7 +137,8 @@ def dataset_in_the_epoch_loop(backend):
 
 @DATA.raises(
     "fewer samples than one micro-batch on each rank",
-    "DataError: the dataset has 16 samples, but a micro-batch on each rank takes 128 (training.micro_batch_size 64 x 2 ranks), so every "
+    "DataError: the dataset has 16 samples, but a micro-batch on each rank takes 128 (training.micro_batch_size 64 x 2 "
+    "ranks), so every "
     "update would repeat samples; set training.micro_batch_size to at most 8, or use more data",
 )
 def more_than_the_dataset_in_a_micro_batch(backend):
@@ -133,7 +149,8 @@ def more_than_the_dataset_in_a_micro_batch(backend):
 
 @DATA.raises(
     "`unishard.dataloader` over a dataset that is split by rank already, or shuffled without a seed",
-    "UserWarning: the ranks pass different datasets to unishard.dataloader, which gives each rank its share of one dataset; pass the same "
+    "UserWarning: the ranks pass different datasets to unishard.dataloader, which gives each rank its share of one "
+    "dataset; pass the same "
     "on every rank: not one that is split by rank, or shuffled or drawn without a seed",
 )
 def split_before_the_loader(backend):
@@ -142,10 +159,12 @@ def split_before_the_loader(backend):
         read(engine, unishard.dataloader(samples(16)[my_rank() :: 2], cfg))
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------------
+# -- the loop
+# ----------------------------------------------------------------------------------------------------------------
 
 _HIDES = (
-    "UserWarning: {} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run reads the data from their "
+    "UserWarning: {} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run reads "
+    "the data from their "
     "beginning; {}"
 )
 AROUND = {
@@ -187,13 +206,15 @@ def iterated_again(backend):
 
 @DATA.raises(
     "a validation without `engine.eval()` inside the training loop",
-    "UserWarning: a loop over engine.batches() inside the training loop ran the model in training mode and made no update; for a "
+    "UserWarning: a loop over engine.batches() inside the training loop ran the model in training mode and made no "
+    "update; for a "
     "validation, call engine.eval() before and engine.train() after it",
     1,
 )
 @DATA.raises(
     "the same inside an accumulation window",
-    "ContractError: a loop over engine.batches() in training mode began inside an accumulation window of the loop around it; for a "
+    "ContractError: a loop over engine.batches() in training mode began inside an accumulation window of the loop "
+    "around it; for a "
     "validation, call engine.eval() before and engine.train() after it",
     2,
 )
@@ -211,7 +232,8 @@ def validation_in_training_mode(backend, accumulate):
 
 @DATA.raises(
     "`for batch in loader:` over a `unishard.dataloader`, without `engine.batches`",
-    "UserWarning: a unishard.dataloader is read without engine.batches(), so...write `for batch in engine.batches(loader):`",
+    "UserWarning: a unishard.dataloader is read without engine.batches(), so...write `for batch in "
+    "engine.batches(loader):`",
 )
 def ours_without_batches(backend):
     cfg = config(backend)
@@ -221,7 +243,8 @@ def ours_without_batches(backend):
 
 @DATA.raises(
     "`for batch in loader:` over a `DataLoader` that gives each rank the same batches",
-    "UserWarning: ranks 0 and 1 train on the same batches, so the other ranks add nothing; read the data with `for batch in "
+    "UserWarning: ranks 0 and 1 train on the same batches, so the other ranks add nothing; read the data with `for "
+    "batch in "
     "engine.batches(unishard.dataloader(dataset, cfg)):`, which gives each rank its own share",
 )
 def theirs_without_batches(backend):

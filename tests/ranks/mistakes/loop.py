@@ -24,14 +24,19 @@ def backward_twice(backend):
         engine.backward(loss)
 
 
-@LOOP.raises("`engine.step()` without a backward", "ContractError: step was called without a backward; call engine.backward(loss) first...")
+@LOOP.raises(
+    "`engine.step()` without a backward",
+    "ContractError: step was called without a backward; call engine.backward(loss) first...",
+)
 def step_without_backward(backend):
     with prepare(config(backend)) as engine:
         engine(**own_share(1)[0])
         engine.step()
 
 
-@LOOP.raises("`engine.step()` twice", "ContractError: step was called without a backward; call engine.backward(loss) first...")
+@LOOP.raises(
+    "`engine.step()` twice", "ContractError: step was called without a backward; call engine.backward(loss) first..."
+)
 def step_twice(backend):
     with prepare(config(backend)) as engine:
         engine.backward(engine(**own_share(1)[0]).loss)
@@ -68,7 +73,8 @@ def loss_that_is_the_output(backend):
 
 @LOOP.raises(
     "a `continue` that skips `engine.backward(loss)`",
-    "ContractError: a new accumulation window starts after 2 of 3 micro-batches of the last one; call backward and step for every batch...",
+    "ContractError: a new accumulation window starts after 2 of 3 micro-batches of the last one; call backward and "
+    "step for every batch...",
 )
 def batch_without_backward(backend):
     with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
@@ -81,7 +87,8 @@ def batch_without_backward(backend):
 
 @LOOP.raises(
     "the same at the last batch of the data",
-    "ContractError: a new accumulation window starts after 2 of 3 micro-batches of the last one; call backward and step for every batch...",
+    "ContractError: a new accumulation window starts after 2 of 3 micro-batches of the last one; call backward and "
+    "step for every batch...",
 )
 def last_batch_without_backward(backend):
     with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
@@ -94,7 +101,8 @@ def last_batch_without_backward(backend):
 
 @LOOP.raises(
     "`engine.module(**batch)` instead of `engine(**batch)`",
-    "ContractError: backward was called without a forward of the engine; compute the loss with engine(...) in training mode...",
+    "ContractError: backward was called without a forward of the engine; compute the loss with engine(...) in training "
+    "mode...",
 )
 def loss_of_the_bare_module(backend):
     with prepare(config(backend, "no_shard")) as engine:
@@ -103,7 +111,8 @@ def loss_of_the_bare_module(backend):
 
 @LOOP.raises(
     "a `break` inside an accumulation window",
-    "ContractError: a new accumulation window starts after 1 of 3 micro-batches...leave a loop only when step().updated...",
+    "ContractError: a new accumulation window starts after 1 of 3 micro-batches...leave a loop only when "
+    "step().updated...",
 )
 def loop_left_inside_a_window(backend):
     with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
@@ -120,9 +129,13 @@ def loop_left_inside_a_window(backend):
     "ContractError: forward was called on a closed engine; build a new model and prepare it",
     "forward",
 )
-@LOOP.raises("`engine.backward` on a closed engine", "ContractError: backward was called on a closed engine...", "backward")
+@LOOP.raises(
+    "`engine.backward` on a closed engine", "ContractError: backward was called on a closed engine...", "backward"
+)
 @LOOP.raises("`engine.step` on a closed engine", "ContractError: step was called on a closed engine...", "step")
-@LOOP.raises("`engine.batches` on a closed engine", "ContractError: batches was called on a closed engine...", "batches")
+@LOOP.raises(
+    "`engine.batches` on a closed engine", "ContractError: batches was called on a closed engine...", "batches"
+)
 @LOOP.raises("`engine.eval` on a closed engine", "ContractError: train was called on a closed engine...", "train")
 def closed(backend, call):
     engine = prepare(config(backend))
@@ -140,8 +153,10 @@ def closed(backend, call):
 
 
 @LOOP.raises(
-    "a gradient penalty, `torch.autograd.grad(..., create_graph=True)` of an output, elsewhere than under `no_shard` of FSDP",
-    "ContractError: torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work with "
+    "a gradient penalty, `torch.autograd.grad(..., create_graph=True)` of an output, elsewhere than under `no_shard` "
+    "of FSDP",
+    "ContractError: torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work "
+    "with "
     "sharding.strategy full_shard ...; set ...sharding: no_shard and precision: fp32...",
 )
 def gradient_penalty(backend):
@@ -158,7 +173,9 @@ def gradient_penalty(backend):
     0,
 )
 @LOOP.raises("`clip_grad_norm=-1.0`", "ContractError: clip_grad_norm must be a positive number, got -1.0...", -1.0)
-@LOOP.raises("`clip_grad_norm=math.nan`", "ContractError: clip_grad_norm must be a positive number, got nan...", math.nan)
+@LOOP.raises(
+    "`clip_grad_norm=math.nan`", "ContractError: clip_grad_norm must be a positive number, got nan...", math.nan
+)
 @LOOP.raises('`clip_grad_norm="1"`', "ContractError: clip_grad_norm must be a positive number, got '1'...", "1")
 def bad_clip(backend, value):
     with prepare(config(backend)) as engine:

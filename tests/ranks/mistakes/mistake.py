@@ -1,4 +1,5 @@
-"""A mistake that people make, and what unishard does about it: a row of docs/mistakes.md, and a test on both engines."""
+"""A mistake that people make, and what unishard does about it: a row of docs/mistakes.md, and a test on both
+engines."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Mistake(NamedTuple):
     what: str
     """What people write, as Markdown."""
     outcome: str
-    """The message as `Type: text`, where `...` stands for what differs between runs; or, where it does no harm, what happens."""
+    """The message as `Type: text`, where `...` stands for what differs between runs; or, where it does no harm, what
+    happens."""
     scenario: Scenario
     """Makes the mistake: called on each rank with the backend and `arguments`."""
     arguments: tuple[Any, ...]
@@ -62,7 +64,9 @@ class Mistakes:
         """The rows that have a scenario."""
         return (row for row in self.rows if isinstance(row, Mistake))
 
-    def _adder(self, what: str, outcome: str, arguments: tuple[Any, ...], *, harmless: bool) -> Callable[[Scenario], Scenario]:
+    def _adder(
+        self, what: str, outcome: str, arguments: tuple[Any, ...], *, harmless: bool
+    ) -> Callable[[Scenario], Scenario]:
         def add(scenario: Scenario) -> Scenario:
             self.rows.append(Mistake(what, outcome, scenario, arguments, harmless))
             return scenario

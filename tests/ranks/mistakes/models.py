@@ -46,8 +46,10 @@ TIES = {"transposed": transposed, "same data": same_data, "watched": watched}
 
 @MODELS.raises(
     "weights that are tied by their memory: `decoder.weight = nn.Parameter(encoder.weight.t())`",
-    "ModelError: parameters encoder.weight and decoder.weight of Twice share memory but are two objects, which engines would train apart; "
-    "tie them by one object, decoder.weight = encoder.weight; for a transpose or a slice, keep only encoder.weight and compute with it in "
+    "ModelError: parameters encoder.weight and decoder.weight of Twice share memory but are two objects, which engines "
+    "would train apart; "
+    "tie them by one object, decoder.weight = encoder.weight; for a transpose or a slice, keep only encoder.weight and "
+    "compute with it in "
     "the forward, such as F.linear(x, encoder.weight.t())",
     "transposed",
 )
@@ -58,7 +60,8 @@ TIES = {"transposed": transposed, "same data": same_data, "watched": watched}
 )
 @MODELS.raises(
     "a buffer that is a view of a weight",
-    "ModelError: buffer first of Twice shares memory with parameter encoder.weight, and would keep the old values when the parameter "
+    "ModelError: buffer first of Twice shares memory with parameter encoder.weight, and would keep the old values when "
+    "the parameter "
     "trains; compute it from the parameter in the forward, or register a copy, encoder.weight.detach().clone()",
     "watched",
 )
@@ -69,7 +72,8 @@ def shared_memory(backend, tie):
 
 @MODELS.raises(
     "`nn.Embedding(..., sparse=True)`",
-    "ModelError: 0 (Embedding) of Sequential has sparse=True, and engines reduce and shard only dense gradients; build it with "
+    "ModelError: 0 (Embedding) of Sequential has sparse=True, and engines reduce and shard only dense gradients; build "
+    "it with "
     "sparse=False, and train it with an optimizer for dense gradients, such as AdamW",
 )
 def sparse_gradients(backend):
@@ -78,8 +82,10 @@ def sparse_gradients(backend):
 
 @MODELS.raises(
     "two models that share a module, each prepared",
-    "ModelError: module encoder of Twice was already prepared in another model, whose engine shards and trains it; prepare one model that "
-    "contains both and let its forward choose, or give each model its own copy before prepare, such as copy.deepcopy(module)",
+    "ModelError: module encoder of Twice was already prepared in another model, whose engine shards and trains it; "
+    "prepare one model that "
+    "contains both and let its forward choose, or give each model its own copy before prepare, such as "
+    "copy.deepcopy(module)",
     "module",
 )
 @MODELS.raises(
@@ -116,7 +122,8 @@ ADDED = {"head": replace_head, "adapters": add_adapters, "parameter": add_parame
 
 @MODELS.raises(
     "a head that is replaced after `prepare`",
-    "ContractError: module head was added or replaced after unishard.prepare, so no engine trains or saves it; change the model before "
+    "ContractError: module head was added or replaced after unishard.prepare, so no engine trains or saves it; change "
+    "the model before "
     "prepare: get_peft_model, a new head, a resized embedding",
     "head",
 )
@@ -150,13 +157,17 @@ class Hooked(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), labels % 3), logits)
 
 
-@MODELS.harmless("a hook that computes with the weight of an embedding, as `spectral_norm(nn.Embedding(...))` does", "it is trained")
+@MODELS.harmless(
+    "a hook that computes with the weight of an embedding, as `spectral_norm(nn.Embedding(...))` does", "it is trained"
+)
 def hooked_embedding(backend):
     batch = own_share(1)[0]
     plain = Hooked()
     plain(**batch).loss.backward()
     with unishard.prepare(Hooked(), config(backend)) as engine:
-        engine.module.table.register_forward_pre_hook(lambda module, args: setattr(engine, "norm", module.weight.norm()))
+        engine.module.table.register_forward_pre_hook(
+            lambda module, args: setattr(engine, "norm", module.weight.norm())
+        )
         loss = engine(**batch).loss
         engine.backward(loss)
         got = engine.grad("table.weight").norm().item()

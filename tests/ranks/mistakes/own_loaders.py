@@ -41,11 +41,14 @@ LOADERS = {
 }
 
 _WRONG_SHARES = (
-    "DataError: DistributedSampler does not give each of the 2 ranks its own share: rank 0 reads share 0 of {0}, rank 1 reads share {1} "
-    "of {0}; give it neither num_replicas nor rank, which it takes from the process group, or use unishard.dataloader(dataset, cfg)"
+    "DataError: DistributedSampler does not give each of the 2 ranks its own share: rank 0 reads share 0 of {0}, rank "
+    "1 reads share {1} "
+    "of {0}; give it neither num_replicas nor rank, which it takes from the process group, or use "
+    "unishard.dataloader(dataset, cfg)"
 )
 _OTHER_SIZE = (
-    "{} has batches of 4, and training.micro_batch_size is 2; write batch_size=cfg.training.micro_batch_size in the script, or "
+    "{} has batches of 4, and training.micro_batch_size is 2; write batch_size=cfg.training.micro_batch_size in the "
+    "script, or "
     "training.micro_batch_size: 4 in the config"
 )
 
@@ -68,18 +71,21 @@ _OTHER_SIZE = (
 )
 @DATA.raises(
     "the same batches on every rank",
-    "UserWarning: ranks 0 and 1 read the same first batch, so they train on the same samples; let each rank read its own: use "
+    "UserWarning: ranks 0 and 1 read the same first batch, so they train on the same samples; let each rank read its "
+    "own: use "
     "unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler, or split the data by rank",
     "same batches",
 )
 @DATA.raises(
     "`unishard.dataloader` prepared by Accelerate",
-    "DataError: the data are sharded twice, by Accelerate and unishard.dataloader: each rank reads one of 4 parts; use one of them",
+    "DataError: the data are sharded twice, by Accelerate and unishard.dataloader: each rank reads one of 4 parts; use "
+    "one of them",
     "prepared ours",
 )
 @DATA.raises(
     "a `DistributedSampler` in a loader that Accelerate prepares",
-    "DataError: the data are sharded twice, by Accelerate and DistributedSampler: each rank reads one of 4 parts; use one of them",
+    "DataError: the data are sharded twice, by Accelerate and DistributedSampler: each rank reads one of 4 parts; use "
+    "one of them",
     "prepared twice",
 )
 @DATA.raises("`DistributedSampler(num_replicas=4, ...)` on 2 ranks", _WRONG_SHARES.format(4, 1), "too many shares")
@@ -98,13 +104,15 @@ def own_loader(backend, name, global_batch_size=None):
 
 @DATA.raises(
     "a new `DataLoader` with a generator of the same seed in each epoch",
-    "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its generator has the same seed again: make it "
+    "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its generator has the same "
+    "seed again: make it "
     "once, before the loop over epochs",
     "generator",
 )
 @DATA.raises(
     "no `set_epoch` on a `DistributedSampler`",
-    "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its DistributedSampler is still at epoch 0: "
+    "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its DistributedSampler is "
+    "still at epoch 0: "
     "call set_epoch(epoch) on it before each epoch",
     "sampler",
 )
@@ -136,13 +144,17 @@ RIGHT = {
     "number of tokens": (lambda: DataLoader(_ALL, batch_sampler=_ByTokens()), range(8)),
     "split by rank": (lambda: DataLoader(_ALL[my_rank() :: 2], batch_size=2, shuffle=True), range(16)),
     "Accelerate": (lambda: _by_accelerate(DataLoader(_ALL, batch_size=2, shuffle=True)), range(16)),
-    "Accelerate, batches split": (lambda: _by_accelerate(DataLoader(_ALL, batch_size=4), split_batches=True), range(16)),
+    "Accelerate, batches split": (
+        lambda: _by_accelerate(DataLoader(_ALL, batch_size=4), split_batches=True),
+        range(16),
+    ),
     "list by number of tokens": (lambda: list(DataLoader(_ALL, batch_sampler=_ByTokens())), range(8)),
 }
 
 
 @DATA.harmless(
-    "loaders that give each rank its share: a `DistributedSampler`, a `batch_sampler` by number of tokens, a dataset that is split by "
+    "loaders that give each rank its share: a `DistributedSampler`, a `batch_sampler` by number of tokens, a dataset "
+    "that is split by "
     "rank, a loader that Accelerate has prepared",
     "they are read as they are, without a warning",
 )

@@ -19,13 +19,15 @@ _DIFFERENT = "RankMismatchError: ranks made different calls and would deadlock: 
 
 RANKS.elsewhere(
     "an error on one rank, before, inside or after `prepare`",
-    "The first line of the output is the cause, its traceback follows once, and every other rank ends with one line: unishard: rank 0 of 2 "
+    "The first line of the output is the cause, its traceback follows once, and every other rank ends with one line: "
+    "unishard: rank 0 of 2 "
     "ended in engine.step (...) because rank 1 raised ValueError: a broken sample (...)",
     _ENDS,
 )
 RANKS.elsewhere(
     "a rank that is killed, for example for lack of memory",
-    "unishard: rank 0 of 2 ended in engine.backward (...) because rank 1 is gone: its process ended without an error (killed, for lack of "
+    "unishard: rank 0 of 2 ended in engine.backward (...) because rank 1 is gone: its process ended without an error "
+    "(killed, for lack of "
     "memory, or in C++)",
     _ENDS,
 )
@@ -46,13 +48,16 @@ RANKS.elsewhere(
 )
 RANKS.elsewhere(
     "`if rank == 0: torch.distributed.barrier()`",
-    _DIFFERENT + "rank 0 waits in torch.distributed at train.py:31 in main, outside unishard; rank 1 is in engine.forward (...)...",
+    _DIFFERENT
+    + "rank 0 waits in torch.distributed at train.py:31 in main, outside unishard; rank 1 is in engine.forward "
+    "(...)...",
     _CALLS,
 )
 RANKS.elsewhere(
     "another `clip_grad_norm` on each rank",
     _DIFFERENT
-    + "rank 0 is in engine.step (..., clip_grad_norm=1.0); rank 1 is in engine.step (..., clip_grad_norm=2.0); they have trained on "
+    + "rank 0 is in engine.step (..., clip_grad_norm=1.0); rank 1 is in engine.step (..., clip_grad_norm=2.0); they "
+    "have trained on "
     "since, perhaps differently: go back to a checkpoint from before this",
     _CALLS,
 )
@@ -76,22 +81,27 @@ RANKS.elsewhere(
 )
 RANKS.elsewhere(
     "a branch in the forward that depends on the data, under `full_shard`",
-    _DIFFERENT
-    + "rank 0 enters left (Expert) and is in engine.forward (...); rank 1 enters right (Expert) and is in engine.forward (...); all "
-    "ranks must run the same modules in the same order, except those of the classes in sharding.conditional_modules: add Expert there, or "
+    _DIFFERENT + "rank 0 enters left (Expert) and is in engine.forward (...); rank 1 enters right (Expert) and is in "
+    "engine.forward (...); all "
+    "ranks must run the same modules in the same order, except those of the classes in sharding.conditional_modules: "
+    "add Expert there, or "
     "let every rank take the same branch",
     _FAULTS + "test_ranks_in_other_branches_are_told_of_conditional_modules",
 )
 RANKS.elsewhere(
     "a batch of another task on each rank, with a head for each task",
-    "RankMismatchError: ranks have gradients of different parameters, which would be added up: rank 0 is in engine.backward (...), without "
-    "gradients for second (Linear); rank 1 is in engine.backward (...), without gradients for first (Linear); all ranks must use the same "
-    "parameters, except those of the classes in sharding.conditional_modules: add Linear there, or let every rank take the same branch",
+    "RankMismatchError: ranks have gradients of different parameters, which would be added up: rank 0 is in "
+    "engine.backward (...), without "
+    "gradients for second (Linear); rank 1 is in engine.backward (...), without gradients for first (Linear); all "
+    "ranks must use the same "
+    "parameters, except those of the classes in sharding.conditional_modules: add Linear there, or let every rank take "
+    "the same branch",
     "tests/ranks/test_reached_parameters.py::test_ranks_that_train_different_parameters_are_told_before_anything_is_reduced",
 )
 RANKS.elsewhere(
     "a collective of your own in the forward of one rank",
-    _DIFFERENT + "rank 0 is in engine.backward (...); rank 1 is in engine.forward (...), waits in torch.distributed at train.py:31 in main",
+    _DIFFERENT + "rank 0 is in engine.backward (...); rank 1 is in engine.forward (...), waits in torch.distributed at "
+    "train.py:31 in main",
     "tests/ranks/test_desync.py::test_a_rank_that_waits_in_a_collective_inside_a_call_is_found",
 )
 RANKS.elsewhere(

@@ -38,7 +38,8 @@ class Case:
     sections: Mapping[str, Any] = field(default_factory=dict)
     """What a user would add to the config."""
     low_buffers: bool = False
-    """Whether a bf16 run casts buffers too (`precision.buffers`): else plain torch refuses to compute with two dtypes."""
+    """Whether a bf16 run casts buffers too (`precision.buffers`): else plain torch refuses to compute with two
+    dtypes."""
     known: str = ""
     """Why figures are beyond their bounds, or why runs end with an error of torch: for the page."""
     before: Callable[[nn.Module, int], None] | None = None
@@ -93,7 +94,9 @@ def _seeded(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.M
     return build(*arguments)
 
 
-def hugging_face(model: str, config: str, *, random: Mapping[str, float] | None = None, **fields: Any) -> Callable[[], nn.Module]:
+def hugging_face(
+    model: str, config: str, *, random: Mapping[str, float] | None = None, **fields: Any
+) -> Callable[[], nn.Module]:
     """A function that builds a model of transformers from a config, without anything random in its forward.
 
     Args:

@@ -42,7 +42,10 @@ def labeled(index: int) -> Batch:
 
 def sequence_pair(index: int) -> Batch:
     """For an encoder and a decoder."""
-    return {"input_ids": drawn(index).integers(3, VOCABULARY, LENGTH), "labels": drawn(index, 1).integers(3, VOCABULARY, LENGTH - 2)}
+    return {
+        "input_ids": drawn(index).integers(3, VOCABULARY, LENGTH),
+        "labels": drawn(index, 1).integers(3, VOCABULARY, LENGTH - 2),
+    }
 
 
 def image(size: int) -> Callable[[int], Batch]:

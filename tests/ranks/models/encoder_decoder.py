@@ -52,7 +52,14 @@ _add("t5, gated", "T5", known=REORDERED, sizes=_T5, feed_forward_proj="gated-gel
 _add("mt5", "MT5", known=REORDERED, sizes=_T5, tie_word_embeddings=False)
 _add("umt5", "UMT5", known=REORDERED, sizes=_T5)
 _add("longt5", "LongT5", known=REORDERED, sizes=_T5, local_radius=2, encoder_attention_type="local")
-_add("switch_transformers", "SwitchTransformers", sizes=_T5, num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
+_add(
+    "switch_transformers",
+    "SwitchTransformers",
+    sizes=_T5,
+    num_experts=4,
+    num_sparse_encoder_layers=1,
+    num_sparse_decoder_layers=1,
+)
 _add("bart", "Bart")
 _add("mbart", "MBart")
 _add("pegasus", "Pegasus")
@@ -63,8 +70,23 @@ _add("m2m_100", "M2M100", low_buffers=True)
 _add("marian", "Marian", "{}MTModel")
 _add("mvp", "Mvp")
 _add("plbart", "PLBart")
-_add("led", "LED", known=REORDERED, attention_window=4, max_encoder_position_embeddings=32, max_decoder_position_embeddings=32)
-_add("nllb_moe", "NllbMoe", num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2, expert_capacity=16, low_buffers=True)
+_add(
+    "led",
+    "LED",
+    known=REORDERED,
+    attention_window=4,
+    max_encoder_position_embeddings=32,
+    max_decoder_position_embeddings=32,
+)
+_add(
+    "nllb_moe",
+    "NllbMoe",
+    num_experts=4,
+    encoder_sparse_step=2,
+    decoder_sparse_step=2,
+    expert_capacity=16,
+    low_buffers=True,
+)
 _add(
     "prophetnet",
     "ProphetNet",

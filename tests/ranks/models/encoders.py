@@ -50,7 +50,14 @@ _add("electra", "Electra", embedding_size=8)
 _add(
     "distilbert",
     "DistilBert",
-    sizes={"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32},
+    sizes={
+        "vocab_size": VOCABULARY,
+        "dim": 16,
+        "hidden_dim": 24,
+        "n_layers": 2,
+        "n_heads": 2,
+        "max_position_embeddings": 32,
+    },
 )
 _add("modernbert", "ModernBert", pad_token_id=0)
 _add("eurobert", "EuroBert", pad_token_id=0)

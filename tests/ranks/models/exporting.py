@@ -20,8 +20,11 @@ __all__ = ["EQUAL", "difference"]
 EQUAL = "equal"
 
 
-def difference(case: Case, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], exported: Path) -> str | None:
-    """How an export differs from `save_pretrained` of the model in plain torch: `equal`, or what is different; None for other models.
+def difference(
+    case: Case, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], exported: Path
+) -> str | None:
+    """How an export differs from `save_pretrained` of the model in plain torch: `equal`, or what is different; None for
+    other models.
 
     Args:
         case: The case.
@@ -60,7 +63,9 @@ def _of_tensors(found: Path, right: Path) -> str:
     with safe_open(found, "pt") as one, safe_open(right, "pt") as other:
         there, wanted = set(one.keys()), set(other.keys())
         if there != wanted:
-            return f"names, such as {min(there - wanted, default='nothing')} for {min(wanted - there, default='nothing')}"
+            return (
+                f"names, such as {min(there - wanted, default='nothing')} for {min(wanted - there, default='nothing')}"
+            )
         wrong = [name for name in sorted(wanted) if not _same(one.get_tensor(name), other.get_tensor(name))]
     return f"values of {', '.join(wrong[:3])}" if wrong else "only the order or the head of the file"
 

@@ -34,8 +34,20 @@ _LATENT: dict[str, Any] = {
 """DeepSeek's attention, with one layer that has no experts."""
 
 
-def _add(name: str, stem: str, config: str = "{}Config", sizes: dict[str, Any] = DECODER, low_buffers: bool = False, **fields: Any) -> None:
-    KIND.add(name, hugging_face(f"{stem}ForCausalLM", config.format(stem), **sizes | _EXPERTS | fields), tokens, low_buffers=low_buffers)
+def _add(
+    name: str,
+    stem: str,
+    config: str = "{}Config",
+    sizes: dict[str, Any] = DECODER,
+    low_buffers: bool = False,
+    **fields: Any,
+) -> None:
+    KIND.add(
+        name,
+        hugging_face(f"{stem}ForCausalLM", config.format(stem), **sizes | _EXPERTS | fields),
+        tokens,
+        low_buffers=low_buffers,
+    )
 
 
 _add("mixtral", "Mixtral", output_router_logits=True)
@@ -47,7 +59,13 @@ _add("gpt_oss", "GptOss", sliding_window=4)
 _add("deepseek_v2", "DeepseekV2", sizes=SIZES | _LATENT, topk_method="greedy")
 _add("deepseek_v3", "DeepseekV3", sizes=SIZES | _LATENT)
 _add(
-    "llama4", "Llama4", "{}TextConfig", intermediate_size_mlp=24, num_experts_per_tok=1, attention_chunk_size=4, interleave_moe_layer_step=1
+    "llama4",
+    "Llama4",
+    "{}TextConfig",
+    intermediate_size_mlp=24,
+    num_experts_per_tok=1,
+    attention_chunk_size=4,
+    interleave_moe_layer_step=1,
 )
 _add("granitemoe", "GraniteMoe")
 _add("granitemoeshared", "GraniteMoeShared", shared_intermediate_size=12)

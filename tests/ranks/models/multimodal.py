@@ -30,7 +30,11 @@ _IMAGE_TOKEN = 60
 def _pair(index: int) -> Batch:
     ids = drawn(index).integers(3, VOCABULARY, 8)
     ids[-1] = 2
-    return {"input_ids": ids, "attention_mask": torch.ones(8, dtype=torch.long), "pixel_values": drawn(index, 1).normal(3, 16, 16)}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones(8, dtype=torch.long),
+        "pixel_values": drawn(index, 1).normal(3, 16, 16),
+    }
 
 
 def _contrastive_loss(model: Any, batch: Batch) -> Tensor:
@@ -38,7 +42,12 @@ def _contrastive_loss(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-for _name, _stem in (("clip", "CLIP"), ("siglip", "Siglip"), ("chinese_clip", "ChineseCLIP"), ("metaclip_2", "MetaClip2")):
+for _name, _stem in (
+    ("clip", "CLIP"),
+    ("siglip", "Siglip"),
+    ("chinese_clip", "ChineseCLIP"),
+    ("metaclip_2", "MetaClip2"),
+):
     KIND.add(
         _name,
         hugging_face(f"{_stem}Model", f"{_stem}Config", text_config=_TEXT, vision_config=_VISION, projection_dim=8),
@@ -194,7 +203,8 @@ KIND.add(
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen2_5_VLConfig",
         text_config=DECODER | _ROPE,
-        vision_config=_PATCHES | {"out_hidden_size": 16, "intermediate_size": 24, "window_size": 8, "fullatt_block_indexes": [1]},
+        vision_config=_PATCHES
+        | {"out_hidden_size": 16, "intermediate_size": 24, "window_size": 8, "fullatt_block_indexes": [1]},
         **_MARKS,
     ),
     _grid,
@@ -207,7 +217,12 @@ KIND.add(
         "Qwen3VLConfig",
         text_config=DECODER | _ROPE,
         vision_config=_PATCHES
-        | {"out_hidden_size": 16, "intermediate_size": 24, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        | {
+            "out_hidden_size": 16,
+            "intermediate_size": 24,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
         **_MARKS,
     ),
     _grid,
@@ -216,12 +231,17 @@ KIND.add(
 KIND.add(
     "vilt",
     hugging_face(
-        "ViltForQuestionAnswering", "ViltConfig", **SIZES | {"image_size": 16, "patch_size": 4, "num_labels": 5, "max_image_length": -1}
+        "ViltForQuestionAnswering",
+        "ViltConfig",
+        **SIZES | {"image_size": 16, "patch_size": 4, "num_labels": 5, "max_image_length": -1},
     ),
     lambda index: _pair(index) | {"labels": drawn(index, 2).normal(5).sigmoid()},
 )
 KIND.add(
     "layoutlm",
     hugging_face("LayoutLMForMaskedLM", "LayoutLMConfig", **SIZES | {"max_2d_position_embeddings": 32}),
-    lambda index: {"input_ids": drawn(index).integers(3, VOCABULARY, 8), "labels": drawn(index, 1).integers(3, VOCABULARY, 8)},
+    lambda index: {
+        "input_ids": drawn(index).integers(3, VOCABULARY, 8),
+        "labels": drawn(index, 1).integers(3, VOCABULARY, 8),
+    },
 )

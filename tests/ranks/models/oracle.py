@@ -69,7 +69,9 @@ def _in_low(case: Case, dtype: torch.dtype) -> list[nn.Module]:
         for name, tensor in (*model.named_parameters(), *(model.named_buffers() if case.low_buffers else ())):
             if not any(re.search(pattern, name) for pattern in _patterns_of_fp32(model, dtype)):
                 tensor.data = _cast(tensor.data, dtype)
-        model.register_forward_pre_hook(lambda _, args, kwargs: tree_map(lambda each: _cast(each, dtype), (args, kwargs)), with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: tree_map(lambda each: _cast(each, dtype), (args, kwargs)), with_kwargs=True
+        )
     return ranks
 
 

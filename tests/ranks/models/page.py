@@ -116,7 +116,12 @@ def _section(kind: Kind, first: int, by_case: Mapping[str, Sequence[Record]]) ->
     for number, case in enumerate(kind.cases, first):
         if not (records := by_case.get(case.name)):
             continue  # it was not played
-        cells = (case.name, *(_cell(records, each) for each in _BOUNDS), _export(records), _errors(case, records, list(runs_of(number))))
+        cells = (
+            case.name,
+            *(_cell(records, each) for each in _BOUNDS),
+            _export(records),
+            _errors(case, records, list(runs_of(number))),
+        )
         yield f"| {' | '.join(cells)} |"
     yield ""
 

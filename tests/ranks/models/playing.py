@@ -53,7 +53,12 @@ def _play_all(case: Case, runs: Sequence[Run], rank: int, place: Path) -> None:
         try:
             figures = _play(case, run, expected, rank, place)
         except Exception as error:
-            _record(place, rank, run, {"error": f"{type(error).__name__}: {error}", "ours": isinstance(error, unishard.UnishardError)})
+            _record(
+                place,
+                rank,
+                run,
+                {"error": f"{type(error).__name__}: {error}", "ours": isinstance(error, unishard.UnishardError)},
+            )
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -115,7 +120,9 @@ def _play(case: Case, run: Run, expected: Reference, rank: int, place: Path) -> 
         if run.exports:
             engine.export(place / f"{run.backend}-exported")
             if rank == 0:
-                figures["export"] = difference(case, parameters, dict(engine.module.named_buffers()), place / f"{run.backend}-exported")
+                figures["export"] = difference(
+                    case, parameters, dict(engine.module.named_buffers()), place / f"{run.backend}-exported"
+                )
     return figures
 
 
@@ -139,7 +146,11 @@ def _deviations(found: list[float], right: list[float]) -> list[float]:
 
 def _worst(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Any]:
     """The largest difference of a parameter, and its name."""
-    largest = {name: _largest(found[name].to(parameter.dtype) - parameter) for name, parameter in right.items() if parameter.numel()}
+    largest = {
+        name: _largest(found[name].to(parameter.dtype) - parameter)
+        for name, parameter in right.items()
+        if parameter.numel()
+    }
     name = max(largest, key=lambda each: largest[each])
     return {"parameters": largest[name], "worst": name}
 

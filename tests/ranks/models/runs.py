@@ -18,8 +18,8 @@ MORE = 2
 """Updates after a checkpoint has moved."""
 PRECISIONS = ("fp32", "bf16")
 _OTHERS = ("shard_grad_op", "no_shard", "shard_optimizer")
-# An eps that is large beside the gradients that are 0 but for rounding, such as those of a key's bias: without it, AdamW makes whole steps
-# of their signs.
+# An eps that is large beside the gradients that are 0 but for rounding, such as those of a key's bias: without it,
+# AdamW makes whole steps of their signs.
 _OPTIMIZER = {"name": "adamw", "lr": 5e-3, "eps": 1e-3, "weight_decay": 0.05}
 
 
@@ -57,7 +57,9 @@ def runs_of(number: int) -> Iterator[Run]:
     other = _OTHERS[number % len(_OTHERS)]
     for precision in PRECISIONS:
         yield from (Run(backend, strategy, precision) for strategy in ("full_shard", other) for backend in BACKENDS)
-        yield from (Run(backend, other, precision, resumes) for backend, resumes in zip(BACKENDS, BACKENDS[::-1], strict=True))
+        yield from (
+            Run(backend, other, precision, resumes) for backend, resumes in zip(BACKENDS, BACKENDS[::-1], strict=True)
+        )
 
 
 def config_of(case: Case, run: Run) -> Config:

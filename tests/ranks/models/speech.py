@@ -46,7 +46,12 @@ def _text_of_audio(index: int) -> Batch:
 
 
 def _classifier(name: str, stem: str, *, low_buffers: bool = False, **fields: Any) -> None:
-    KIND.add(name, hugging_face(f"{stem}ForSequenceClassification", f"{stem}Config", **WAVES | fields), audio, low_buffers=low_buffers)
+    KIND.add(
+        name,
+        hugging_face(f"{stem}ForSequenceClassification", f"{stem}Config", **WAVES | fields),
+        audio,
+        low_buffers=low_buffers,
+    )
 
 
 _classifier("wav2vec2", "Wav2Vec2")
@@ -65,7 +70,13 @@ KIND.add(
         "Speech2TextForConditionalGeneration",
         "Speech2TextConfig",
         **_WHISPER
-        | {"input_feat_per_channel": 8, "conv_channels": 8, "max_source_positions": 40, "num_conv_layers": 2, "conv_kernel_sizes": (3, 3)},
+        | {
+            "input_feat_per_channel": 8,
+            "conv_channels": 8,
+            "max_source_positions": 40,
+            "num_conv_layers": 2,
+            "conv_kernel_sizes": (3, 3),
+        },
     ),
     _spectrum,
     low_buffers=True,
@@ -76,7 +87,15 @@ KIND.add(
     hugging_face(
         "ASTForAudioClassification",
         "ASTConfig",
-        **SIZES | {"patch_size": 4, "num_mel_bins": 8, "max_length": 40, "frequency_stride": 4, "time_stride": 4, "num_labels": 2},
+        **SIZES
+        | {
+            "patch_size": 4,
+            "num_mel_bins": 8,
+            "max_length": 40,
+            "frequency_stride": 4,
+            "time_stride": 4,
+            "num_labels": 2,
+        },
     ),
     lambda index: {"input_values": drawn(index).normal(40, 8), "labels": audio(index)["labels"]},
 )

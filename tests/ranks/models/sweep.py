@@ -89,8 +89,12 @@ def main() -> int:
     """Play the cases and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("page", type=Path)
-    parser.add_argument("--only", default="", metavar="NAMES", help="play cases whose names contain one of these; writes no page")
-    parser.add_argument("--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help="play cases whose names contain one of these; writes no page"
+    )
+    parser.add_argument(
+        "--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run"
+    )
     parser.add_argument("--resume", action="store_true", help="play only cases that have no records there")
     asked = parser.parse_args()
     asked.records.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +103,9 @@ def main() -> int:
     records = list(_lines(asked.records))
     names = [name for name in CASES if any(each.strip() in name for each in asked.only.split(","))]
     begin = time.monotonic()
-    for number, found in enumerate(_all([name for name in names if name not in {record["case"] for record in records}]), 1):
+    for number, found in enumerate(
+        _all([name for name in names if name not in {record["case"] for record in records}]), 1
+    ):
         records += found
         with asked.records.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in found)
@@ -119,7 +125,8 @@ def _line(records: Sequence[Record]) -> str:
     """The worst of a case, for who watches."""
     good = [record for record in records if "losses" in record]
     figures = [
-        f"{kind} {max(max(record['losses']) for record in chosen):.0e} {max(max(record['norms']) for record in chosen):.0e} "
+        f"{kind} {max(max(record['losses']) for record in chosen):.0e} "
+        f"{max(max(record['norms']) for record in chosen):.0e} "
         f"{max(record['parameters'] for record in chosen):.0e}"
         for kind in ("fp32", "bf16")
         if (chosen := [record for record in good if f" {kind}" in record["run"]])
@@ -130,7 +137,10 @@ def _line(records: Sequence[Record]) -> str:
         for record in records
         if record not in good
     ]
-    return f"{records[0]['case']:28} {'; '.join(figures)}{''.join(f'; export: {each}' for each in exports)}{''.join(wrong)}"
+    return (
+        f"{records[0]['case']:28} "
+        f"{'; '.join(figures)}{''.join(f'; export: {each}' for each in exports)}{''.join(wrong)}"
+    )
 
 
 if __name__ == "__main__":

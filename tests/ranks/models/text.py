@@ -10,7 +10,13 @@ from models.data import SIZES, VOCABULARY, tokens
 __all__ = ["DECODER", "GPT2", "KIND"]
 
 KIND = Kind("Language models")
-DECODER: dict[str, Any] = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER: dict[str, Any] = SIZES | {
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
 
@@ -23,7 +29,9 @@ def _add(
     low_buffers: bool = False,
     **fields: Any,
 ) -> None:
-    KIND.add(name, hugging_face(model.format(stem), config.format(stem), **sizes | fields), tokens, low_buffers=low_buffers)
+    KIND.add(
+        name, hugging_face(model.format(stem), config.format(stem), **sizes | fields), tokens, low_buffers=low_buffers
+    )
 
 
 _add("llama", "Llama")
@@ -83,10 +91,21 @@ _add("falcon", "Falcon", sizes=SIZES, alibi=False)
 _add("mpt", "Mpt", sizes={"vocab_size": VOCABULARY, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 32})
 _add("biogpt", "BioGpt", sizes=SIZES)
 _add(
-    "xglm", "XGLM", sizes={"vocab_size": VOCABULARY, "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2}, low_buffers=True
+    "xglm",
+    "XGLM",
+    sizes={"vocab_size": VOCABULARY, "d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2},
+    low_buffers=True,
 )
 _add("ctrl", "CTRL", "{}LMHeadModel", sizes=GPT2 | {"dff": 24})
-_add("xlnet", "XLNet", "{}LMHeadModel", sizes={"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24})
+_add(
+    "xlnet",
+    "XLNet",
+    "{}LMHeadModel",
+    sizes={"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
+)
 KIND.add(
-    "llama, recomputed", hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER), tokens, sections={"activation_checkpointing": "full"}
+    "llama, recomputed",
+    hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER),
+    tokens,
+    sections={"activation_checkpointing": "full"},
 )

@@ -20,8 +20,21 @@ TOWER: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
-_STAGES: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 32, "patch_size": 4}
-_WINDOWS: dict[str, Any] = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2}
+_STAGES: dict[str, Any] = {
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "num_stages": 2,
+    "image_size": 32,
+    "patch_size": 4,
+}
+_WINDOWS: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "depths": [2, 2],
+    "num_heads": [2, 2],
+    "window_size": 2,
+}
 
 
 def _add(
@@ -62,8 +75,20 @@ _add(
 )
 _add("convnext", "ConvNext", _STAGES, 32)
 _add("convnextv2", "ConvNextV2", _STAGES, 32)
-_add("resnet", "ResNet", {"hidden_sizes": [8, 16], "depths": [2, 2], "embedding_size": 8, "layer_type": "basic"}, 32, low_buffers=True)
-_add("regnet", "RegNet", {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8, "groups_width": 4}, 32, low_buffers=True)
+_add(
+    "resnet",
+    "ResNet",
+    {"hidden_sizes": [8, 16], "depths": [2, 2], "embedding_size": 8, "layer_type": "basic"},
+    32,
+    low_buffers=True,
+)
+_add(
+    "regnet",
+    "RegNet",
+    {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8, "groups_width": 4},
+    32,
+    low_buffers=True,
+)
 _add(
     "segformer",
     "Segformer",
@@ -98,7 +123,10 @@ _add(
 
 def _noised(index: int) -> Batch:
     """With the noise by which a masked autoencoder chooses patches, which it would draw."""
-    return {"pixel_values": drawn(index).normal(3, 16, 16), "noise": torch.rand(16, generator=drawn(index, 1).generator())}
+    return {
+        "pixel_values": drawn(index).normal(3, 16, 16),
+        "noise": torch.rand(16, generator=drawn(index, 1).generator()),
+    }
 
 
 KIND.add(
@@ -107,7 +135,12 @@ KIND.add(
         "ViTMAEForPreTraining",
         "ViTMAEConfig",
         **TOWER
-        | {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 24},
+        | {
+            "decoder_hidden_size": 16,
+            "decoder_num_hidden_layers": 1,
+            "decoder_num_attention_heads": 2,
+            "decoder_intermediate_size": 24,
+        },
     ),
     _noised,
 )

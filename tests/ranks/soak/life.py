@@ -55,7 +55,9 @@ class _Beyond:
             first = self._losses.get((strategy, step))
             self.repeated += first is not None
             if first is not None and first != loss:
-                self.differ.append(f"update {step} of {strategy} had the loss {first!r}, and {loss!r} when trained again")
+                self.differ.append(
+                    f"update {step} of {strategy} had the loss {first!r}, and {loss!r} when trained again"
+                )
 
 
 def live(backend: str, root: str | None, segments: tuple[Segment, ...]) -> Lived:
@@ -74,7 +76,9 @@ def live(backend: str, root: str | None, segments: tuple[Segment, ...]) -> Lived
     return Lived(os.getpid(), losses, usages, types_of_objects() - warm, beyond.repeated, beyond.differ)
 
 
-def _play(cfg: unishard.Config, segment: Segment, data: list[Any], losses: dict[int, float], beyond: _Beyond) -> list[weakref.ref[Any]]:
+def _play(
+    cfg: unishard.Config, segment: Segment, data: list[Any], losses: dict[int, float], beyond: _Beyond
+) -> list[weakref.ref[Any]]:
     model = MODELS["mlp"].build()
     with unishard.prepare(model, cfg) as engine:
         loader = unishard.dataloader(data, cfg)

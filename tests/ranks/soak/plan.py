@@ -46,7 +46,9 @@ def draw(updates: int, lives: int, seed: int) -> list[Life]:
         while left:
             length = min(left, dice.randint(LENGTH // 2, 3 * LENGTH // 2))
             left -= length
-            in_background = not segments or dice.random() < 0.5  # the first one connects a thread of its own to the other ranks
+            in_background = (
+                not segments or dice.random() < 0.5
+            )  # the first one connects a thread of its own to the other ranks
             told = (dice.random() < 0.5, in_background, dice.choice((0, 2, 3)), dice.random() < 0.5)
             strategy = first.pop() if first else dice.choice((segments[-1].strategy, *STRATEGIES))
             segments.append(Segment(strategy, length, *told))

@@ -66,7 +66,10 @@ def soak(backend: str, lives: list[Life]) -> list[str]:
         for number, life in enumerate(lives, start=1):
             begin = time.monotonic()
             lived = run_ranks(life.world, live, backend, root, life.segments, timeout=60 + 60 * len(life.segments))
-            said = f"{backend}, life {number}: {life.world} ranks, {len(life.segments)} engines, {len(lived[0].losses)} updates"
+            said = (
+                f"{backend}, life {number}: {life.world} ranks, {len(life.segments)} engines, "
+                f"{len(lived[0].losses)} updates"
+            )
             wrong += problems(said, lived)
             losses |= lived[0].losses
             repeated += lived[0].repeated
@@ -76,9 +79,14 @@ def soak(backend: str, lives: list[Life]) -> list[str]:
     whole = sum(segment.updates for life in lives for segment in life.segments)
     (undisturbed, *_) = run_ranks(2, live, backend, None, (Segment("full_shard", whole),), timeout=3600)
     apart, step = deviation(losses, undisturbed.losses)
-    _say(f"{backend}: {whole} losses deviate from those of one run by {apart:.1e} at most (update {step}); {repeated} were trained again")
+    _say(
+        f"{backend}: {whole} losses deviate from those of one run by {apart:.1e} at most (update {step}); {repeated} "
+        "were trained again"
+    )
     return wrong + (
-        [f"{backend}: the loss of update {step} deviates by {apart:.1e}, the bound is {LOSSES:.0e}"] if not apart <= LOSSES else []
+        [f"{backend}: the loss of update {step} deviates by {apart:.1e}, the bound is {LOSSES:.0e}"]
+        if not apart <= LOSSES
+        else []
     )
 
 

@@ -31,7 +31,8 @@ class Usage(NamedTuple):
 
 
 ROOM = Usage(memory=12.0, files=0, threads=0, shared=0, objects=200, alive=0)
-"""Growth that is allowed in a life: memory for glibc (MALLOC_ARENA_MAX=2), objects for what torch remembers of what it has seen."""
+"""Growth that is allowed in a life: memory for glibc (MALLOC_ARENA_MAX=2), objects for what torch remembers of what it
+has seen."""
 
 
 def usage(closed: list[weakref.ref[Any]]) -> Usage:
@@ -45,7 +46,14 @@ def usage(closed: list[weakref.ref[Any]]) -> Usage:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     maps = Path("/proc/self/maps").read_text()
     files, threads = (len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task"))
-    return Usage(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threads, maps.count("/dev/shm/"), len(gc.get_objects()), alive)
+    return Usage(
+        pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        files,
+        threads,
+        maps.count("/dev/shm/"),
+        len(gc.get_objects()),
+        alive,
+    )
 
 
 def types_of_objects() -> Counter[str]:
@@ -65,7 +73,9 @@ def grown(usages: list[Usage], more: Counter[str], room: Usage = ROOM) -> list[s
         return []
     before, after = usages[WARM - 1]._asdict(), usages[-1]._asdict()
     found = [
-        f"{name} from {before[name]:.0f} to {after[name]:.0f}" for name, most in room._asdict().items() if after[name] - before[name] > most
+        f"{name} from {before[name]:.0f} to {after[name]:.0f}"
+        for name, most in room._asdict().items()
+        if after[name] - before[name] > most
     ]
     if after["objects"] - before["objects"] > room.objects:
         found.append("more " + ", ".join(f"{name} ({count})" for name, count in more.most_common(8)))

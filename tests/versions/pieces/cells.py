@@ -1,4 +1,5 @@
-"""Holds both engines to plain torch on a spanning part of the conformance suite. Run in the environment: `cells.py OUT.json`."""
+"""Holds both engines to plain torch on a spanning part of the conformance suite. Run in the environment:
+`cells.py OUT.json`."""
 
 from __future__ import annotations
 
@@ -22,14 +23,22 @@ SECONDS = 30.0
 
 
 def spanning() -> list[Cell]:
-    """Every model, strategy and precision of the plain loop on 2 ranks, the hybrid strategies on 4, and one cell of every other area."""
+    """Every model, strategy and precision of the plain loop on 2 ranks, the hybrid strategies on 4, and one cell of
+    every other area."""
     suite = conformance.suite()
     lengths = {"mlp": (3, CLIP), "llama": (1, None)}
-    plain = [cell for cell in conformance.plain_cells() if cell.world == 2 and lengths[cell.model] == (cell.accumulation, cell.clip)]
+    plain = [
+        cell
+        for cell in conformance.plain_cells()
+        if cell.world == 2 and lengths[cell.model] == (cell.accumulation, cell.clip)
+    ]
     hybrid = [cell for cell in FEATURES["hybrid"].cells() if cell.precision == "fp32"]
     firsts = [features[0] for area, features in AREAS.items() if area not in ("plain", "sharding")]
     others = [
-        replace(next(c for c in suite if (c.feature, c.strategy, c.world) == (each.name, each.strategies[-1], 2)), steps=STEPS)
+        replace(
+            next(c for c in suite if (c.feature, c.strategy, c.world) == (each.name, each.strategies[-1], 2)),
+            steps=STEPS,
+        )
         for each in firsts
     ]
     return [*plain, *hybrid, *others]
@@ -89,7 +98,13 @@ def _answer(call: Any) -> Any:
 
 def judge(backend: str, cell: Cell, answer: Any, expected: Any) -> dict[str, Any]:
     """What the page needs of a cell: its precision, how far it is from plain torch, and what is wrong."""
-    facts: dict[str, Any] = {"precision": cell.precision, "strategy": cell.strategy, "losses": None, "norms": None, "wrong": ""}
+    facts: dict[str, Any] = {
+        "precision": cell.precision,
+        "strategy": cell.strategy,
+        "losses": None,
+        "norms": None,
+        "wrong": "",
+    }
     refused = FEATURES[cell.feature].refuses(backend, cell)
     broken = next((each for each in (answer, expected) if isinstance(each, str)), None)
     if broken is not None:
@@ -98,9 +113,14 @@ def judge(backend: str, cell: Cell, answer: Any, expected: Any) -> dict[str, Any
         return facts | {"wrong": "" if refused else answer.reason}
     if refused:
         return facts | {"wrong": "was not refused, though this engine does not support it"}
-    far, bound = conformance.compare(answer, expected)._asdict(), asdict(conformance.tolerance(backend, cell)) | {"lrs": 1e-12}
+    far, bound = (
+        conformance.compare(answer, expected)._asdict(),
+        asdict(conformance.tolerance(backend, cell)) | {"lrs": 1e-12},
+    )
     wrong = "; ".join(
-        f"{name.replace('_', ' ')} {value:.1e}, at most {bound[name]:.0e}" for name, value in far.items() if not value <= bound[name]
+        f"{name.replace('_', ' ')} {value:.1e}, at most {bound[name]:.0e}"
+        for name, value in far.items()
+        if not value <= bound[name]
     )
     return facts | {name: float(f"{far[name]:.1e}") for name in ("losses", "norms")} | {"wrong": wrong}
 

@@ -1,4 +1,5 @@
-"""Exports a trained model and reads it back with transformers, bit by bit. Run in the environment: `export.py OUT.json`."""
+"""Exports a trained model and reads it back with transformers, bit by bit. Run in the environment:
+`export.py OUT.json`."""
 
 from __future__ import annotations
 

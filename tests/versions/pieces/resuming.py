@@ -1,4 +1,5 @@
-"""Saves on one engine and resumes on the other, and on the same one to the bit. Run in the environment: `resuming.py OUT.json`."""
+"""Saves on one engine and resumes on the other, and on the same one to the bit. Run in the environment:
+`resuming.py OUT.json`."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def resumed(pair: Pair) -> dict[str, Any]:
 def _holds(pair: Pair, found: resuming.Resumption) -> bool:
     """Whether the run goes on; in bf16 from the same bits, and then within the bound of all losses.
 
-    The bound of the first three losses is for one version of torch: with the kernels of another, the last digits of a sum turn the rounding
-    of a weight to bf16 within them.
+    The bound of the first three losses is for one version of torch: with the kernels of another, the last digits of a
+    sum turn the rounding of a weight to bf16 within them.
     """
     bits = found.same_state and found.losses <= TOLERANCES[pair.saved.precision].losses
     return bits if pair.saved.precision == "bf16" else resuming.holds(pair, found)

@@ -1,4 +1,6 @@
-"""PEFT adapters: the names and files that its `save_pretrained` writes (peft 0.21, utils/save_and_load.py), without the tensors."""
+"""PEFT adapters: the names and files that its `save_pretrained` writes (peft 0.21, utils/save_and_load.py), without the
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ __all__ = ["assets_of"]
 
 _PREFIX = "base_model.model."
 """Prefix of the names of adapters that transformers itself adds to a model."""
-_COMPUTED = "is computed when it is saved, which an export cannot do; load the checkpoint into the model and save it with peft"
+_COMPUTED = (
+    "is computed when it is saved, which an export cannot do; load the checkpoint into the model and save it with peft"
+)
 
 
 def assets_of(model: Any) -> Assets:
-    """What `save_pretrained` would write, without tensors and model card: one folder per adapter, `default` at the top level."""
+    """What `save_pretrained` would write, without tensors and model card: one folder per adapter, `default` at the top
+    level.
+    """
     names: dict[str, dict[str, str]] = {}
     files: dict[str, bytes] = {}
     refusals = []
@@ -47,10 +53,7 @@ def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
 
     if model.peft_config[adapter].is_prompt_learning:
         kind = model.peft_config[adapter].peft_type
-        return (
-            {},
-            f"the adapter {adapter!r} ({kind}) {_COMPUTED}",
-        )
+        return ({}, f"the adapter {adapter!r} ({kind}) {_COMPUTED}")
     sources = sources_of(model)
     stand_ins = {name: torch.empty(1, device="meta") for name in sources}
     source_of = {id(stand_in): sources[name] for name, stand_in in stand_ins.items()}
@@ -59,10 +62,7 @@ def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
         chosen: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
     made = next((name for name, stand_in in chosen.items() if id(stand_in) not in source_of), None)
     if made is not None:
-        return (
-            {},
-            f"{made} of the adapter {adapter!r} {_COMPUTED}",
-        )
+        return ({}, f"{made} of the adapter {adapter!r} {_COMPUTED}")
     prefix = _PREFIX if getattr(model, "_hf_peft_config_loaded", False) else ""
     return {prefix + name: source_of[id(stand_in)] for name, stand_in in chosen.items()}, None
 
@@ -82,7 +82,9 @@ def _only_names(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _offline(model: Any, adapter: str) -> Iterator[None]:
-    """Point the adapter at the cached copy of its base model: peft compares the vocabularies, and would query the hub each time."""
+    """Point the adapter at the cached copy of its base model: peft compares the vocabularies, and would query the hub
+    each time.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     given = model.peft_config[adapter]

@@ -1,4 +1,6 @@
-"""What an export needs besides the tensors: other files, and the names of the exported tensors. Stored in every checkpoint.
+"""What an export needs besides the tensors: other files, and the names of the exported tensors.
+
+Stored in every checkpoint.
 
 With these, an export from a checkpoint needs neither the model's class nor transformers.
 """
@@ -57,7 +59,8 @@ class Assets(_Index):
     pieces: dict[str, TensorSlice] = {}
     """By the name in the file: exported tensors that are only a slice of the model's tensor."""
     joined: dict[str, list[str]] = {}
-    """By the name in the file: exported tensors that are several of the model's, one behind the other by rows; `names` has the first."""
+    """By the name in the file: exported tensors that are several of the model's, one behind the other by rows; `names`
+    has the first."""
     refusal: str | None = None
     """Why the model cannot be exported, and what to do instead; it can still be trained and saved."""
     files: dict[str, bytes]
@@ -87,11 +90,14 @@ class Assets(_Index):
             raise CheckpointError(f"{INDEX} is missing; the checkpoint has no information for an export") from None
         except ValidationError as error:
             raise CheckpointError(
-                f"{INDEX}: {error.errors()[0]['msg']}; the file is damaged, or was written by a later version of unishard"
+                f"{INDEX}: {error.errors()[0]['msg']}; the file is damaged, or was written by a later version of "
+                "unishard"
             ) from error
         for name in (*index.names, *files):
             require_inside(name)
-        rest = {name.removeprefix(FOLDER): data for name, data in files.items() if name.startswith(FOLDER) and name != INDEX}
+        rest = {
+            name.removeprefix(FOLDER): data for name, data in files.items() if name.startswith(FOLDER) and name != INDEX
+        }
         return cls(**dict(index), files=rest)
 
     def dtype_of(self, word: str | None) -> torch.dtype:
@@ -111,7 +117,9 @@ class Assets(_Index):
         named = config.get("dtype") or config.get("torch_dtype") or "float32"
         found = next((dtype for dtype in DTYPES.values() if name_of(dtype) == named), None)
         if found is None:
-            raise CheckpointError(f"the model's {_CONFIG} has dtype {named!r}; choose the dtype of the export: {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"the model's {_CONFIG} has dtype {named!r}; choose the dtype of the export: {', '.join(DTYPES)}"
+            )
         return found
 
     def files_in(self, dtype: torch.dtype) -> dict[str, bytes]:

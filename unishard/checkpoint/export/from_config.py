@@ -1,4 +1,6 @@
-"""What an export needs of a model given only by its config: a checkpoint converted from another tool has no such information."""
+"""What an export needs of a model given only by its config: a checkpoint converted from another tool has no such
+information.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,24 @@ __all__ = ["assets_of"]
 
 
 def assets_of(folder: Path, stretches: Mapping[str, LazyShard]) -> Assets:
-    """What `save_pretrained` would write of the model described in a folder, without tensors. The model is built on the meta device.
+    """What `save_pretrained` would write of the model described in a folder, without tensors.
+
+    The model is built on the meta device.
 
     Args:
         folder: Holds the `config.json` of a transformers model, and other files to export, such as a tokenizer.
         stretches: The tensors by their names in the model; only their shapes are used.
 
     Raises:
-        CheckpointError: There is no such file, transformers cannot build a model from it, or the model has other tensors.
+        CheckpointError: There is no such file, transformers cannot build a model from it, or the model has other
+            tensors.
     """
     try:
         import transformers
     except ImportError as error:
-        raise CheckpointError("building a model from config.json needs transformers; install it: pip install transformers") from error
+        raise CheckpointError(
+            "building a model from config.json needs transformers; install it: pip install transformers"
+        ) from error
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json here; give the folder of a transformers model")
@@ -42,6 +49,8 @@ def assets_of(folder: Path, stretches: Mapping[str, LazyShard]) -> Assets:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers can raise anything for an unsuitable file
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise CheckpointError(f"{path}: transformers cannot build a model from it ({reason}); give the model's config.json") from error
+        raise CheckpointError(
+            f"{path}: transformers cannot build a model from it ({reason}); give the model's config.json"
+        ) from error
     model.config._name_or_path = str(folder)
     return pretrained.assets_of(model, stretches)

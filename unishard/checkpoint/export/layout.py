@@ -79,21 +79,29 @@ def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | Non
     return Layout(files, others, target)
 
 
-def _entry(name: str, source: str, piece: TensorSlice | None, stretches: Mapping[str, LazyShard], target: torch.dtype) -> ExportedTensor:
+def _entry(
+    name: str, source: str, piece: TensorSlice | None, stretches: Mapping[str, LazyShard], target: torch.dtype
+) -> ExportedTensor:
     try:
         stretch = stretches[source]
     except KeyError:
-        raise CheckpointError(f"{source} cannot be exported: it is not among the {len(stretches)} available tensors") from None
+        raise CheckpointError(
+            f"{source} cannot be exported: it is not among the {len(stretches)} available tensors"
+        ) from None
     start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(stretch.shape))
     if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
         raise CheckpointError(f"{name} is not within {source}; the checkpoint's assets/export.json is damaged")
     return ExportedTensor(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
 
 
-def _joined(name: str, sources: Sequence[str], stretches: Mapping[str, LazyShard], target: torch.dtype) -> ExportedTensor:
+def _joined(
+    name: str, sources: Sequence[str], stretches: Mapping[str, LazyShard], target: torch.dtype
+) -> ExportedTensor:
     parts = tuple(_entry(name, source, None, stretches, target) for source in sources)
     if len({(part.shape[1:], part.dtype) for part in parts}) != 1 or not parts[0].shape:
-        raise CheckpointError(f"the parts of {name} do not fit together; the checkpoint's assets/export.json is damaged")
+        raise CheckpointError(
+            f"the parts of {name} do not fit together; the checkpoint's assets/export.json is damaged"
+        )
     rows = sum(part.shape[0] for part in parts)
     return parts[0]._replace(shape=(rows, *parts[0].shape[1:]), parts=parts)
 
@@ -101,4 +109,6 @@ def _joined(name: str, sources: Sequence[str], stretches: Mapping[str, LazyShard
 def _refuse_empty(files: list[File]) -> None:
     for place in (place for file in files for place in file.places):
         if 0 in place.entry.shape:
-            raise CheckpointError(f"{place.entry.source} is empty ({place.entry.shape}); an adapter with it could not be loaded")
+            raise CheckpointError(
+                f"{place.entry.source} is empty ({place.entry.shape}); an adapter with it could not be loaded"
+            )

@@ -16,11 +16,14 @@ __all__ = ["assets_of"]
 
 
 def assets_of(module: nn.Module, stretches: Mapping[str, LazyShard]) -> Assets:
-    """What an export needs of a model besides its tensors. A model that cannot be exported is no error here: see `Assets.refusal`.
+    """What an export needs of a model besides its tensors.
+
+    A model that cannot be exported is no error here: see `Assets.refusal`.
 
     Args:
         module: Sharded or not; its tensors are not read.
-        stretches: The tensors by their names in the module; only their full shapes are used, which a sharded module may not know.
+        stretches: The tensors by their names in the module; only their full shapes are used, which a sharded module may
+            not know.
     """
     # The library of a module is already imported, so nothing is imported to check.
     if _is_a(module, "peft", "PeftModel") or getattr(module, "_hf_peft_config_loaded", False):
@@ -31,7 +34,11 @@ def assets_of(module: nn.Module, stretches: Mapping[str, LazyShard]) -> Assets:
         from unishard.checkpoint.export import pretrained
 
         return pretrained.assets_of(module, stretches)
-    return Assets(kind="plain", names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}}, files={})
+    return Assets(
+        kind="plain",
+        names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}},
+        files={},
+    )
 
 
 def _is_a(module: nn.Module, package: str, name: str) -> bool:

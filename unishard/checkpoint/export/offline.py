@@ -1,4 +1,6 @@
-"""Exports the weights of a checkpoint, in one process, block by block, usually without the model's class or transformers."""
+"""Exports the weights of a checkpoint, in one process, block by block, usually without the model's class or
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def export_checkpoint(
         dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
         max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
         tokenizer: A folder with a tokenizer; None for the one beside the pretrained weights, if any.
-        model: A folder with the `config.json` of a transformers model (needs transformers); None for the one in the checkpoint.
+        model: A folder with the `config.json` of a transformers model (needs transformers); None for the one in the
+            checkpoint.
         start: Called with the total number of bytes.
         advance: Called with the number of further bytes written.
         overwrite: Whether to replace an earlier export in `out`, once the new one is complete.
@@ -53,8 +56,8 @@ def export_checkpoint(
         What was written; without a `config.json` if the checkpoint has none.
 
     Raises:
-        CheckpointError: The checkpoint is incomplete or damaged, the model cannot be exported, an argument is invalid, or the folder
-            cannot be written. Nothing is left behind.
+        CheckpointError: The checkpoint is incomplete or damaged, the model cannot be exported, an argument is invalid,
+            or the folder cannot be written. Nothing is left behind.
     """
     facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
     require_free(out, overwrite=overwrite)

@@ -51,8 +51,8 @@ def export(
         What was written.
 
     Raises:
-        CheckpointError: On every rank: the model cannot be exported, an argument is invalid, the folder is not free, or a rank cannot
-            write. Nothing is left behind.
+        CheckpointError: On every rank: the model cannot be exported, an argument is invalid, the folder is not free, or
+            a rank cannot write. Nothing is left behind.
         RankMismatchError: On every rank: the ranks passed different arguments, or have different models.
     """
     ranks = ranks_of(group)
@@ -72,7 +72,8 @@ def export(
         if theirs != everyone[0]:
             what = f"writes to {theirs[0]}" if theirs[0] != everyone[0][0] else "plans other files"
             raise RankMismatchError(
-                f"ranks export different things: rank 0 writes to {everyone[0][0]}, and rank {rank} {what}; call export on every rank with "
+                f"ranks export different things: rank 0 writes to {everyone[0][0]}, and rank {rank} {what}; call "
+                "export on every rank with "
                 "the same folder, dtype and max_shard_size"
             )
     layout = planned[0]

@@ -1,4 +1,7 @@
-"""Plans the offset of each tensor in the safetensors files. Depends only on names, shapes and dtypes, so the bytes are reproducible."""
+"""Plans the offset of each tensor in the safetensors files.
+
+Depends only on names, shapes and dtypes, so the bytes are reproducible.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ def bytes_of(size: int | str) -> int:
     except (ValueError, OverflowError):
         wanted = 0
     if wanted < 1:
-        raise CheckpointError(f"max_shard_size: invalid size {size!r}; expected bytes, or a number with {', '.join(_UNITS)}, such as 5GB")
+        raise CheckpointError(
+            f"max_shard_size: invalid size {size!r}; expected bytes, or a number with {', '.join(_UNITS)}, such as 5GB"
+        )
     return wanted
 
 
@@ -116,11 +121,15 @@ def index_of(files: Sequence[File]) -> bytes:
     """The JSON index that maps tensors to files."""
     total = sum(_bytes(place.entry) for file in files for place in file.places)
     names = {place.entry.name: file.name for file in files for place in file.places}
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2, sort_keys=True) + "\n").encode()
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2, sort_keys=True) + "\n"
+    ).encode()
 
 
 def _file(name: str, group: Sequence[ExportedTensor]) -> File:
-    ordered = sorted(group, key=lambda each: (_ORDER[_word(each)], each.name))  # as safetensors does, whatever the order of layers
+    ordered = sorted(
+        group, key=lambda each: (_ORDER[_word(each)], each.name)
+    )  # as safetensors does, whatever the order of layers
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: list[tuple[ExportedTensor, int]] = []
     end = 0
@@ -152,4 +161,6 @@ def _bytes(entry: ExportedTensor) -> int:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key for natural order: layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [
+        (0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part) for part in re.split(r"(\d+)", name)
+    ]

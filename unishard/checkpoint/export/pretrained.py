@@ -1,4 +1,6 @@
-"""transformers models: the names and files that their `save_pretrained` writes (transformers 5.23, modeling_utils.py)."""
+"""transformers models: the names and files that their `save_pretrained` writes (transformers 5.23,
+modeling_utils.py).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ _logger = logging.getLogger("unishard")
 _VIEWS = CORE_PATCHES["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices and joins rows"
 _INSTEAD = (
-    "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), and call its save_pretrained"
+    "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), "
+    "and call its save_pretrained"
 )
 
 
@@ -59,13 +62,17 @@ def _saving_class(model: Any) -> type:
 
 @cache
 def _warn_of_own_save(kind: type) -> None:
-    """Say once that a class, or a mixin of it, replaces `save_pretrained`, and may write more than this module knows of."""
+    """Say once that a class, or a mixin of it, replaces `save_pretrained`, and may write more than this module knows
+    of.
+    """
     from transformers import PreTrainedModel
 
     if kind is not PreTrainedModel and (not dist.is_initialized() or dist.get_rank() == 0):
         _logger.warning(
-            "%s.save_pretrained replaces that of transformers, and an export does not call it: what it writes besides weights and config "
-            "is missing; build the model in one process as here, load the exported weights, and call its save_pretrained",
+            "%s.save_pretrained replaces that of transformers, and an export does not call it: what it writes besides "
+            "weights and config "
+            "is missing; build the model in one process as here, load the exported weights, and call its "
+            "save_pretrained",
             kind.__name__,
         )
 
@@ -74,7 +81,9 @@ def _shape(source: str, stretches: Mapping[str, LazyShard]) -> torch.Size:
     try:
         return stretches[source].shape
     except KeyError:
-        raise CheckpointError(f"{source} cannot be exported: it is not among the {len(stretches)} available tensors") from None
+        raise CheckpointError(
+            f"{source} cannot be exported: it is not among the {len(stretches)} available tensors"
+        ) from None
 
 
 class _Converted(NamedTuple):
@@ -116,8 +125,12 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> _Converted:
     for exported, tensor in found.items():
         whole, parts = mode.joined.get(_storage(tensor), (tensor, [tensor]))
         names = [name_of.get(_storage(part), "") for part in parts]
-        changed = any(not each.is_contiguous() or each._version for each in (tensor, *parts))  # rearranged, or changed in place
-        partial = whole is not parts[0] and any(name and part.shape != shapes[name] for name, part in zip(names, parts, strict=True))
+        changed = any(
+            not each.is_contiguous() or each._version for each in (tensor, *parts)
+        )  # rearranged, or changed in place
+        partial = whole is not parts[0] and any(
+            name and part.shape != shapes[name] for name, part in zip(names, parts, strict=True)
+        )
         if "" in names or changed or partial or whole is not tensor:
             return _refused(f"{exported} of {type(model).__name__}", f"; {_INSTEAD}")
         converted.names[exported] = names[0]
@@ -134,14 +147,18 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _KeepViews(TorchFunctionMode):
-    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again; records joined rows."""
+    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again;
+    records joined rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By storage, what `torch.cat` has made along dim 0, and of what."""
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function is Tensor.contiguous:
             return args[0]
         result = function(*args, **kwargs or {})
@@ -178,13 +195,17 @@ def _files(model: Any) -> dict[str, bytes]:
     config["architectures"] = [type(model).__name__]
     files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     if model.can_generate() and model.generation_config is not None:
-        files["generation_config.json"] = model.generation_config.to_json_string(use_diff=True, keys_to_pop=["compile_config"]).encode()
+        files["generation_config.json"] = model.generation_config.to_json_string(
+            use_diff=True, keys_to_pop=["compile_config"]
+        ).encode()
     origin = model.config._name_or_path
     return files | (tokenizers.beside(Path(origin)) if origin else {})
 
 
 def _code(model: Any, config: Any) -> dict[str, bytes]:
-    """The source files of custom classes that were registered with transformers; adds references to them to the config."""
+    """The source files of custom classes that were registered with transformers; adds references to them to the
+    config.
+    """
     from transformers.dynamic_module_utils import custom_object_save
 
     kind: Any = type(model)
@@ -199,4 +220,6 @@ def _code(model: Any, config: Any) -> dict[str, bytes]:
 def _quantized(model: Any) -> str | None:
     if getattr(model, "hf_quantizer", None) is None:
         return None
-    return f"{type(model).__name__} is quantized, which an export does not support; train adapters on it and export those"
+    return (
+        f"{type(model).__name__} is quantized, which an export does not support; train adapters on it and export those"
+    )

@@ -24,7 +24,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def persistent_buffers(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
     """Buffers that a state dict has, by all their names.
 
-    `state_dict` itself is no way to find them: hooks of engines and of the user move, rename and leave out tensors in it.
+    `state_dict` itself is no way to find them: hooks of engines and of the user move, rename and leave out tensors in
+    it.
 
     Raises:
         BackendError: There are buffers, and this torch does not say which of them are persistent.

@@ -41,7 +41,11 @@ def beside(folder: Path) -> dict[str, bytes]:
     """
     if not folder.is_dir():
         return {}
-    found = (path for path in sorted(folder.iterdir()) if path.is_file() and any(fnmatchcase(path.name, name) for name in _NAMES))
+    found = (
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and any(fnmatchcase(path.name, name) for name in _NAMES)
+    )
     return {path.name: _content(path) for path in found}
 
 
@@ -51,7 +55,9 @@ def _content(path: Path) -> bytes:
     except OutsideFolderError as error:
         raise CheckpointError(f"{path.parent}: {error}; do not trust this folder, or put the file into it") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a folder that tokenizer.save_pretrained wrote") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); give a folder that tokenizer.save_pretrained wrote"
+        ) from error
 
 
 def files_of(tokenizer: Any) -> dict[str, bytes]:
@@ -71,7 +77,13 @@ def files_of(tokenizer: Any) -> dict[str, bytes]:
             raise CheckpointError(f"{tokenizer}: no tokenizer here; give a folder that tokenizer.save_pretrained wrote")
         return found
     if not hasattr(tokenizer, "save_pretrained"):
-        raise CheckpointError(f"tokenizer: got a {type(tokenizer).__name__}; pass a transformers tokenizer, or a folder with one")
+        raise CheckpointError(
+            f"tokenizer: got a {type(tokenizer).__name__}; pass a transformers tokenizer, or a folder with one"
+        )
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(Path(folder).rglob("*"))
+            if path.is_file()
+        }

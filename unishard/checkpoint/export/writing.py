@@ -1,4 +1,7 @@
-"""Writes planned files: every rank writes its shards directly to their file offsets, block by block. Nothing is gathered."""
+"""Writes planned files: every rank writes its shards directly to their file offsets, block by block.
+
+Nothing is gathered.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,8 @@ def write(
         overwrite: Whether to replace an earlier export there, once the new one is complete.
 
     Raises:
-        CheckpointError: On every rank: one of them cannot write, no rank holds some elements, or a value overflows the dtype.
-            Nothing is left behind.
+        CheckpointError: On every rank: one of them cannot write, no rank holds some elements, or a value overflows the
+            dtype. Nothing is left behind.
     """
     draft = Path(ranks.each(lambda: _begin(folder, files, overwrite) if ranks.rank == 0 else "")[0])
     try:
@@ -97,7 +100,9 @@ def _refuse_gaps(stretches: Mapping[str, LazyShard], held: Sequence[Mapping[str,
     for source in held[0]:
         gap = missing([theirs[source] for theirs in held], stretches[source].shape.numel())
         if gap is not None:
-            raise CheckpointError(f"no rank holds element {gap} of {source}; every rank of the engine must take part in the export")
+            raise CheckpointError(
+                f"no rank holds element {gap} of {source}; every rank of the engine must take part in the export"
+            )
 
 
 def _fill(
@@ -122,7 +127,9 @@ def _fill(
                 os.close(descriptor)
 
 
-def _put(descriptor: int, at: int, entry: ExportedTensor, stretch: LazyShard, begin: int, end: int, advance: Advance) -> None:
+def _put(
+    descriptor: int, at: int, entry: ExportedTensor, stretch: LazyShard, begin: int, end: int, advance: Advance
+) -> None:
     length = max(1, BLOCK // stretch.dtype.itemsize)
     while begin < end:
         until = min(end, (begin // length + 1) * length)
@@ -137,10 +144,16 @@ def _put(descriptor: int, at: int, entry: ExportedTensor, stretch: LazyShard, be
 
 @torch.no_grad()
 def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
-    """Cast to the file's dtype, always on the CPU, so that rounding is the same everywhere (to nearest, ties to even)."""
+    """Cast to the file's dtype, always on the CPU, so that rounding is the same everywhere (to nearest, ties to
+    even).
+    """
     values = values.detach().cpu()
     cast = values.to(entry.dtype).contiguous()
-    if entry.dtype == torch.float16 and values.dtype != torch.float16 and not torch.equal(cast.isfinite(), values.isfinite()):
+    if (
+        entry.dtype == torch.float16
+        and values.dtype != torch.float16
+        and not torch.equal(cast.isfinite(), values.isfinite())
+    ):
         raise CheckpointError(f"{entry.source} has values beyond 65504, the fp16 maximum; export it as bf16 or fp32")
     return cast
 
@@ -165,6 +178,7 @@ def _os_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror or error}); free disk space, or choose a folder that every rank can write to; "
+            f"{path}: cannot be written ({error.strerror or error}); free disk space, or choose a folder that every "
+            "rank can write to; "
             "nothing is left behind"
         ) from error

@@ -1,1 +1,3 @@
-"""What to write in place of what people know from torch and other tools: `names` of calls and words, and `arguments` of calls."""
+"""What to write in place of what people know from torch and other tools: `names` of calls and words, and `arguments` of
+calls.
+"""

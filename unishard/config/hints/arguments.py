@@ -9,7 +9,10 @@ from unishard.errors import ContractError
 __all__ = ["instead", "refuse_keywords"]
 
 _WRAPPED = "pass the model that it wraps, without the wrapper: its `module`"
-_SAMPLES = "its keys are no samples: pass torch.utils.data.TensorDataset(*tensors), datasets.Dataset.from_dict(data), or a list of samples"
+_SAMPLES = (
+    "its keys are no samples: pass torch.utils.data.TensorDataset(*tensors), datasets.Dataset.from_dict(data), "
+    "or a list of samples"
+)
 
 _VALUES: Mapping[str, Mapping[str, str]] = {
     "model": {
@@ -38,7 +41,8 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "dataset": {
         "Config": "pass the dataset before the config: unishard.dataloader(dataset, cfg)",
-        "DataLoader": "pass the dataset, unishard.dataloader(loader.dataset, cfg), or the loader to engine.batches(loader)",
+        "DataLoader": "pass the dataset, unishard.dataloader(loader.dataset, cfg), or the loader to "
+        "engine.batches(loader)",
         "DatasetDict": "pass one of its splits, such as data['train']",
         "Mapping": _SAMPLES,
         "dict": _SAMPLES,
@@ -65,12 +69,13 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
 _KEYWORDS: Mapping[str, Mapping[str, str]] = {
     "backward": {
         "retain_graph": "add the losses of a micro-batch and call it once: engine.backward(loss_1 + loss_2)",
-        "create_graph": "a gradient penalty is part of the loss: torch.autograd.grad(..., create_graph=True) before engine.backward(loss)",
+        "create_graph": "a gradient penalty is part of the loss: torch.autograd.grad(..., create_graph=True) before "
+        "engine.backward(loss)",
         "gradient": "pass a scalar loss",
         "inputs": "freeze the other parameters: engine.set_trainable(names, False)",
         "scale_wrt_gas": "remove it: the engine divides the loss by the length of the window",
         "model": "remove it: the engine has one model",
-    },
+    }
 }
 
 

@@ -13,58 +13,77 @@ def _by_name(rows: Mapping[str, str]) -> dict[str, str]:
 
 
 _PARAMETERS = (
-    "engine.module.parameters() and named_parameters() list them, and engine.parameter(name) reads one; an optimizer is made from "
+    "engine.module.parameters() and named_parameters() list them, and engine.parameter(name) reads one; an optimizer "
+    "is made from "
     "model.parameters() before unishard.prepare(model, cfg, optimizer)"
 )
 _WHOLE_RUN = (
-    "write the loop: for batch in engine.batches(loader): loss = engine(...); engine.backward(loss); engine.step(); for evaluation call "
+    "write the loop: for batch in engine.batches(loader): loss = engine(...); engine.backward(loss); engine.step(); "
+    "for evaluation call "
     "engine.eval() before it"
 )
 
 METHODS = _by_name(
     {
-        "zero_grad": "remove the call: engine.step() zeroes gradients after each update, and engine.discard() drops a window",
+        "zero_grad": "remove the call: engine.step() zeroes gradients after each update, and engine.discard() drops a "
+        "window",
         "clip_grad_norm_ clip_grad_norm clip_grad_value_ clip_gradients gradient_clipping get_global_grad_norm": (
-            "set training.gradient_clipping in the config, or call engine.step(clip_grad_norm=1.0); the norm is engine.step().grad_norm"
+            "set training.gradient_clipping in the config, or call engine.step(clip_grad_norm=1.0); the norm is "
+            "engine.step().grad_norm"
         ),
         "parameters named_parameters get_parameter": _PARAMETERS,
         "state_dict get_state_dict": (
             "engine.save() writes a checkpoint, engine.export(folder) the weights, and engine.parameter(name) reads one"
         ),
         "load_state_dict": (
-            "load weights before unishard.prepare, resume with engine.load(), or set one with engine.set_parameter(name, value)"
+            "load weights before unishard.prepare, resume with engine.load(), or set one with "
+            "engine.set_parameter(name, value)"
         ),
-        "to cuda cpu xpu to_empty to_device": "remove the call: unishard.prepare puts the model on engine.device, engine.batches the data",
+        "to cuda cpu xpu to_empty to_device": "remove the call: unishard.prepare puts the model on engine.device, "
+        "engine.batches the data",
         "half bfloat16 float double type autocast": "remove the call: dtypes are those of `precision` in the config",
-        "get_grad_scaler scaler cur_scale": "remove it: with precision: fp16 the engine scales the loss; the factor is engine.loss_scale",
-        "config": "engine.module.config is that of the model; what the engine runs is the config that you passed to unishard.prepare",
+        "get_grad_scaler scaler cur_scale": "remove it: with precision: fp16 the engine scales the loss; the factor is "
+        "engine.loss_scale",
+        "config": "engine.module.config is that of the model; what the engine runs is the config that you passed to "
+        "unishard.prepare",
         "lr_scheduler lr_schedulers scheduler get_lr get_last_lr learning_rate": (
-            "engine.lr is the rate of the next update; engine.step() steps the schedule of the config, or what unishard.prepare got"
+            "engine.lr is the rate of the next update; engine.step() steps the schedule of the config, or what "
+            "unishard.prepare got"
         ),
         "optimizer_step": "call engine.step()",
         "save_checkpoint save_state": "call engine.save()",
-        "load_checkpoint load_state resume_from_checkpoint": 'call engine.load("latest"), or set checkpoint.on_existing: resume',
+        "load_checkpoint load_state resume_from_checkpoint": 'call engine.load("latest"), or set '
+        "checkpoint.on_existing: resume",
         "save_pretrained save_model save_16bit_model push_to_hub": "call engine.export(folder)",
         "train_batch eval_batch fit evaluate validate predict test": _WHOLE_RUN,
-        "accumulate no_sync no_backward_sync sync_gradients is_gradient_accumulation_boundary set_gradient_accumulation_boundary": (
-            "set training.gradient_accumulation_steps in the config, and call engine.backward and engine.step for every micro-batch; "
+        "accumulate no_sync no_backward_sync sync_gradients is_gradient_accumulation_boundary "
+        "set_gradient_accumulation_boundary": (
+            "set training.gradient_accumulation_steps in the config, and call engine.backward and engine.step for "
+            "every micro-batch; "
             "engine.step().updated says whether a window has ended"
         ),
-        "gather gather_object all_gather pad_across_processes": "call engine.gather_for_metrics(data) in evaluation mode",
+        "gather gather_object all_gather pad_across_processes": "call engine.gather_for_metrics(data) in evaluation "
+        "mode",
         "reduce all_reduce": "call engine.mean(value)",
         "unwrap_model model": "engine.module is the model; engine.export(folder) writes its weights",
         "is_main_process is_local_main_process is_global_zero is_world_process_zero": "write engine.is_main",
         "process_index global_rank": "write engine.rank",
         "num_processes": "write engine.world_size",
         "local_rank local_process_index": "engine.device is the device of this rank",
-        "wait_for_everyone barrier": "remove the call: the engine's calls wait for all ranks; else use torch.distributed.barrier()",
-        "prepare setup setup_module setup_optimizers prepare_model prepare_optimizer": "call unishard.prepare(model, cfg) once",
-        "setup_dataloaders prepare_data_loader deepspeed_io": "call unishard.dataloader(dataset, cfg), or pass yours to engine.batches",
-        "skip_first_batches": "remove the call: a checkpoint holds the position in the data, and engine.load() restores it",
+        "wait_for_everyone barrier": "remove the call: the engine's calls wait for all ranks; else use "
+        "torch.distributed.barrier()",
+        "prepare setup setup_module setup_optimizers prepare_model prepare_optimizer": "call unishard.prepare(model, "
+        "cfg) once",
+        "setup_dataloaders prepare_data_loader deepspeed_io": "call unishard.dataloader(dataset, cfg), or pass yours "
+        "to engine.batches",
+        "skip_first_batches": "remove the call: a checkpoint holds the position in the data, and engine.load() "
+        "restores it",
         "forward": "call the engine: engine(...)",
         "log_dict log_metrics": "call engine.log(name=value)",
-        "global_step global_steps": "count the steps whose `updated` is true, from engine.resumed.step on in a run that was resumed",
-        "requires_grad_ freeze unfreeze": "call engine.set_trainable(names, False) to freeze, and without False to train",
+        "global_step global_steps": "count the steps whose `updated` is true, from engine.resumed.step on in a run "
+        "that was resumed",
+        "requires_grad_ freeze unfreeze": "call engine.set_trainable(names, False) to freeze, and without False to "
+        "train",
         "compile": "set `compile` in the config",
         "gradient_checkpointing_enable": "set `activation_checkpointing` in the config",
         "join": "use `with engine.lockstep():` in evaluation mode; in training, ranks need the same number of batches",
@@ -80,7 +99,8 @@ PACKAGE = _by_name(
         "initialize Accelerator Fabric Trainer fully_shard DistributedDataParallel FullyShardedDataParallel": (
             "call unishard.prepare(model, cfg), which returns the engine"
         ),
-        "TrainingArguments DeepSpeedConfig": "write a config, see unishard.Config; `unishard translate` makes one from another tool's file",
+        "TrainingArguments DeepSpeedConfig": "write a config, see unishard.Config; `unishard translate` makes one from "
+        "another tool's file",
         "init_distributed init_process_group": "remove the call: unishard.prepare starts the process group",
         "destroy_process_group": "call unishard.shutdown()",
         "DataLoader": "call unishard.dataloader(dataset, cfg)",
@@ -98,7 +118,8 @@ BACKENDS = _by_name(
         "zero2": "write backend: deepspeed and sharding: shard_grad_op",
         "zero3": "write backend: deepspeed and sharding: full_shard",
         "accelerate trainer transformers lightning fabric": (
-            "it drives an engine, FSDP or DeepSpeed: write backend: fsdp or deepspeed; `unishard translate` reads its config"
+            "it drives an engine, FSDP or DeepSpeed: write backend: fsdp or deepspeed; `unishard translate` reads its "
+            "config"
         ),
         "horovod": "write backend: fsdp and sharding: no_shard, which also averages gradients over ranks",
         "nccl gloo mpi": "it is how ranks communicate, which follows from the device: write backend: fsdp or deepspeed",
@@ -116,9 +137,11 @@ IN_SCRIPT = _by_name(
             "is not in the config: pass the dataset to unishard.dataloader(dataset, cfg)"
         ),
         "epochs num_epochs num_train_epochs max_epochs": (
-            "is not in the config: write it in the loop of your script; scheduler.total_steps is the length of the schedule in updates"
+            "is not in the config: write it in the loop of your script; scheduler.total_steps is the length of the "
+            "schedule in updates"
         ),
-        "num_workers dataloader_num_workers": "is not in the config: pass it to unishard.dataloader(dataset, cfg, num_workers=4)",
+        "num_workers dataloader_num_workers": "is not in the config: pass it to unishard.dataloader(dataset, cfg, "
+        "num_workers=4)",
     }
 )
 """Fields that people write into the config, whose place is the training script."""

@@ -22,7 +22,9 @@ from unishard.errors import ConfigError, Problem
 __all__ = ["Origin", "Origins", "load", "read", "settle"]
 
 
-def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), *, section: str | None = None) -> Config:
+def load(
+    source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), *, section: str | None = None
+) -> Config:
     """What `unishard.load` returns, without a word to the other ranks."""
     if source is None:
         source, given = handed_over()
@@ -30,7 +32,9 @@ def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Sequen
     return read(source, overrides, section=section)[0]
 
 
-def read(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, section: str | None = None) -> tuple[Config, Origins]:
+def read(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, section: str | None = None
+) -> tuple[Config, Origins]:
     """Load a config together with the origin of each value."""
     document = _open(source)
     return settle(document if section is None else section_of(document, section), overrides)
@@ -45,13 +49,17 @@ def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origin
     document = without_own_sections(document)
     if what := other_tool(document.data):
         file = document.origins.of(()).source
-        raise ConfigError([Problem("", f"{what} unishard translate {file or 'FILE'} --to unishard -o train.yaml", file)])
+        raise ConfigError(
+            [Problem("", f"{what} unishard translate {file or 'FILE'} --to unishard -o train.yaml", file)]
+        )
     document.data = current_names(document.data, document.origins)
     findings = list(document.findings)
     for text in map(current_change, _changes(overrides)):
         wrong = list(override(document, text))
         keys = tuple(text.partition("=")[0].strip().split("."))
-        findings = [found for found in findings if wrong or not found.of_value or found.path[: len(keys)] != keys] + wrong
+        findings = [
+            found for found in findings if wrong or not found.of_value or found.path[: len(keys)] != keys
+        ] + wrong
     try:
         cfg = Config.parse(document.data)
     except ValidationError as error:
@@ -67,7 +75,9 @@ class _InPython:
     """See `unishard.config.section.Reader`."""
 
     def refusal(self, section: type[Section], error: ValidationError, data: Any) -> ConfigError:
-        return ConfigError([Problem(dotted(finding.path), finding.what) for finding in findings_of(error, data, section)])
+        return ConfigError(
+            [Problem(dotted(finding.path), finding.what) for finding in findings_of(error, data, section)]
+        )
 
     def override(self, cfg: Config, changes: Sequence[str]) -> Config:
         return settle(from_mapping(cfg.model_dump(exclude_unset=True)), changes)[0]
@@ -81,7 +91,9 @@ def _open(source: str | Path | Mapping[str, Any]) -> Document:
         return from_mapping(source)
     if isinstance(source, str | Path):
         return from_file(Path(source))
-    raise _argument(f"load expects the path of a YAML file or a mapping such as {{'backend': 'fsdp'}}, got {_kind(source)}")
+    raise _argument(
+        f"load expects the path of a YAML file or a mapping such as {{'backend': 'fsdp'}}, got {_kind(source)}"
+    )
 
 
 def _changes(overrides: Sequence[str]) -> list[str]:
@@ -93,7 +105,9 @@ def _changes(overrides: Sequence[str]) -> list[str]:
     changes = list(overrides)
     for change in changes:
         if not isinstance(change, str):
-            raise _argument(f"overrides contains {shown(change)} ({type(change).__name__}), which is not a string; {example}")
+            raise _argument(
+                f"overrides contains {shown(change)} ({type(change).__name__}), which is not a string; {example}"
+            )
     return changes
 
 

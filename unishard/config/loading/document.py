@@ -1,7 +1,7 @@
 """Read a YAML file into plain data with the line of every key.
 
-ruamel.yaml implements YAML 1.2, where `no` is a string and `1e-5` a number. Only its parser is used: the values are built here,
-because its constructors stop at the first duplicate key and turn dates into objects.
+ruamel.yaml implements YAML 1.2, where `no` is a string and `1e-5` a number. Only its parser is used: the values are
+built here, because its constructors stop at the first duplicate key and turn dates into objects.
 """
 
 from __future__ import annotations
@@ -103,12 +103,20 @@ def section_of(document: Document, name: str) -> Document:
         if not isinstance(data, Mapping) or key not in data:
             known = f"; it has {', '.join(map(str, data))}" if isinstance(data, Mapping) and data else ""
             raise ConfigError(
-                [Problem("", f"has no section {'.'.join(keys[: depth + 1])!r}{known}", str(document.origins.of(keys[:depth])))]
+                [
+                    Problem(
+                        "",
+                        f"has no section {'.'.join(keys[: depth + 1])!r}{known}",
+                        str(document.origins.of(keys[:depth])),
+                    )
+                ]
             )
         data = data[key]
     if not isinstance(data, Mapping):
         raise ConfigError([Problem("", f"has no fields in the section {name!r}", str(document.origins.of(keys)))])
-    findings = [found._replace(path=found.path[len(keys) :]) for found in document.findings if found.path[: len(keys)] == keys]
+    findings = [
+        found._replace(path=found.path[len(keys) :]) for found in document.findings if found.path[: len(keys)] == keys
+    ]
     return Document(data, document.origins.below(keys), findings)
 
 
@@ -118,7 +126,9 @@ def without_own_sections(document: Document) -> Document:
         return document
     own = {key for key in document.data if key.startswith("x-")}
     data = {key: value for key, value in document.data.items() if key not in own}
-    return Document(data, document.origins, [found for found in document.findings if not own.intersection(found.path[:1])])
+    return Document(
+        data, document.origins, [found for found in document.findings if not own.intersection(found.path[:1])]
+    )
 
 
 def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
@@ -145,20 +155,29 @@ def from_text(text: str, name: str, *, foreign: bool = False) -> Document:
         raise _broken(error, name) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise _whole(name, f"contains the control character #x{error.character:04x}; remove it, or name a YAML file", line) from None
+        raise _whole(
+            name, f"contains the control character #x{error.character:04x}; remove it, or name a YAML file", line
+        ) from None
     except _TooManyError:
-        raise _whole(name, f"has more than {_MOST_WRITTEN} keys and values, which no config has; name another file") from None
+        raise _whole(
+            name, f"has more than {_MOST_WRITTEN} keys and values, which no config has; name another file"
+        ) from None
     except RecursionError:
         raise _whole(name, _TOO_DEEP) from None
     return document
 
 
 def _refuse_endless(text: str, name: str, *, foreign: bool) -> None:
-    """Refuse what would take long: the parser's time grows with the square of the depth of brackets, and is 0.2 ms for a line."""
+    """Refuse what would take long: the parser's time grows with the square of the depth of brackets, and is 0.2 ms for
+    a line.
+    """
     if text.count("\n") > _MOST_LINES:
         raise _whole(name, f"has more than {_MOST_LINES} lines, which no config has; name another file")
     if max(accumulate(_DEEPER.get(character, 0) for character in _BRACKET.findall(text)), default=0) > _DEEPEST:
-        raise _whole(name, f"nests more than {_DEEPEST} brackets, which no config does; name another file" if foreign else _TOO_DEEP)
+        raise _whole(
+            name,
+            f"nests more than {_DEEPEST} brackets, which no config does; name another file" if foreign else _TOO_DEEP,
+        )
 
 
 class _TooManyError(Exception):
@@ -194,7 +213,9 @@ def text_of(path: Path, largest: int = _LARGEST) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         byte = content[error.start]
-        raise _whole(path, f"is not UTF-8 text (byte 0x{byte:02x} at offset {error.start}); name a YAML file saved as UTF-8") from None
+        raise _whole(
+            path, f"is not UTF-8 text (byte 0x{byte:02x} at offset {error.start}); name a YAML file saved as UTF-8"
+        ) from None
 
 
 def _bytes(path: Path, largest: int) -> bytes:
@@ -205,7 +226,9 @@ def _bytes(path: Path, largest: int) -> bytes:
                 raise _whole(path, "is an empty pipe; name a YAML file, or start the writer of the pipe first")
             return content
     except FileNotFoundError:
-        near = get_close_matches(path.name, (p.name for kind in ("*.y*ml", "*.json", "*.toml") for p in path.parent.glob(kind)), 1)
+        near = get_close_matches(
+            path.name, (p.name for kind in ("*.y*ml", "*.json", "*.toml") for p in path.parent.glob(kind)), 1
+        )
         hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "name a YAML file"
         raise _whole(path, f"file not found; {hint}") from None
     except IsADirectoryError:
@@ -250,7 +273,9 @@ class _Builder:
     def build(self, node: Node, keys: Keys) -> Any:
         self._built += 1
         if self._built > _MOST_NODES:  # a few lines of aliases to aliases can mean billions of values
-            raise _whole(self._name, f"contains more than {_MOST_NODES} values after expanding its aliases; name another file")
+            raise _whole(
+                self._name, f"contains more than {_MOST_NODES} values after expanding its aliases; name another file"
+            )
         if any(node is other for other in self._open):
             return self._find(keys, "refers to itself; write the value", node)
         self._open.append(node)
@@ -284,7 +309,11 @@ class _Builder:
                 self._document.origins.put(here, self._place(key_node))
                 found[key] = self.build(value_node, here)
             elif key in found:
-                self._find(here, f"is a duplicate of line {self._document.origins.of(here).line}; remove one of the two", key_node)
+                self._find(
+                    here,
+                    f"is a duplicate of line {self._document.origins.of(here).line}; remove one of the two",
+                    key_node,
+                )
             else:
                 if key in merged:
                     self._document.origins.put(here, self._place(key_node))
@@ -312,7 +341,9 @@ class _Builder:
         return value if self._foreign else _checked(value, keys, self._document.findings, self._place(node))
 
     def _tagged(self, node: Node, keys: Keys) -> None:
-        self._find(keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!'):.60}, which is not supported; remove it", node)
+        self._find(
+            keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!'):.60}, which is not supported; remove it", node
+        )
 
     def _find(self, keys: Keys, what: str, node: Node) -> None:
         self._document.findings.append(Finding(keys, what, self._place(node)))
@@ -326,7 +357,9 @@ def _plain(value: Any, keys: Keys, findings: list[Finding]) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                findings.append(Finding(keys, f"has the key {shown(key)}, which is not a string; write the name of a field"))
+                findings.append(
+                    Finding(keys, f"has the key {shown(key)}, which is not a string; write the name of a field")
+                )
         return {key: _plain(item, (*keys, key), findings) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, list | tuple):
         return [_plain(item, (*keys, index), findings) for index, item in enumerate(value)]
@@ -347,10 +380,13 @@ def _expanded(name: str) -> str:
 
 
 def _undecided(value: str, keys: Keys) -> str:
-    """The message for a placeholder that `unishard translate` left, such as `${training.micro_batch_size}`; empty for other strings."""
+    """The message for a placeholder that `unishard translate` left, such as `${training.micro_batch_size}`; empty for
+    other strings.
+    """
     path = ".".join(map(str, keys))
     if value != f"${{{path}}}":
         return ""
     return (
-        f"needs a value: the config that this was translated from does not set it; write the value, or set it with the override {path}=..."
+        "needs a value: the config that this was translated from does not set it; write the value, or set it with "
+        f"the override {path}=..."
     )

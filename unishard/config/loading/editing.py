@@ -1,6 +1,7 @@
 """Edit fields in the text of a unishard file; keep comments, order, quotes and blank lines.
 
-ruamel.yaml gives the position of each value; only the changed ones are rewritten. The result is parsed again and compared with the request.
+ruamel.yaml gives the position of each value; only the changed ones are rewritten. The result is parsed again and
+compared with the request.
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ def check_text(text: str, name: str, changes: Sequence[str] = ()) -> Config:
     """
     document = from_text(text, name)
     changed = {change.partition("=")[0].strip() for change in changes}
-    left = {path for path, value in flat(document.data) if undecided_in(value) == path and path in _FIELDS and path not in changed}
+    left = {
+        path
+        for path, value in flat(document.data)
+        if undecided_in(value) == path and path in _FIELDS and path not in changed
+    }
     for path in left:
         _leave_out(document.data, path.split("."))
     document.findings = [found for found in document.findings if dotted(found.path) not in left]
@@ -131,7 +136,9 @@ def _section(kind: type[Section] | None, name: str) -> type[Section] | None:
 
 def _step(root: Node) -> int:
     """The file's indentation step."""
-    inner = [value for _, value in root.value if isinstance(value, MappingNode) and not value.flow_style and value.value]
+    inner = [
+        value for _, value in root.value if isinstance(value, MappingNode) and not value.flow_style and value.value
+    ]
     return inner[0].start_mark.column if inner else 2
 
 
@@ -194,7 +201,9 @@ def _expanded(text: str, short: _Short, keys: Sequence[str], value: str, step: i
     fields[keys[0]] = _nested_flow(keys[1:], value)
     if short.above.flow_style:
         begin, end = (_colon(text, key),) * 2 if _is_empty(node) else (node.start_mark.index, node.end_mark.index)
-        yield _Splice(begin, end, f"{' ' * _is_empty(node)}{{{', '.join(f'{name}: {said}' for name, said in fields.items())}}}")
+        yield _Splice(
+            begin, end, f"{' ' * _is_empty(node)}{{{', '.join(f'{name}: {said}' for name, said in fields.items())}}}"
+        )
         return
     indent = " " * (key.start_mark.column + step)
     end = _value_end(text, key, node)
@@ -209,7 +218,9 @@ def _nested_flow(keys: Sequence[str], value: str) -> str:
     return value
 
 
-def _added(text: str, node: MappingNode, kind: type[Section] | None, keys: Sequence[str], value: str, step: int) -> _Splice:
+def _added(
+    text: str, node: MappingNode, kind: type[Section] | None, keys: Sequence[str], value: str, step: int
+) -> _Splice:
     """Add a field after the fields that precede it in the schema."""
     if node.flow_style:
         said = f"{keys[0]}: {_nested_flow(keys[1:], value)}"
@@ -232,6 +243,8 @@ def _before(node: MappingNode, kind: type[Section] | None, name: str) -> Node | 
     order: list[str] = list(kind.model_fields) if kind is not None else []
     if name not in order:
         order = [*(key.value for key, _ in node.value), name]
-    ranked: list[tuple[int, Node]] = [(order.index(key.value), value) for key, value in node.value if key.value in order]
+    ranked: list[tuple[int, Node]] = [
+        (order.index(key.value), value) for key, value in node.value if key.value in order
+    ]
     earlier = [pair for pair in ranked if pair[0] < order.index(name)]
     return max(earlier, key=lambda pair: pair[0])[1] if earlier else None

@@ -36,7 +36,13 @@ def hosts_of(path: Path) -> dict[str, int]:
         problems.append(Problem("", "names no host; write one line for each: NAME slots=N", str(path)))
     if not problems and len(set(hosts.values())) > 1:
         slots = ", ".join(f"{name} has {count}" for name, count in hosts.items())
-        problems.append(Problem("", f"hosts have different numbers of slots ({slots}); give each its own --processes-per-node", str(path)))
+        problems.append(
+            Problem(
+                "",
+                f"hosts have different numbers of slots ({slots}); give each its own --processes-per-node",
+                str(path),
+            )
+        )
     if problems:
         raise ConfigError(problems)
     return hosts

@@ -30,8 +30,10 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
     path = environ.get(CONFIG)
     if not path:
         what = (
-            "load() without a path reads the config that `unishard launch` was given, but this script was started without it; start it "
-            f"with `unishard launch cfg.yaml train.py`, set the environment variable {CONFIG}=cfg.yaml, or write unishard.load('cfg.yaml')"
+            "load() without a path reads the config that `unishard launch` was given, but this script was started "
+            "without it; start it "
+            f"with `unishard launch cfg.yaml train.py`, set the environment variable {CONFIG}=cfg.yaml, or write "
+            "unishard.load('cfg.yaml')"
         )
         raise ConfigError([Problem("", what)])
     text = environ.get(OVERRIDES) or "[]"
@@ -40,6 +42,9 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
     except ValueError:
         overrides = None
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
-        what = f'the environment variable {OVERRIDES} is {text!r}, not a JSON list of overrides; unset it or write ["training.seed=3"]'
+        what = (
+            f"the environment variable {OVERRIDES} is {text!r}, not a JSON list of overrides; unset it or write "
+            '["training.seed=3"]'
+        )
         raise ConfigError([Problem("", what)])
     return path, overrides

@@ -76,7 +76,9 @@ class Origins:
         """Add the place of its field to each problem of an error."""
         return type(error)(
             [
-                problem if problem.where or not problem.path else Problem(problem.path, problem.what, str(self.of(problem.path)))
+                problem
+                if problem.where or not problem.path
+                else Problem(problem.path, problem.what, str(self.of(problem.path)))
                 for problem in error.problems
             ]
         )

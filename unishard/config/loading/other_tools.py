@@ -8,16 +8,20 @@ from typing import Any
 __all__ = ["other_tool"]
 
 _KEYS = {
-    "DeepSpeed": "zero_optimization train_batch_size train_micro_batch_size_per_gpu gradient_clipping steps_per_print bf16 fp16",
-    "Accelerate": "distributed_type compute_environment fsdp_config deepspeed_config num_processes num_machines mixed_precision",
+    "DeepSpeed": "zero_optimization train_batch_size train_micro_batch_size_per_gpu gradient_clipping steps_per_print "
+    "bf16 fp16",
+    "Accelerate": "distributed_type compute_environment fsdp_config deepspeed_config num_processes num_machines "
+    "mixed_precision",
     "transformers' TrainingArguments": (
-        "output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs learning_rate max_steps fsdp deepspeed"
+        "output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs learning_rate max_steps "
+        "fsdp deepspeed"
     ),
     "Lightning": "trainer fit accelerator devices max_epochs gradient_clip_val",
     "axolotl": "base_model sequence_len datasets micro_batch_size num_epochs",
     "torchtitan": "job model parallelism metrics lr_scheduler",
 }
-"""Top-level keys by tool; none is a field here. The formats themselves tell more (`unishard.formats.catalog`), in a room above."""
+"""Top-level keys by tool; none is a field here. The formats themselves tell more (`unishard.formats.catalog`), in a
+room above."""
 
 _ENOUGH = 2
 """Keys of one tool; one may be a slip."""

@@ -20,7 +20,9 @@ def override(document: Document, text: str) -> Iterator[Finding]:
     if not equals:
         yield Finding((), f"{text!r} has no '='; write field=value, such as training.micro_batch_size=4", OVERRIDE)
     elif "" in keys:
-        yield Finding((), f"{text!r} does not name a field; write field=value, such as training.micro_batch_size=4", OVERRIDE)
+        yield Finding(
+            (), f"{text!r} does not name a field; write field=value, such as training.micro_batch_size=4", OVERRIDE
+        )
     elif not written.strip():
         yield Finding(keys, f"has no value; write {path.strip()}=value, or null for none", OVERRIDE)
     elif problem := _misplaced(keys):
@@ -46,7 +48,11 @@ def _misplaced(keys: Keys) -> Finding | None:
             section = field.annotation
             continue
         if depth + 1 < len(keys) and "dict" not in str(field.annotation):
-            return Finding(keys[: depth + 1], f"is a single value without a field {keys[depth + 1]!r}; write {name}=value", OVERRIDE)
+            return Finding(
+                keys[: depth + 1],
+                f"is a single value without a field {keys[depth + 1]!r}; write {name}=value",
+                OVERRIDE,
+            )
         return None
     return None
 

@@ -8,7 +8,11 @@ from typing import Any
 
 __all__ = ["STAND_INS", "Needs", "needs", "placeholder", "stand_ins", "undecided_in"]
 
-STAND_INS: Mapping[str, Any] = {"scheduler.total_steps": 2**40, "scheduler.warmup_steps": 2, "checkpoint.dir": "checkpoints"}
+STAND_INS: Mapping[str, Any] = {
+    "scheduler.total_steps": 2**40,
+    "scheduler.warmup_steps": 2,
+    "checkpoint.dir": "checkpoints",
+}
 """Temporary values of undecided fields that others depend on; any other field keeps its default."""
 
 Needs = Mapping[str, tuple[Any, ...]]
@@ -16,7 +20,9 @@ Needs = Mapping[str, tuple[Any, ...]]
 
 _FP16: Needs = {"precision.compute": ("fp16",)}
 _GATHERED: Needs = {"sharding.strategy": ("full_shard", "hybrid_shard")}
-_SHARDED: Needs = {"sharding.strategy": ("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "hybrid_shard_grad_op")}
+_SHARDED: Needs = {
+    "sharding.strategy": ("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "hybrid_shard_grad_op")
+}
 _OFFLOADED: Needs = {"offload.optimizer": ("cpu", "nvme"), "offload.params": ("cpu", "nvme")}
 _BY_FIELD: Mapping[str, Needs] = {
     "precision.loss_scale": _FP16,

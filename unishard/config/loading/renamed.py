@@ -53,7 +53,9 @@ def current_names(data: Any, origins: Origins) -> Any:
             place = origins.of(old)
             _warn(old, new, str(place))
             origins.add((*above, current), place)
-            data = _replaced(data, tuple(above), {current if key == name else key: value for key, value in section.items()})
+            data = _replaced(
+                data, tuple(above), {current if key == name else key: value for key, value in section.items()}
+            )
     return data
 
 
@@ -65,4 +67,6 @@ def _replaced(data: Any, keys: Keys, section: Mapping[str, Any]) -> Any:
 
 
 def _warn(old: str, new: str, where: str) -> None:
-    warnings.warn(f"{where}: {renamed_note(old, new)}" if where else renamed_note(old, new), RenamedFieldWarning, stacklevel=3)
+    warnings.warn(
+        f"{where}: {renamed_note(old, new)}" if where else renamed_note(old, new), RenamedFieldWarning, stacklevel=3
+    )

@@ -91,7 +91,9 @@ def findings_of(error: ValidationError, data: Any, root: type[Section] = Config)
 
 
 def _resolve(loc: Keys, section: type[Section]) -> tuple[Keys, FieldInfo | type[Section] | None]:
-    """Resolve a validator location to the path of its field, and to the field, the section, or None if there is none."""
+    """Resolve a validator location to the path of its field, and to the field, the section, or None if there is
+    none.
+    """
     depth = 0
     while depth < len(loc):
         field = section.model_fields.get(str(loc[depth]))
@@ -126,7 +128,9 @@ def _mismatch(kind: FieldInfo | type[Section], value: Any) -> str:
             return f"is empty; write fields below it ({', '.join(kind.model_fields)}) or remove it"
         return f"must be {type_in_words(kind)}, got {_got(value)}"
     hint = _hint(kind, value)
-    return f"must be {expected(kind)}, got {_got(value, words=bool(choices(kind.annotation)))}" + (f"; {hint}" if hint else "")
+    return f"must be {expected(kind)}, got {_got(value, words=bool(choices(kind.annotation)))}" + (
+        f"; {hint}" if hint else ""
+    )
 
 
 def _got(value: Any, *, words: bool = False) -> str:
@@ -198,10 +202,15 @@ def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
     word, paths = name.lower(), list(_paths(root))
     if "." in word and word in paths:
         outer, _, inner = word.rpartition(".")
-        return f"is a dotted name, which only an override has; write {outer.replace('.', ': {')}: {{{inner}: ...}}{'}' * outer.count('.')}"
+        return (
+            "is a dotted name, which only an override has; write "
+            f"{outer.replace('.', ': {')}: {{{inner}: ...}}{'}' * outer.count('.')}"
+        )
     if word in IN_SCRIPT:
         return f"unknown field, which {IN_SCRIPT[word]}"
-    meant = get_close_matches(word, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
+    meant = (
+        get_close_matches(word, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
+    )
     if not meant:
         meant = [path for path in paths if path.rpartition(".")[2] == word]
     if not meant and word in _ELSEWHERE:

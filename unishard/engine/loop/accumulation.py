@@ -1,6 +1,7 @@
 """The accumulation window: forward, backward and update of its micro-batches, the same on every engine.
 
-Decides the division by the window, clipping, loss scale, schedule and their order; an adapter does each step on its engine.
+Decides the division by the window, clipping, loss scale, schedule and their order; an adapter does each step on its
+engine.
 """
 
 from __future__ import annotations
@@ -78,14 +79,16 @@ class Accumulation:
         self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = SkippedUpdates()
         self._sampled = True
-        """Whether the script's and the forward's habits are looked at in this window: in the first ones, and in every tenth."""
+        """Whether the script's and the forward's habits are looked at in this window: in the first ones, and in every
+        tenth."""
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
         self._schedule = schedule
         self._optimizer = optimizer
         self._loss_scale = LossScale(cfg.precision)
         self._pending: Callable[[], float] | None = None
-        """The gradient norm of the last update, until it is known whether that was skipped; the schedule assumes that it was not."""
+        """The gradient norm of the last update, until it is known whether that was skipped; the schedule assumes that
+        it was not."""
         optimizer.public.before_reading = self.settle
         self.recorder: MetricsRecorder | None = None
         """Measures what `logging` asks for; None if that is nothing."""
@@ -102,7 +105,8 @@ class Accumulation:
         self.memory: AbstractContextManager[object] = nullcontext()
         """The block in which the engine computes: an `ExpectedMemory`."""
 
-    # -- what depends on the last update -----------------------------------------------------------------------------------
+    # -- what depends on the last update
+    # -----------------------------------------------------------------------------------
 
     @property
     def schedule(self) -> Schedule | TorchSchedule:
@@ -123,7 +127,10 @@ class Accumulation:
         return self._loss_scale
 
     def settle(self) -> None:
-        """Learn whether the last update was skipped. Waits for its gradient norm, which is long there once the next step ends."""
+        """Learn whether the last update was skipped.
+
+        Waits for its gradient norm, which is long there once the next step ends.
+        """
         if self._pending is not None:
             norm, self._pending = self._pending(), None
             skipped = not math.isfinite(norm)
@@ -133,14 +140,16 @@ class Accumulation:
             if skipped or self._skipped.streak:
                 self._skipped.add(skipped=skipped, lowered=lowered)
 
-    # -- one micro-batch ---------------------------------------------------------------------------------------------------
+    # -- one micro-batch
+    # ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
         order = self._order
         if order.averaged:
             raise ContractError(
-                "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after the block"
+                "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after "
+                "the block"
             )
         watched = self._sampled and not order.micro_batch
         if watched:
@@ -183,7 +192,11 @@ class Accumulation:
         _require_backward(order, loss, training=self.adapter.module.training)
         if self._sampled:
             self._trainable.require_frozen()
-        order.enter("backward", _DETAILS[num_items is None, isinstance(num_items, Tensor)], skipped=self._reached.before_backward(loss))
+        order.enter(
+            "backward",
+            _DETAILS[num_items is None, isinstance(num_items, Tensor)],
+            skipped=self._reached.before_backward(loss),
+        )
         self._items.add(num_items, last=order.last)
         if order.progress is not None:
             order.progress.record_loss(loss.detach() / _at_least_1(num_items))
@@ -209,23 +222,39 @@ class Accumulation:
         order = self._order
         order.require_sharded("step")
         if order.phase is not Phase.BACKWARD_DONE:
-            raise ContractError("step was called without a backward; call engine.backward(loss) first, once for each micro-batch")
+            raise ContractError(
+                "step was called without a backward; call engine.backward(loss) first, once for each micro-batch"
+            )
         max_norm = self._training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-            raise ContractError(f"clip_grad_norm must be a positive number, got {max_norm!r}; {instead('clip_grad_norm', max_norm)}")
+            raise ContractError(
+                f"clip_grad_norm must be a positive number, got {max_norm!r}; {instead('clip_grad_norm', max_norm)}"
+            )
         self.settle()
         self._edited.compare()
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
             edited = ", with gradients that were changed since backward" if self._edited.found else ""
-            held = self.held.text(self.adapter.optimizer.param_groups) if self._sampled and self.held is not None else ""
-            order.enter("step", clip + edited, skipped=self._reached.after_backward(), order=self.adapter.gradient_order, held=held)
+            held = (
+                self.held.text(self.adapter.optimizer.param_groups) if self._sampled and self.held is not None else ""
+            )
+            order.enter(
+                "step",
+                clip + edited,
+                skipped=self._reached.after_backward(),
+                order=self.adapter.gradient_order,
+                held=held,
+            )
             if self._edited.found:
                 self._edited.refuse()
         order.phase, order.graph = Phase.OPEN, False
         order.micro_batch += 1
         inside = order.micro_batch < order.window
-        step = Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False) if inside else self._end_window(max_norm)
+        step = (
+            Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False)
+            if inside
+            else self._end_window(max_norm)
+        )
         if order.progress is not None and not inside:
             order.progress.record_step(step)
         if self.profiling is not None and not inside:
@@ -282,7 +311,8 @@ class Accumulation:
         if lr == 0.0 and self._looks_for_end and self._schedule.ended:
             self._looks_for_end = False
             _logger.warning(
-                "update %d has a learning rate of 0 and trains nothing: scheduler.total_steps is reached; end the loop there, or raise "
+                "update %d has a learning rate of 0 and trains nothing: scheduler.total_steps is reached; end the loop "
+                "there, or raise "
                 "scheduler.total_steps, or set scheduler.min_lr_ratio",
                 self._order.updates + 1,
             )
@@ -322,21 +352,20 @@ class Accumulation:
             self.after_update()
         elif self._training.nonfinite == "raise" and not lowered:
             raise NonFiniteError(
-                "a gradient is infinite or NaN on at least one rank; nothing was updated; check this window's batches and loss, "
+                "a gradient is infinite or NaN on at least one rank; nothing was updated; check this window's batches "
+                "and loss, "
                 "lower optimizer.lr, or set training.nonfinite to skip"
             )
         return step
 
     def _needs_outcome(self) -> bool:
         """Whether something must know at once if the update was made: it cannot take it back, or raises."""
-        return self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
+        return (
+            self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
+        )
 
 
-_DETAILS = {
-    (True, False): "",
-    (False, False): ", with num_items",
-    (False, True): ", with num_items in a tensor",
-}
+_DETAILS = {(True, False): "", (False, False): ", with num_items", (False, True): ", with num_items in a tensor"}
 """Of a backward: the ranks add up numbers of Python before it, and those in tensors behind it."""
 
 
@@ -357,18 +386,25 @@ def _require_backward(order: CallOrder, loss: Any, *, training: bool) -> None:
         raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
     if order.phase is Phase.OPEN and not training:
         raise ContractError(
-            "backward was called in evaluation mode, where engine(...) builds no graph; call engine.train() before the forward"
+            "backward was called in evaluation mode, where engine(...) builds no graph; call engine.train() before the "
+            "forward"
         )
     if order.phase is Phase.OPEN:
         raise ContractError(
-            "backward was called without a forward of the engine; compute the loss with engine(...) in training mode, not engine.module"
+            "backward was called without a forward of the engine; compute the loss with engine(...) in training mode, "
+            "not engine.module"
         )
     if not isinstance(loss, Tensor):
-        raise ContractError(f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such as output.loss")
+        raise ContractError(
+            f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such as output.loss"
+        )
     if loss.dim():
-        raise ContractError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()")
+        raise ContractError(
+            f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()"
+        )
     if not loss.requires_grad:
         raise ContractError(
-            "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or from frozen "
+            "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or from "
+            "frozen "
             "parameters only"
         )

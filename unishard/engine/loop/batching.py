@@ -30,7 +30,10 @@ __all__ = ["Batching"]
 
 
 class Batching:
-    """Yields a loader's batches and opens accumulation windows. Public methods implement those of `Engine` with the same names."""
+    """Yields a loader's batches and opens accumulation windows.
+
+    Public methods implement those of `Engine` with the same names.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,9 @@ class Batching:
 
     def windows(self, loader: Iterable[Any], *, lengths: Iterable[int] | None, progress: bool) -> Passes[Window]:
         """This rank's batches in accumulation windows."""
-        return Passes(partial(self._windows, loader, lengths, progress), partial(self._windows_left, loader, lengths), loader)
+        return Passes(
+            partial(self._windows, loader, lengths, progress), partial(self._windows_left, loader, lengths), loader
+        )
 
     def _batches(self, loader: Iterable[Any], progress: bool, again: bool) -> Iterator[Any]:
         found = self._windows(loader, None, progress, again)
@@ -70,12 +75,16 @@ class Batching:
                 if self._order.discarded:
                     break  # skip the rest of a discarded window
 
-    def _windows(self, loader: Iterable[Any], lengths: Iterable[int] | None, progress: bool, again: bool) -> Iterator[Window]:
+    def _windows(
+        self, loader: Iterable[Any], lengths: Iterable[int] | None, progress: bool, again: bool
+    ) -> Iterator[Window]:
         order, training = self._order, self._module.training
         order.require_open("batches")
         if hint := instead("loader", loader):
             raise DataError(f"batches needs a loader of batches, got {type(loader).__name__}, {hint}")
-        together = self._evaluation.lockstep_open is None  # inside lockstep, ranks may have different numbers of batches
+        together = (
+            self._evaluation.lockstep_open is None
+        )  # inside lockstep, ranks may have different numbers of batches
         inner, source = unwrapped(loader), loader
         check = partial(self._checks.begin, inner, training=training, together=together, updates=order.updates)
         drop, length = training and self._drop_last, order.full_window
@@ -88,7 +97,9 @@ class Batching:
         try:
             sizes = repeat(length) if lengths is None else lengths
             with self._following(loader, inner, told=reading is not None and reading.told) as look:
-                for window in windows(source, sizes, self._device, drop=drop, enter=order.enter if together else None, begin=check):
+                for window in windows(
+                    source, sizes, self._device, drop=drop, enter=order.enter if together else None, begin=check
+                ):
                     look()
                     empty = False
                     if reading is not None:
@@ -102,7 +113,8 @@ class Batching:
                 order.begin_window(length)
             if empty and again and isinstance(loader, Iterator):
                 self._warn(
-                    f"this pass over engine.batches() read nothing: {type(loader).__name__} is an iterator, which an earlier pass has read "
+                    f"this pass over engine.batches() read nothing: {type(loader).__name__} is an iterator, which an "
+                    "earlier pass has read "
                     "to its end; pass the loader itself"
                 )
         finally:
@@ -120,7 +132,8 @@ class Batching:
         """Let the next training loader resume: `TrainingPasses.resume`."""
         self.training.resume(positions, world_then)
 
-    # -- lengths ----------------------------------------------------------------------------------------------------------
+    # -- lengths
+    # ----------------------------------------------------------------------------------------------------------
 
     def _length(self, loader: Iterable[Any]) -> int | None:
         """Batches that the next pass yields."""
@@ -133,11 +146,14 @@ class Batching:
         left = None if lengths is not None else self._length(loader)
         return None if left is None else -(-left // self._order.full_window)
 
-    # -- what hides a loader ----------------------------------------------------------------------------------------------
+    # -- what hides a loader
+    # ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _following(self, loader: Iterable[Any], inner: Iterable[Any], *, told: bool) -> Iterator[Callable[[], None]]:
-        """A block that reads a loader; yields what to call after each window: it warns of a loader that is hidden in another object."""
+        """A block that reads a loader; yields what to call after each window: it warns of a loader that is hidden in
+        another object.
+        """
         before = ShareLoader.unfollowed
         stateful = self._module.training and hides_state(loader)
 
@@ -161,12 +177,14 @@ class Batching:
         name = type(loader).__name__
         if self._module.training:
             self._warn(
-                f"{name} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run reads the data from "
+                f"{name} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run "
+                "reads the data from "
                 f"their beginning; {instead_of(loader)}"
             )
         elif read and read.repeated:
             self._warn(
-                f"{name} hides the unishard.dataloader that it reads, so engine.gather_for_metrics also counts the {read.repeated} samples "
+                f"{name} hides the unishard.dataloader that it reads, so engine.gather_for_metrics also counts the "
+                f"{read.repeated} samples "
                 f"that fill up the last batches; {instead_of(loader)}"
             )
 

@@ -1,7 +1,8 @@
-"""Buffers that each rank changes by its own data, such as BatchNorm's running statistics: made equal where they are read.
+"""Buffers that each rank changes by its own data, such as BatchNorm's running statistics: made equal where they are
+read.
 
-Neither FSDP2 nor DeepSpeed does anything about them after the start; DistributedDataParallel by default sends rank 0's before each forward
-(`forward_sync_buffers`), which unishard switches off. So the same is done here around every engine.
+Neither FSDP2 nor DeepSpeed does anything about them after the start; DistributedDataParallel by default sends rank 0's
+before each forward (`forward_sync_buffers`), which unishard switches off. So the same is done here around every engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """The persistent buffers of a model: those that a checkpoint has. The others are caches, which each rank fills for itself."""
+    """The persistent buffers of a model: those that a checkpoint has.
+
+    The others are caches, which each rank fills for itself.
+    """
 
     def __init__(self, cfg: Config, adapter: InferenceAdapter, order: CallOrder) -> None:
         self._how = cfg.training.buffers
@@ -55,7 +59,9 @@ class Buffers:
             means = [buffer for buffer in different if self._how == "sync" and buffer.is_floating_point()]
             average(means)
             sent = [
-                (buffer, flat(buffer).view(buffer.shape)) for buffer in different if self._how == "rank0" or not buffer.is_floating_point()
+                (buffer, flat(buffer).view(buffer.shape))
+                for buffer in different
+                if self._how == "rank0" or not buffer.is_floating_point()
             ]
             broadcast(values for _, values in sent)
             for buffer, values in sent:

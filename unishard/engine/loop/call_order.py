@@ -60,7 +60,8 @@ class CallOrder:
         self.writes = 0
         """How often the engine itself has written weights other than by an update."""
         self.gathered = False
-        """Whether a module has run or weights were unsharded, with which engines replace parameters or their data by other tensors."""
+        """Whether a module has run or weights were unsharded, with which engines replace parameters or their data by
+        other tensors."""
         self.graph = False
         """Whether a forward has built a graph that no backward has used."""
         self.discarded = False
@@ -91,20 +92,23 @@ class CallOrder:
         """Whether a window has begun and not ended."""
         return bool(self.micro_batch) or self.phase is Phase.BACKWARD_DONE
 
-    # -- comparing the ranks' calls ----------------------------------------------------------------------------------------
+    # -- comparing the ranks' calls
+    # ----------------------------------------------------------------------------------------
 
     def enter(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
         """Check that all ranks make the same call. Collective.
 
-        Before the call's collectives in the first updates, in later ones that are not shorter than the check can be, and in every tenth;
-        also where the model has changed between training and evaluation. Else together with the next call that is checked.
+        Before the call's collectives in the first updates, in later ones that are not shorter than the check can be,
+        and in every tenth; also where the model has changed between training and evaluation. Else together with the
+        next call that is checked.
 
         Args:
             call: A method of the engine.
             detail: What must be the same on all ranks, in words.
             skipped: What has no gradient on this rank, see `ReachedParameters`; must be the same on all ranks.
             order: A hash of the order of gradients, the same on all ranks.
-            held: What the update uses, see `EqualValues`; the same on all ranks. Only compared in updates that are sampled.
+            held: What the update uses, see `EqualValues`; the same on all ranks. Only compared in updates that are
+                sampled.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
@@ -112,7 +116,12 @@ class CallOrder:
         if self._member is None:
             return
         changed, self._trained = self._trained is not self._module.training, self._module.training
-        if changed or self.updates >= self._due or self.updates == self._checked or collective_check.samples(self.updates):
+        if (
+            changed
+            or self.updates >= self._due
+            or self.updates == self._checked
+            or collective_check.samples(self.updates)
+        ):
             self.meet(call, detail, skipped=skipped, order=order, held=held)
         else:
             self._member.note(call, self._where(detail), skipped=skipped, order=order)
@@ -124,7 +133,9 @@ class CallOrder:
             RankMismatchError: They do not; names each rank's call.
         """
         if self._member is not None:
-            slowest = self._member.enter(call, self._where(detail), self._seconds, skipped=skipped, order=order, held=held)
+            slowest = self._member.enter(
+                call, self._where(detail), self._seconds, skipped=skipped, order=order, held=held
+            )
             if self.updates >= self._due:
                 self._checked, self._due = self.updates, self.updates + collective_check.interval(slowest)
 
@@ -150,13 +161,16 @@ class CallOrder:
             self._forwarding = False
 
     def enter_module(self, name: str) -> None:
-        """Check that the forward enters the same module on all ranks: in the first updates before its parameters are gathered. Collective.
+        """Check that the forward enters the same module on all ranks: in the first updates before its parameters are
+        gathered. Collective.
 
         Raises:
             RankMismatchError: The ranks enter different modules; names them.
         """
         if self._forwarding and self._member is not None:
-            self._member.enter_module(name, wait=self._module.training and collective_check.samples_modules(self.updates))
+            self._member.enter_module(
+                name, wait=self._module.training and collective_check.samples_modules(self.updates)
+            )
 
     @property
     def compares_ranks(self) -> bool:
@@ -176,7 +190,8 @@ class CallOrder:
         """A block with device collectives whose result the host reads, in the block or later."""
         return nullcontext() if self._member is None else self._member.reading(self._device)
 
-    # -- transitions ------------------------------------------------------------------------------------------------------
+    # -- transitions
+    # ------------------------------------------------------------------------------------------------------
 
     def begin_window(self, length: int) -> None:
         """Begin a new window.
@@ -186,8 +201,10 @@ class CallOrder:
         """
         if self.micro_batch:
             raise ContractError(
-                f"a new accumulation window starts after {self.micro_batch} of {self.window} micro-batches of the last one; "
-                "call backward and step for every batch, and leave a loop only when step().updated or step().skipped is true"
+                f"a new accumulation window starts after {self.micro_batch} of {self.window} micro-batches of the last "
+                "one; "
+                "call backward and step for every batch, and leave a loop only when step().updated or step().skipped "
+                "is true"
             )
         self.window, self.discarded = length, False
 
@@ -211,7 +228,8 @@ class CallOrder:
         if self._member is not None:
             self._member.leave(why)
 
-    # -- refusals ---------------------------------------------------------------------------------------------------------
+    # -- refusals
+    # ---------------------------------------------------------------------------------------------------------
 
     def require_open(self, call: str) -> None:
         """Raise ContractError on a closed engine."""
@@ -227,15 +245,23 @@ class CallOrder:
             )
 
     def require_boundary(self, call: str) -> None:
-        """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen` and `unsharded`."""
+        """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen` and
+        `unsharded`.
+        """
         self.require_open(call)
         self.require_sharded(call)
         if self.frozen:
-            raise ContractError(f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block")
+            raise ContractError(
+                f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block"
+            )
         if self.averaged and call != "export":
-            raise ContractError(f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block")
+            raise ContractError(
+                f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block"
+            )
         if self.inside_window:
-            raise ContractError(f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true")
+            raise ContractError(
+                f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true"
+            )
 
     def require_end_of_window(self, call: str) -> None:
         """Raise ContractError unless the last backward of a window has run and `step` has not."""
@@ -243,17 +269,22 @@ class CallOrder:
         if self.phase is not Phase.BACKWARD_DONE or not self.last:
             done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
             raise ContractError(
-                f"{call} was called after {done} of {self.window} backward calls of the window, when the gradients are not final; "
+                f"{call} was called after {done} of {self.window} backward calls of the window, when the gradients are "
+                "not final; "
                 "call it between the last backward of a window and engine.step()"
             )
 
     def require_no_gradients(self, call: str) -> None:
-        """Raise ContractError inside an accumulation window, whose gradients a call such as `zero_grad()` would drop."""
+        """Raise ContractError inside an accumulation window, whose gradients a call such as `zero_grad()` would
+        drop.
+        """
         if self.phase is not Phase.CLOSED and self.inside_window:
             done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
             raise ContractError(
-                f"{call} was called after {done} of {self.window} backward calls of the accumulation window, and would drop their "
-                "gradients; remove the call: engine.step() zeroes gradients after each update, and engine.discard() drops a window"
+                f"{call} was called after {done} of {self.window} backward calls of the accumulation window, and would "
+                "drop their "
+                "gradients; remove the call: engine.step() zeroes gradients after each update, and engine.discard() "
+                "drops a window"
             )
 
     def require_no_graph(self, call: str) -> None:
@@ -261,9 +292,12 @@ class CallOrder:
         self.require_open(call)
         self.require_sharded(call)
         if self.averaged:
-            raise ContractError(f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block")
+            raise ContractError(
+                f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block"
+            )
         if self.graph:
             raise ContractError(
-                f"{call} would change a parameter that the backward of an earlier forward still needs; call it after backward, or drop the "
+                f"{call} would change a parameter that the backward of an earlier forward still needs; call it after "
+                "backward, or drop the "
                 "forward with engine.discard(); a forward under torch.no_grad() is allowed"
             )

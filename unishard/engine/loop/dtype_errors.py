@@ -15,7 +15,8 @@ from unishard.errors import ModelError, UnishardError
 __all__ = ["explained"]
 
 _LOW, _FP32 = re.compile("BFloat16|Half"), re.compile(r"Float(?!\d)|\bfloat(32)?\b")
-"""How torch 2.13 writes the dtypes of operands that it does not take together; each operator has a sentence of its own."""
+"""How torch 2.13 writes the dtypes of operands that it does not take together; each operator has a sentence of its
+own."""
 
 _STRIDES = "strides should be multiple of 16 bytes"
 """torch 2.13, aten/src/ATen/native/GroupedMMUtils.h."""
@@ -38,7 +39,8 @@ def explained(error: Exception, model: nn.Module, precision: Precision) -> Model
         return ModelError(_mixes(path[0], kept, precision.compute, text))
     if text == _STRIDES and path:
         return ModelError(
-            f"{_where(path[0])} multiplies experts in groups, which torch does in {precision.compute} only if their sizes are multiples "
+            f"{_where(path[0])} multiplies experts in groups, which torch does in {precision.compute} only if their "
+            "sizes are multiples "
             f"of 8 ({text}); change the sizes, or call model.set_experts_implementation('eager') before prepare"
         )
     return None
@@ -52,13 +54,16 @@ def _mixes(place: tuple[str, nn.Module], kept: list[str], compute: str, text: st
     mixed = f"{_where(place)} computes with tensors in fp32 and {compute} ({text}); "
     if not kept:
         return mixed + (
-            "it got or made a tensor in another dtype than precision.compute, as with the dtype of a weight that is not gathered: cast it "
-            "in the model's code, name the arguments of the model and its units that are to be cast in precision.cast_inputs, or keep the "
+            "it got or made a tensor in another dtype than precision.compute, as with the dtype of a weight that is "
+            "not gathered: cast it "
+            "in the model's code, name the arguments of the model and its units that are to be cast in "
+            "precision.cast_inputs, or keep the "
             "module in precision.keep_fp32"
         )
     buffers = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
     return mixed + (
-        f"precision.compute is {compute}, but precision.buffers: keep leaves buffers in fp32: {buffers}; set precision.buffers to "
+        f"precision.compute is {compute}, but precision.buffers: keep leaves buffers in fp32: {buffers}; set "
+        "precision.buffers to "
         f"{compute}, keep the module in precision.keep_fp32, or cast them where the module uses them"
     )
 

@@ -1,4 +1,6 @@
-"""Detect gradients that the user's code changed between a backward and the step; some engines would use them, others never see it."""
+"""Detect gradients that the user's code changed between a backward and the step; some engines would use them, others
+never see it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ __all__ = ["EditedGradients"]
 _PARAMETERS, _ELEMENTS = 8, 16
 """How much of the gradients is compared: clipping and zeroing change all of them."""
 _FIRST, _EVERY = 3, 10
-"""Which updates are looked at: the first ones, where a habit shows, and the host waits for the device once in each; then every tenth,
-where the result is read in the next micro-batch, so that nothing waits."""
+"""Which updates are looked at: the first ones, where a habit shows, and the host waits for the device once in each;
+then every tenth, where the result is read in the next micro-batch, so that nothing waits."""
 
 
 class EditedGradients:
@@ -78,8 +80,10 @@ class EditedGradients:
         """Raise ContractError."""
         self.clear()
         raise ContractError(
-            "gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad_norm_, which other engines "
-            "would not see; remove that: clip with training.gradient_clipping in the config or engine.step(clip_grad_norm=1.0), edit a "
+            "gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad_norm_, "
+            "which other engines "
+            "would not see; remove that: clip with training.gradient_clipping in the config or "
+            "engine.step(clip_grad_norm=1.0), edit a "
             "gradient with engine.set_grad, and drop a window with engine.discard()"
         )
 

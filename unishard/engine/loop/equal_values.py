@@ -1,8 +1,11 @@
-"""What an update uses and a script may write past the engine: options of the optimizer, and weights. It must be the same on all ranks.
+"""What an update uses and a script may write past the engine: options of the optimizer, and weights.
 
-Where each rank holds all weights in full, writing them is allowed: their bits are added up on the device before updates whose calls are
-compared, and read behind the backward. Elsewhere it is an error (`written_parameters`), and the only rank that has done it is named:
-in-place operations raise the version of a parameter, which costs nothing to read in every update.
+It must be the same on all ranks.
+
+Where each rank holds all weights in full, writing them is allowed: their bits are added up on the device before updates
+whose calls are compared, and read behind the backward. Elsewhere it is an error (`written_parameters`), and the only
+rank that has done it is named: in-place operations raise the version of a parameter, which costs nothing to read in
+every update.
 """
 
 from __future__ import annotations
@@ -61,8 +64,12 @@ class EqualValues:
             compared: Whether the calls of this update are compared.
         """
         now = self._now()
-        if now != self._versions and self._writes == self._order.writes:  # else the engine has written weights, on all ranks
-            changed = (name for name, was, version in zip(self._watched, self._versions, now, strict=True) if was != version)
+        if (
+            now != self._versions and self._writes == self._order.writes
+        ):  # else the engine has written weights, on all ranks
+            changed = (
+                name for name, was, version in zip(self._watched, self._versions, now, strict=True) if was != version
+            )
             self._written.update(dict.fromkeys(changed))
         self._versions = now
         if compared and self._adds_up:
@@ -81,7 +88,9 @@ class EqualValues:
             names = [*self._own]
             parts = [names[part] for part in _parts(len(names))]
             told = [part[0] if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
-            values |= {name: f"with the checksum {total % 2**32:08x}" for name, total in zip(told, bits.all(), strict=True)}
+            values |= {
+                name: f"with the checksum {total % 2**32:08x}" for name, total in zip(told, bits.all(), strict=True)
+            }
         return json.dumps(values)
 
     def _now(self) -> list[int]:
@@ -106,7 +115,10 @@ def _added_up(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _same_everywhere(device: torch.device) -> bool:
-    """Whether all ranks compute the same bits from the same numbers: on one kind of processor, with as many threads. Collective."""
+    """Whether all ranks compute the same bits from the same numbers: on one kind of processor, with as many threads.
+
+    Collective.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     kind = zlib.crc32(f"{name}, {torch.get_num_threads()}, {torch.__version__}".encode())
     high, low = host_numbers.largest([kind, -kind])
@@ -128,7 +140,10 @@ def _options(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for name, value in group.items():
             if name != "params" and (plain := _plain(value)) is not None:
                 options.setdefault(name, []).append(plain)
-    return {name: str(values[0] if all(value == values[0] for value in values) else values) for name, values in options.items()}
+    return {
+        name: str(values[0] if all(value == values[0] for value in values) else values)
+        for name, values in options.items()
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -38,13 +38,16 @@ class Evaluation:
         self._running = False
         """Whether a forward or `generate` runs."""
         self._tail: tuple[int, int] | None = None
-        """During the last batches of a loader that pads: the samples of all ranks, and how many of them are not repeated."""
+        """During the last batches of a loader that pads: the samples of all ranks, and how many of them are not
+        repeated."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `generate` without a graph."""
         generate = getattr(self._adapter.module, "generate", None)
         if not callable(generate):
-            raise ContractError("the model has no method generate; write a loop over engine(...) inside engine.lockstep()")
+            raise ContractError(
+                "the model has no method generate; write a loop over engine(...) inside engine.lockstep()"
+            )
         if self._adapter.forward_is_collective and dist.get_world_size() > 1 and _takes_synced_gpus(generate):
             kwargs.setdefault("synced_gpus", True)
         return self.run("generate", args, kwargs)
@@ -54,7 +57,10 @@ class Evaluation:
     def lockstep(self) -> Iterator[None]:
         """A block in which finished ranks replay their last call until every rank is done."""
         if self._adapter.module.training:
-            raise ContractError("lockstep is only for evaluation, because ranks without a batch have no gradient; call engine.eval() first")
+            raise ContractError(
+                "lockstep is only for evaluation, because ranks without a batch have no gradient; call engine.eval() "
+                "first"
+            )
         if self.lockstep_open is not None:
             raise ContractError("lockstep was entered inside lockstep; use one block")
         self._buffers.equalize_for_evaluation("lockstep")
@@ -102,7 +108,12 @@ class Evaluation:
     def _run(self, kind: str, call: Call) -> Any:
         args, kwargs = call
         # Build a graph only for a loss through a frozen network, which needs gradients of that network's inputs.
-        graph = kind == "forward" and not self._trains and torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(call))
+        graph = (
+            kind == "forward"
+            and not self._trains
+            and torch.is_grad_enabled()
+            and any(each.requires_grad for each in tensors_in(call))
+        )
         self._running = True
         try:
             with self._order.forwarding(), nullcontext() if graph else torch.no_grad():

@@ -18,7 +18,9 @@ _FOREIGN = CORE_PATCHES["foreign-backward"]
 
 
 class ForeignBackwardCheck:
-    """Raises if a backward of another engine, or of the user, reaches this model's parameters through an output of its forward."""
+    """Raises if a backward of another engine, or of the user, reaches this model's parameters through an output of its
+    forward.
+    """
 
     def __init__(self, adapter: EngineAdapter) -> None:
         self._adapter = adapter
@@ -39,8 +41,10 @@ class ForeignBackwardCheck:
             return
         if any(map(_will_accumulate, self._adapter.leaves())):
             raise ContractError(
-                f"a backward that is not this engine's reaches the parameters of its {type(self._adapter.module).__name__} and would "
-                "mix gradients with its own; call this engine's backward(loss), or, if the loss trains only another model, "
+                "a backward that is not this engine's reaches the parameters of its "
+                f"{type(self._adapter.module).__name__} and would "
+                "mix gradients with its own; call this engine's backward(loss), or, if the loss trains only another "
+                "model, "
                 "compute and backward it inside `with engine.frozen():`"
             )
         self._adapter.input_gradients(graph=torch.is_grad_enabled())

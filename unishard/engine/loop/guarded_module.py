@@ -59,7 +59,9 @@ class GuardedModule:
         self._dtypes = {DTYPES[cfg.precision.compute], *([DTYPES[cfg.precision.master]] if trains else [])}
         self._devices = {device, *([torch.device("cpu")] if cfg.offload.params != "none" else [])}
         full = holds_full_weights(cfg, trains=trains)
-        methods: dict[str, Callable[..., Any]] = {name: self._unless_nothing_changes(name) for name in (*_CASTS, "to_empty")}
+        methods: dict[str, Callable[..., Any]] = {
+            name: self._unless_nothing_changes(name) for name in (*_CASTS, "to_empty")
+        }
         methods["zero_grad"] = lambda set_to_none=True: require_no_gradients("model.zero_grad()")
         self._while_open = methods if trains or not full else {}
         if generate is not None:
@@ -67,11 +69,16 @@ class GuardedModule:
         self._hooks = as_no_grad_in_forward(module)
         self._for_good: dict[str, Callable[..., Any]] = {}
         if trains or not full:
-            self._for_good = {"__deepcopy__": self._copy if full else self._refuse_copy, "__reduce_ex__": self._refuse_pickle}
+            self._for_good = {
+                "__deepcopy__": self._copy if full else self._refuse_copy,
+                "__reduce_ex__": self._refuse_pickle,
+            }
         self._lifted = False
         if not full:
             parts: list[Any] = [*module.modules()]  # torch has no types for these methods
-            for part in filter(_has_state, parts):  # models may share others: transformers has one `nn.ReLU` for all models of GPT-1
+            for part in filter(
+                _has_state, parts
+            ):  # models may share others: transformers has one `nn.ReLU` for all models of GPT-1
                 part.register_state_dict_pre_hook(self._before_state_dict)
                 part.register_load_state_dict_pre_hook(self._before_load_state_dict)
         vars(module).update(self._while_open | self._for_good)
@@ -102,8 +109,10 @@ class GuardedModule:
         def call(*args: Any, **kwargs: Any) -> nn.Module:
             if name == "to_empty" or any(_changes(each, name, args, kwargs) for each in self._examples()):
                 raise ContractError(
-                    f"model.{name}() would change the dtype or the device of a prepared {self._name}, which engines ignore or break on; "
-                    "remove the call: the engine has put the model on engine.device, and its dtypes are those of `precision` in the config"
+                    f"model.{name}() would change the dtype or the device of a prepared {self._name}, which engines "
+                    "ignore or break on; "
+                    "remove the call: the engine has put the model on engine.device, and its dtypes are those of "
+                    "`precision` in the config"
                 )
             return self._module
 
@@ -122,29 +131,35 @@ class GuardedModule:
 
     def _refuse_copy(self, memo: dict[int, Any]) -> NoReturn:
         raise ContractError(
-            f"a prepared {self._name} cannot be copied: this rank holds only shards or rounded copies of its weights; read them with "
+            f"a prepared {self._name} cannot be copied: this rank holds only shards or rounded copies of its weights; "
+            "read them with "
             "engine.parameter(name), average them with engine.ema(decay), or write them with engine.export(folder)"
         )
 
     def _refuse_pickle(self, protocol: object) -> NoReturn:
         raise ContractError(
-            f"a prepared {self._name} cannot be pickled, as by torch.save(model): it holds the engine's hooks, and on this rank only "
+            f"a prepared {self._name} cannot be pickled, as by torch.save(model): it holds the engine's hooks, and on "
+            "this rank only "
             "shards or rounded copies of its weights; write them with engine.save(folder) or engine.export(folder)"
         )
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._lifted:
             raise ContractError(
-                f"state_dict() was called on a prepared {self._name}, of whose weights this rank holds only shards or rounded copies; "
-                "write a checkpoint with engine.save(folder), write the weights in Hugging Face's layout with engine.export(folder), or "
+                f"state_dict() was called on a prepared {self._name}, of whose weights this rank holds only shards or "
+                "rounded copies; "
+                "write a checkpoint with engine.save(folder), write the weights in Hugging Face's layout with "
+                "engine.export(folder), or "
                 "read one with engine.parameter(name)"
             )
 
     def _before_load_state_dict(self, module: nn.Module, *state: Any) -> None:
         if not self._lifted:
             raise ContractError(
-                f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; load the weights "
-                "before unishard.prepare, or load a checkpoint with engine.load(folder), or set one with engine.set_parameter(name, value)"
+                f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; "
+                "load the weights "
+                "before unishard.prepare, or load a checkpoint with engine.load(folder), or set one with "
+                "engine.set_parameter(name, value)"
             )
 
 

@@ -1,7 +1,7 @@
 """Treat `torch.inference_mode()` around an engine's calls as `torch.no_grad()`.
 
-Engines keep tensors from one call to the next: gathered parameters, buckets, optimizer state. Those that are made in inference mode can
-never be part of a graph again, so that the training after an evaluation in it would fail.
+Engines keep tensors from one call to the next: gathered parameters, buckets, optimizer state. Those that are made in
+inference mode can never be part of a graph again, so that the training after an evaluation in it would fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def as_no_grad() -> Iterator[None]:
 
 
 def without_inference_mode(block: Callable[P, AbstractContextManager[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Decorate a function that returns a context manager: inference mode is `no_grad` while it is entered, inside, and while it is left."""
+    """Decorate a function that returns a context manager: inference mode is `no_grad` while it is entered, inside, and
+    while it is left.
+    """
 
     @functools.wraps(block)
     @contextmanager
@@ -48,10 +50,16 @@ def without_inference_mode(block: Callable[P, AbstractContextManager[T]]) -> Cal
 
 
 def with_inference_as_no_grad(cls: C) -> C:
-    """Run each public method of a class, also the inherited ones, in a block of `as_no_grad`, with arguments that can be written to."""
+    """Run each public method of a class, also the inherited ones, in a block of `as_no_grad`, with arguments that can
+    be written to.
+    """
     for name in dir(cls):
         method = getattr(cls, name)
-        if inspect.isfunction(method) and not inspect.isgeneratorfunction(method) and (name == "__call__" or not name.startswith("_")):
+        if (
+            inspect.isfunction(method)
+            and not inspect.isgeneratorfunction(method)
+            and (name == "__call__" or not name.startswith("_"))
+        ):
             setattr(cls, name, _as_no_grad(method))
     return cls
 

@@ -1,8 +1,8 @@
 """Find in-place operations on inputs of units, and on outputs that are views.
 
-Both engines put functions of their own around a unit's inputs and outputs, to gather and reduce in backward. What is written in place
-there bypasses them: torch refuses an input under FSDP2, whose backward also misses the hook of an output that is a view, and stage 3 of
-ZeRO trains with a gradient without the operation.
+Both engines put functions of their own around a unit's inputs and outputs, to gather and reduce in backward. What is
+written in place there bypasses them: torch refuses an input under FSDP2, whose backward also misses the hook of an
+output that is a view, and stage 3 of ZeRO trains with a gradient without the operation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class InplaceWrites:
         except RuntimeError as error:
             if _REFUSAL not in str(error) or not (self._inside or self._outputs):
                 raise
-            raise (_changed_inside(self._inside[-1][0]) if self._inside else _changed_outside(self._outputs[-1][0])) from error
+            raise (
+                _changed_inside(self._inside[-1][0]) if self._inside else _changed_outside(self._outputs[-1][0])
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -74,7 +76,9 @@ class InplaceWrites:
         """Register hooks outside the engine's."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._inside.append((name, [(tensor, tensor._version) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]))
+            self._inside.append(
+                (name, [(tensor, tensor._version) for tensor in tensors_in((args, kwargs)) if tensor.requires_grad])
+            )
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             _, inputs = self._inside.pop()
@@ -82,7 +86,9 @@ class InplaceWrites:
                 raise _changed_inside(name)
             given = {tensor.untyped_storage().data_ptr() for tensor, _ in inputs}
             for tensor in tensors_in(output):
-                if tensor.requires_grad and (getattr(tensor, "_base", None) is not None or tensor.untyped_storage().data_ptr() in given):
+                if tensor.requires_grad and (
+                    getattr(tensor, "_base", None) is not None or tensor.untyped_storage().data_ptr() in given
+                ):
                     self._outputs.append((name, tensor, tensor._version))
 
         return [
@@ -93,13 +99,15 @@ class InplaceWrites:
 
 def _changed_inside(name: str) -> ModelError:
     return ModelError(
-        f"unit {name} changes its input in place, as x.add_(y) does, behind the function with which the engine runs its backward; "
+        f"unit {name} changes its input in place, as x.add_(y) does, behind the function with which the engine runs "
+        "its backward; "
         "write x = x + y, or change a copy, x = x.clone()"
     )
 
 
 def _changed_outside(name: str) -> ModelError:
     return ModelError(
-        f"an output of unit {name} is a view or its input, and is changed in place after the unit, as y.add_(x) does, behind the function "
+        f"an output of unit {name} is a view or its input, and is changed in place after the unit, as y.add_(x) does, "
+        "behind the function "
         "with which the engine runs the unit's backward; write y = y + x, or return y.clone() from the unit"
     )

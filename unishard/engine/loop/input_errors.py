@@ -1,4 +1,6 @@
-"""Explains errors of torch in a forward that come from its inputs: which module, what it got, and what to write instead."""
+"""Explains errors of torch in a forward that come from its inputs: which module, what it got, and what to write
+instead.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _OUT_OF_RANGE = "index out of range in self"
 _WIDE = re.compile(r"\b(double|float64|long|int64)\b", re.IGNORECASE)
 _COMPUTED = re.compile(r"\b(float|float32|bfloat16|half|float16)\b", re.IGNORECASE)
 _MIXED = "mixed dtype"
-"""How torch 2.13 writes the dtypes of operands that it does not take together: those of inputs, and those of parameters."""
+"""How torch 2.13 writes the dtypes of operands that it does not take together: those of inputs, and those of
+parameters."""
 
 
 def explained(error: Exception, model: nn.Module) -> ModelError | None:
@@ -37,10 +40,14 @@ def explained(error: Exception, model: nn.Module) -> ModelError | None:
     where = f"the forward of {name or 'the model'} ({type(module).__name__}, {place_of(error)})"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and text == _OUT_OF_RANGE:
         return ModelError(f"{where} got {_ids(error, module)}")
-    if (_WIDE.search(text) and _COMPUTED.search(text)) or (_MIXED in text and any(map(_is_wide, _given(error, module)))):
+    if (_WIDE.search(text) and _COMPUTED.search(text)) or (
+        _MIXED in text and any(map(_is_wide, _given(error, module)))
+    ):
         return ModelError(
-            f"{where} computes with tensors of different dtypes ({text}); parameters are in the dtypes of `precision`, and numbers from "
-            "numpy and Python in float64 or int64: cast such inputs to torch.float32 in the dataset, or before engine(...)"
+            f"{where} computes with tensors of different dtypes ({text}); parameters are in the dtypes of `precision`, "
+            "and numbers from "
+            "numpy and Python in float64 or int64: cast such inputs to torch.float32 in the dataset, or before "
+            "engine(...)"
         )
     return None
 
@@ -48,12 +55,18 @@ def explained(error: Exception, model: nn.Module) -> ModelError | None:
 def _ids(error: Exception, module: nn.Embedding | nn.EmbeddingBag) -> str:
     """Which id a table does not have, and what to do."""
     rows = module.num_embeddings
-    wrong = [int(ids[(ids < 0) | (ids >= rows)].flatten()[0]) for ids in _given(error, module) if _is_outside(ids, rows)]
+    wrong = [
+        int(ids[(ids < 0) | (ids >= rows)].flatten()[0]) for ids in _given(error, module) if _is_outside(ids, rows)
+    ]
     got = f"{f'the id {wrong[0]}' if wrong else 'an id that it does not have'}, and has the ids from 0 to {rows - 1}; "
     if wrong and wrong[0] < 0:
-        return got + "a negative number such as -100 marks labels to ignore: pad ids with one that exists, such as tokenizer.pad_token_id"
+        return (
+            got + "a negative number such as -100 marks labels to ignore: pad ids with one that exists, such as "
+            "tokenizer.pad_token_id"
+        )
     return got + (
-        "if they are tokens, the tokenizer is larger than the vocabulary: call model.resize_token_embeddings(len(tokenizer)) before "
+        "if they are tokens, the tokenizer is larger than the vocabulary: call "
+        "model.resize_token_embeddings(len(tokenizer)) before "
         "unishard.prepare; if they are positions, the sequences are too long: truncate them"
     )
 

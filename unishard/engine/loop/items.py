@@ -31,25 +31,36 @@ class Items:
         self._losses = 0
 
     def add(self, count: int | Tensor | None, *, last: bool) -> None:
-        """Add one micro-batch's items on this rank, before its backward is queued; waits for nothing. Collective for the last one.
+        """Add one micro-batch's items on this rank, before its backward is queued; waits for nothing.
+
+        Collective for the last one.
 
         Args:
             count: None if its loss is already a mean.
-            last: Whether the micro-batch is the last of its window. What was counted in Python is then added up over the ranks during the
-                backward; what was counted in tensors travels to the host, behind the forward, and the update waits for it while the
-                device still has the backward to do.
+            last: Whether the micro-batch is the last of its window. What was counted in Python is then added up over
+                the ranks during the backward; what was counted in tensors travels to the host, behind the forward, and
+                the update waits for it while the device still has the backward to do.
 
         Raises:
             ContractError: `count` is not a whole number of at least 0, or the window has losses of the other kind.
         """
         if self._losses and (count is not None) is not self._counts:
             raise ContractError(
-                "backward was called with num_items and without it in one accumulation window; pass it for every micro-batch, or for none"
+                "backward was called with num_items and without it in one accumulation window; pass it for every "
+                "micro-batch, or for none"
             )
         if count is not None:
             self._counts = True
             if isinstance(count, Tensor):
-                _require(not (count.is_floating_point() or count.is_complex() or count.dtype == torch.bool or count.numel() != 1), count)
+                _require(
+                    not (
+                        count.is_floating_point()
+                        or count.is_complex()
+                        or count.dtype == torch.bool
+                        or count.numel() != 1
+                    ),
+                    count,
+                )
                 number = count.detach().reshape(()).to(torch.int64)
                 self._total = number if self._total is None else self._total + number.to(self._total.device)
             else:
@@ -61,7 +72,9 @@ class Items:
         self._losses += 1
 
     def divisor(self) -> float:
-        """Divisor of the gradients, which are summed over the window and averaged over the ranks. Collective if items were counted.
+        """Divisor of the gradients, which are summed over the window and averaged over the ranks.
+
+        Collective if items were counted.
 
         Raises:
             ContractError: On every rank: the window has no items.
@@ -73,7 +86,9 @@ class Items:
             self._everyones = host_numbers.start_total(self._number + (0 if counted is None else int(counted.get())))
         number = self._everyones()
         if number < 1:
-            raise ContractError(f"num_items add up to {number} over the accumulation window and all ranks; skip batches without items")
+            raise ContractError(
+                f"num_items add up to {number} over the accumulation window and all ranks; skip batches without items"
+            )
         return number / dist.get_world_size()
 
     def clear(self) -> None:
@@ -93,4 +108,6 @@ def _whole(count: object) -> int:
 
 def _require(valid: bool, count: object) -> None:
     if not valid:
-        raise ContractError(f"num_items must be a whole number of at least 0, got {count!r}; pass how many items the loss sums over")
+        raise ContractError(
+            f"num_items must be a whole number of at least 0, got {count!r}; pass how many items the loss sums over"
+        )

@@ -1,4 +1,6 @@
-"""Run ranks with different numbers of forwards in lockstep: finished ranks replay their last call until every rank is done."""
+"""Run ranks with different numbers of forwards in lockstep: finished ranks replay their last call until every rank is
+done.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Lockstep:
         callers = {number: [rank for rank, (called, *_) in enumerate(states) if called == number] for number in (1, 2)}
         if callers[1] and callers[2]:
             raise RankMismatchError(
-                f"in turn {self.taken} of engine.lockstep ranks {callers[1]} call the model and ranks {callers[2]} call generate; "
+                f"in turn {self.taken} of engine.lockstep ranks {callers[1]} call the model and ranks {callers[2]} "
+                "call generate; "
                 "use a separate block for each"
             )
         number = 1 if callers[1] else 2

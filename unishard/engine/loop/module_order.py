@@ -1,4 +1,6 @@
-"""Checks that all ranks enter the modules whose parameters are gathered in the same order: a branch that depends on data breaks it."""
+"""Checks that all ranks enter the modules whose parameters are gathered in the same order: a branch that depends on
+data breaks it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ __all__ = ["named_with_class", "watch_modules"]
 
 
 def named_with_class(units: Iterable[Unit]) -> dict[str, nn.Module]:
-    """Units by what errors call them, such as `layers.0 (LlamaDecoderLayer)`; call it before sharding changes their classes."""
+    """Units by what errors call them, such as `layers.0 (LlamaDecoderLayer)`; call it before sharding changes their
+    classes.
+    """
     return {f"{unit.name} ({type(unit.module).__name__})": unit.module for unit in units}
 
 
 def watch_modules(order: CallOrder, units: Mapping[str, nn.Module]) -> None:
-    """Register a hook on each unit, before the engine's, which gathers its parameters; removed when `order` is closed."""
+    """Register a hook on each unit, before the engine's, which gathers its parameters; removed when `order` is
+    closed.
+    """
     for name, module in units.items():
         order.on_close(module.register_forward_pre_hook(_hook(order, name, module), prepend=True).remove)
 

@@ -43,7 +43,8 @@ class OutsideBatches:
             self._fresh += 1
             if self._fresh == _ENOUGH:
                 self._warn(
-                    "a unishard.dataloader is read without engine.batches(), so accumulation windows span epochs, and a checkpoint has no "
+                    "a unishard.dataloader is read without engine.batches(), so accumulation windows span epochs, and "
+                    "a checkpoint has no "
                     "data position; write `for batch in engine.batches(loader):`"
                 )
         if dist.get_world_size() == 1 or self._compared == _ENOUGH:
@@ -53,6 +54,7 @@ class OutsideBatches:
         self._same += same is not None
         if same is not None and self._same == _ENOUGH:
             self._warn(
-                f"ranks {same[0]} and {same[1]} train on the same batches, so the other ranks add nothing; read the data with `for batch "
+                f"ranks {same[0]} and {same[1]} train on the same batches, so the other ranks add nothing; read the "
+                "data with `for batch "
                 "in engine.batches(unishard.dataloader(dataset, cfg)):`, which gives each rank its own share"
             )

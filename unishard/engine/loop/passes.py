@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 class Passes(Generic[T]):
-    """Passes over a loader: each iteration is one, as over torch's `DataLoader`. `next` reads on in a pass that it has begun itself."""
+    """Passes over a loader: each iteration is one, as over torch's `DataLoader`.
+
+    `next` reads on in a pass that it has begun itself.
+    """
 
     def __init__(self, begin: Callable[[bool], Iterator[T]], length: Callable[[], int | None], loader: Any) -> None:
         """Called by `Engine.batches` and `Engine.windows`.

@@ -1,7 +1,8 @@
-"""Compare which parameters the ranks' losses reach: gradients of different parameters would be added up, or their sizes would not fit.
+"""Compare which parameters the ranks' losses reach: gradients of different parameters would be added up, or their sizes
+would not fit.
 
-Before a backward that reduces, in the first updates, where the graph of the loss tells; after the last backward of every window, where
-the gradients tell, together with the calls that `CallOrder` compares.
+Before a backward that reduces, in the first updates, where the graph of the loss tells; after the last backward of
+every window, where the gradients tell, together with the calls that `CallOrder` compares.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class ReachedParameters:
         """The last names that were described, mostly those of every update."""
 
     def before_backward(self, loss: Tensor) -> str:
-        """What will have no gradient after a backward that reduces; empty in updates and micro-batches that are not compared.
+        """What will have no gradient after a backward that reduces; empty in updates and micro-batches that are not
+        compared.
 
         Raises:
             ModelError: The loss reaches a parameter that the engine has replaced.
@@ -80,8 +82,10 @@ class ReachedParameters:
         for leaf in leaves:
             if id(leaf) not in own and same_model(leaf, prepared):
                 raise ModelError(
-                    f"the loss uses a parameter of shape {tuple(leaf.shape)} that was taken from the model before unishard.prepare, which "
-                    "has replaced it, so it would not train; register it in each module that uses it, other.weight = layer.weight, "
+                    f"the loss uses a parameter of shape {tuple(leaf.shape)} that was taken from the model before "
+                    "unishard.prepare, which "
+                    "has replaced it, so it would not train; register it in each module that uses it, other.weight = "
+                    "layer.weight, "
                     "or read it from its module in each forward, not from a list, a closure or a variable"
                 )
 
@@ -104,7 +108,9 @@ class ReachedParameters:
         path = name.split(".")[:-1]
         for depth in range(1, len(path) + 1):
             module = ".".join(path[:depth])
-            if self._classes.get(module, "") not in _CONTAINERS and not any(other.startswith(f"{module}.") for other in others):
+            if self._classes.get(module, "") not in _CONTAINERS and not any(
+                other.startswith(f"{module}.") for other in others
+            ):
                 return f"{module} ({self._classes.get(module, 'Module')})"
         return f"{name} ({self._classes.get('.'.join(path), 'Module')})" if path else name  # the root cannot be skipped
 

@@ -14,7 +14,9 @@ _logger = logging.getLogger("unishard")
 
 
 class SkippedUpdates:
-    """Counts the updates in a row that were skipped because a gradient was not finite, and warns of the first long streak."""
+    """Counts the updates in a row that were skipped because a gradient was not finite, and warns of the first long
+    streak.
+    """
 
     def __init__(self) -> None:
         self.streak = 0
@@ -34,7 +36,8 @@ class SkippedUpdates:
         if self.streak == _LIMIT and not self._warned:
             self._warned = True
             _logger.warning(
-                "%d updates in a row were skipped, because a gradient is infinite or NaN; nothing is trained while this lasts: check the "
+                "%d updates in a row were skipped, because a gradient is infinite or NaN; nothing is trained while "
+                "this lasts: check the "
                 "batches and the loss, lower optimizer.lr, or set training.nonfinite to raise to stop at the first one",
                 _LIMIT,
             )

@@ -31,7 +31,8 @@ class Trainable:
             trainable: Whether they are to be trainable.
 
         Raises:
-            ContractError: A name matches nothing, a parameter was frozen in `prepare`, or no trainable one would be left.
+            ContractError: A name matches nothing, a parameter was frozen in `prepare`, or no trainable one would be
+                left.
             RankMismatchError: The ranks pass different names.
         """
         wanted = [names] if isinstance(names, str) else list(names)
@@ -43,11 +44,15 @@ class Trainable:
         if trainable and frozen:
             raise _never_trained(frozen[0])
         if not trainable and not any(parameter.requires_grad for parameter in named.values() if parameter not in meant):
-            raise ContractError(f"set_trainable({names!r}, False) would leave no trainable parameter; keep at least one trainable")
+            raise ContractError(
+                f"set_trainable({names!r}, False) would leave no trainable parameter; keep at least one trainable"
+            )
         return chosen
 
     def require_frozen(self) -> None:
-        """Raise ContractError if a parameter that was frozen in `prepare` now requires a gradient: no engine would train it."""
+        """Raise ContractError if a parameter that was frozen in `prepare` now requires a gradient: no engine would
+        train it.
+        """
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and name not in self.prepared:
                 raise _never_trained(name)
@@ -66,6 +71,7 @@ class Trainable:
 
 def _never_trained(name: str) -> ContractError:
     return ContractError(
-        f"{name} was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; leave "
+        f"{name} was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; "
+        "leave "
         "it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
     )

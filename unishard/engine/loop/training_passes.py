@@ -58,7 +58,8 @@ class TrainingPass:
 class TrainingPasses:
     """The passes over training loaders of one engine.
 
-    A pass without an update, such as a validation that is in training mode by mistake, leaves the position to the pass before it.
+    A pass without an update, such as a validation that is in training mode by mistake, leaves the position to the pass
+    before it.
     """
 
     def __init__(self, order: CallOrder, warn: Callable[[str], None]) -> None:
@@ -95,12 +96,17 @@ class TrainingPasses:
         begun = TrainingPass(self._order, self._now)
         if begun.inside and self._order.inside_window:
             raise ContractError(
-                "a loop over engine.batches() in training mode began inside an accumulation window of the loop around it; for a "
+                "a loop over engine.batches() in training mode began inside an accumulation window of the loop around "
+                "it; for a "
                 "validation, call engine.eval() before and engine.train() after it"
             )
         if position.is_stateful(inner):
             begun.resumed, self.resumed = self.resumed, None
-            done = 0 if begun.resumed is None else position.resume(inner, *begun.resumed, dist.get_rank(), dist.get_world_size())
+            done = (
+                0
+                if begun.resumed is None
+                else position.resume(inner, *begun.resumed, dist.get_rank(), dist.get_world_size())
+            )
             if isinstance(inner, ShareLoader):
                 inner.require_enough_samples()
                 self._epochs.join(inner)
@@ -108,7 +114,8 @@ class TrainingPasses:
         elif self.resumed is not None:
             begun.told = True
             self._warn(
-                f"{type(loader).__name__} has no load_state_dict, so it starts from its beginning and not at the checkpoint's data "
+                f"{type(loader).__name__} has no load_state_dict, so it starts from its beginning and not at the "
+                "checkpoint's data "
                 "position; train with unishard.dataloader(dataset, cfg)"
             )
         self._now = begun
@@ -121,9 +128,12 @@ class TrainingPasses:
         if self._now is not of and of.updates != self._order.updates and not self._mixed:
             self._mixed = True
             self._warn(
-                "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position in the data, and a "
-                "resumed run reads both from their beginning; read one dataset of both, such as a torch.utils.data.StackDataset or "
-                "ConcatDataset, or save each loader's state_dict() with your own state; for a validation, call engine.eval() before and "
+                "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position in "
+                "the data, and a "
+                "resumed run reads both from their beginning; read one dataset of both, such as a "
+                "torch.utils.data.StackDataset or "
+                "ConcatDataset, or save each loader's state_dict() with your own state; for a validation, call "
+                "engine.eval() before and "
                 "engine.train() after it"
             )
         self._settle()
@@ -145,7 +155,8 @@ class TrainingPasses:
             self.resumed = ended.resumed  # for the loader that is trained on
         if ended.inside and phase is Phase.OPEN and order.phase is Phase.FORWARD_DONE:
             self._warn(
-                "a loop over engine.batches() inside the training loop ran the model in training mode and made no update; for a "
+                "a loop over engine.batches() inside the training loop ran the model in training mode and made no "
+                "update; for a "
                 "validation, call engine.eval() before and engine.train() after it"
             )
 
@@ -160,16 +171,18 @@ class TrainingPasses:
         self._now.kept = None if reading is None else reading.position()
         if reading is not None and not reading.exact:
             self._warn(
-                f"{reading.name} does not yield each batch of the loader in it as soon as it is read, so a checkpoint has no position in "
+                f"{reading.name} does not yield each batch of the loader in it as soon as it is read, so a checkpoint "
+                "has no position in "
                 "the data; pass the loader itself: engine.batches(loader) copies to the device while that computes"
             )
 
     def position(self) -> Position | None:
-        """Position of this rank's training loader after the completed windows; a window that was read but not trained is not counted.
+        """Position of this rank's training loader after the completed windows; a window that was read but not trained
+        is not counted.
 
         Returns:
-            The argument of `resume`; JSON except for the loader's own state. None if there was no training loader, or the
-            last one has no `state_dict` and `load_state_dict`.
+            The argument of `resume`; JSON except for the loader's own state. None if there was no training loader, or
+            the last one has no `state_dict` and `load_state_dict`.
         """
         if self.resumed is not None:
             return position.of_rank(*self.resumed, dist.get_rank(), dist.get_world_size())
@@ -186,7 +199,8 @@ class TrainingPasses:
         """Let the next training loader resume at the position of another run.
 
         Args:
-            positions: What `position` returned on each of its ranks. If one is None, the loader starts from its beginning.
+            positions: What `position` returned on each of its ranks. If one is None, the loader starts from its
+                beginning.
             world_then: That run's number of ranks.
         """
         known = [where for where in positions if where is not None]

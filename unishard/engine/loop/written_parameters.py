@@ -1,12 +1,14 @@
 """Find parameters that the script or the forward writes past the engine.
 
-Where a rank's tensors are shards or rounded copies, a write reaches some of them: FSDP2 trains one between two updates and loses one in
-the forward, stage 3 of ZeRO ignores both, and stages 1 and 2 compute with a copy that the next update replaces.
+Where a rank's tensors are shards or rounded copies, a write reaches some of them: FSDP2 trains one between two updates
+and loses one in the forward, stage 3 of ZeRO ignores both, and stages 1 and 2 compute with a copy that the next update
+replaces.
 
-In-place operations on a parameter raise its version, which costs nothing to read. What bypasses that, such as `parameter.data.fill_(1)`,
-shows in the bits, which are added up on the device in the first updates. Under ZeRO-3 a parameter has no elements while it is not
-gathered, and `parameter.data.fill_(1)` then does nothing and leaves no trace, nor does it in the forward of a module around that which
-holds the parameter, or in a hook before the forward of the latter.
+In-place operations on a parameter raise its version, which costs nothing to read. What bypasses that, such as
+`parameter.data.fill_(1)`, shows in the bits, which are added up on the device in the first updates. Under ZeRO-3 a
+parameter has no elements while it is not gathered, and `parameter.data.fill_(1)` then does nothing and leaves no trace,
+nor does it in the forward of a module around that which holds the parameter, or in a hook before the forward of the
+latter.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from unishard.errors import ContractError
 __all__ = ["WrittenParameters", "sum_of_bits"]
 
 _FIRST = 3
-"""The updates in which bits are compared, in the first forward of each: there a habit shows, and the host waits for the device."""
+"""The updates in which bits are compared, in the first forward of each: there a habit shows, and the host waits for the
+device."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
 
@@ -36,7 +39,8 @@ class _Mark(NamedTuple):
 
     version: int
     storage: Any
-    """Only where it has no memory of its own, as for a DTensor: there `parameter.data = value` leaves no other trace."""
+    """Only where it has no memory of its own, as for a DTensor: there `parameter.data = value` leaves no other
+    trace."""
     bits: Tensor | None
 
 
@@ -44,7 +48,8 @@ class WrittenParameters:
     """Refuses what is written between two updates, and in a training forward."""
 
     def __init__(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
-        """Register hooks before the engine does: FSDP2 then gathers before them and releases after, and hooks of the user run between.
+        """Register hooks before the engine does: FSDP2 then gathers before them and releases after, and hooks of the
+        user run between.
 
         Args:
             module: The model, not sharded yet.
@@ -53,7 +58,9 @@ class WrittenParameters:
         self._module = module
         self._units = set(units)
         units_by_name = {name: part for name, part in module.named_modules() if part in self._units}
-        self._in_units = {f"{name}.{inner}" for name, unit in units_by_name.items() for inner, _ in unit.named_parameters()}
+        self._in_units = {
+            f"{name}.{inner}" for name, unit in units_by_name.items() for inner, _ in unit.named_parameters()
+        }
         self._eager = eager_modules(module)
         # Of a module with several names the first, as of its parameters.
         self._parts = {part: prefix for prefix, part in reversed([*self._modules(module)])}
@@ -81,7 +88,9 @@ class WrittenParameters:
         self.keep()
 
     def keep(self) -> None:
-        """Remember the parameters until the next forward; after `prepare`, and after an update before one that is looked at."""
+        """Remember the parameters until the next forward; after `prepare`, and after an update before one that is
+        looked at.
+        """
         self._writes = self._order.writes
         self._kept = _marks(self._own, bits=self._order.updates < _FIRST)
 
@@ -114,9 +123,12 @@ class WrittenParameters:
         if written := found.names(self._own):
             self._kept = {}
             raise ContractError(
-                f"{_named(written)} changed since {'the last update' if self._order.updates else 'unishard.prepare'}, but not by the "
-                "engine, whose shards or rounded copies of the weights this would reach in part or not at all; write the parameter "
-                f"with `with engine.gathered([{written[0]!r}]) as weights:` or engine.set_parameter, or before unishard.prepare"
+                f"{_named(written)} changed since {'the last update' if self._order.updates else 'unishard.prepare'}, "
+                "but not by the "
+                "engine, whose shards or rounded copies of the weights this would reach in part or not at all; write "
+                "the parameter "
+                f"with `with engine.gathered([{written[0]!r}]) as weights:` or engine.set_parameter, or before "
+                "unishard.prepare"
             )
 
     @contextmanager
@@ -151,15 +163,21 @@ class WrittenParameters:
         self._kept = {}
         if written := found.names(self._own):
             raise ContractError(
-                f"the forward writes {_named(written)}, of which it has only a shard, or a gathered or rounded copy, so "
+                f"the forward writes {_named(written)}, of which it has only a shard, or a gathered or rounded copy, "
+                "so "
                 "the write is lost or differs between engines; write it after engine.step() with "
-                f"`with engine.gathered([{written[0]!r}]) as weights:`, for example to clamp a weight or to update a momentum encoder "
-                "(engine.ema averages all weights); for an initialization that depends on data, run a batch through the model before "
-                "unishard.prepare; a write that is the same on all ranks also works with sharding: no_shard and precision: fp32"
+                f"`with engine.gathered([{written[0]!r}]) as weights:`, for example to clamp a weight or to update a "
+                "momentum encoder "
+                "(engine.ema averages all weights); for an initialization that depends on data, run a batch through "
+                "the model before "
+                "unishard.prepare; a write that is the same on all ranks also works with sharding: no_shard and "
+                "precision: fp32"
             )
 
     def _modules(self, module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """The modules that may be gathered one by one; none inside a unit, nor inside a compiled module, which would compile again."""
+        """The modules that may be gathered one by one; none inside a unit, nor inside a compiled module, which would
+        compile again.
+        """
         yield prefix, module
         if module not in self._units:
             for name, child in module.named_children():
@@ -167,7 +185,9 @@ class WrittenParameters:
                     yield from self._modules(child, f"{prefix}{name}.")
 
     def _held(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is gathered with a module: all of a unit; of another module its own parameters, and of the root all outside units."""
+        """What is gathered with a module: all of a unit; of another module its own parameters, and of the root all
+        outside units.
+        """
         prefix = self._parts[module]
         for name, parameter in ((prefix + name, parameter) for name, parameter in module.named_parameters()):
             own = self._own.get(name)
@@ -177,14 +197,21 @@ class WrittenParameters:
                 yield name, parameter
 
     def _outside(self, watched: nn.Module, found: _Comparison) -> list[RemovableHandle]:
-        """Register hooks before and after those of the engine that gather. ZeRO-3's are the last that it finds, FSDP2's the first."""
+        """Register hooks before and after those of the engine that gather.
+
+        ZeRO-3's are the last that it finds, FSDP2's the first.
+        """
 
         def before(module: nn.Module, args: Any) -> None:
             for name, parameter in self._held(watched):
                 was = self._kept.get(name)
                 if was is not None and was.bits is None and parameter is self._own[name] and not parameter.numel():
                     # Gathering ahead replaces storages outside units, and gathering at all those inside.
-                    found.add(name, was if watched in self._units else was._replace(storage=None), _mark(parameter, bits=False))
+                    found.add(
+                        name,
+                        was if watched in self._units else was._replace(storage=None),
+                        _mark(parameter, bits=False),
+                    )
                     self._kept[name] = was._replace(storage=None)
 
         return [
@@ -199,7 +226,9 @@ class WrittenParameters:
             if module is watched:  # not a copy of it
                 self._order.gathered = True
                 # Not what ZeRO-3 shows: it may be on its way.
-                self._mark_gathered(watched, (each for each in self._held(watched) if each[1] is not self._own.get(each[0])))
+                self._mark_gathered(
+                    watched, (each for each in self._held(watched) if each[1] is not self._own.get(each[0]))
+                )
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if module is watched:
@@ -212,7 +241,11 @@ class WrittenParameters:
             return
         marks = self._marks[watched]
         for name, parameter in held:
-            if name in self._kept and name not in marks and (parameter is not self._own[name] or self._kept[name].bits is None):
+            if (
+                name in self._kept
+                and name not in marks
+                and (parameter is not self._own[name] or self._kept[name].bits is None)
+            ):
                 marks[name] = parameter, _mark(parameter, bits=True)
 
     def _compare_gathered(self, watched: nn.Module) -> None:
@@ -242,7 +275,10 @@ class _Comparison:
             self._bits[name] = self._bits[name] | different if name in self._bits else different
 
     def names(self, order: Iterable[str]) -> list[str]:
-        """The parameters that were written, in an order that is the same on all ranks. Waits for the device if bits are compared."""
+        """The parameters that were written, in an order that is the same on all ranks.
+
+        Waits for the device if bits are compared.
+        """
         if self._bits:
             first = next(iter(self._bits.values()))
             flags = torch.stack([flag.to(first.device) for flag in self._bits.values()]).tolist()
@@ -257,7 +293,11 @@ def _marks(parameters: Mapping[str, nn.Parameter], *, bits: bool) -> dict[str, _
 @torch.no_grad()
 def _mark(parameter: Any, *, bits: bool) -> _Mark:
     without_memory = hasattr(parameter, "to_local") or not parameter.numel()
-    return _Mark(parameter._version, parameter.untyped_storage() if without_memory else None, sum_of_bits(parameter) if bits else None)
+    return _Mark(
+        parameter._version,
+        parameter.untyped_storage() if without_memory else None,
+        sum_of_bits(parameter) if bits else None,
+    )
 
 
 def sum_of_bits(parameter: Any) -> Tensor | None:
@@ -266,7 +306,9 @@ def sum_of_bits(parameter: Any) -> Tensor | None:
     local = local.to_local() if hasattr(local, "to_local") else local
     local = torch.view_as_real(local) if local.is_complex() else local
     bits = local.view(_INTEGERS[local.itemsize])
-    return bits.sum(dtype=bits.dtype) if local.numel() else None  # it may wrap; in a wider dtype torch would copy all of it on the CPU
+    return (
+        bits.sum(dtype=bits.dtype) if local.numel() else None
+    )  # it may wrap; in a wider dtype torch would copy all of it on the CPU
 
 
 def _named(written: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Activation checkpointing: modules that keep only their inputs and recompute their forward in backward.
 
-It wraps the module's `forward`, so the engines' hooks (gather, release, cast) stay outside and run once, and module and parameter
-names do not change.
+It wraps the module's `forward`, so the engines' hooks (gather, release, cast) stay outside and run once, and module and
+parameter names do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ __all__ = ["SAVED", "apply", "find"]
 _FIELD = "activation_checkpointing"
 
 SAVED = (
-    # Products with weights. Not aten.bmm: scores of an attention that is not fused grow with the square of the sequence length.
+    # Products with weights. Not aten.bmm: scores of an attention that is not fused grow with the square of the sequence
+    # length.
     "mm",
     "addmm",
     "_scaled_mm",
@@ -79,15 +80,17 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
 
 # Without the cache, which the second forward would fill again; transformers' GradientCheckpointingLayer removes it too.
 #
-# Two functions, because torch.compile accepts `context_fn` only as a literal in the source (torch 2.13). The other arguments are
-# torch's defaults: the random state is restored, and shapes and dtypes are compared.
+# Two functions, because torch.compile accepts `context_fn` only as a literal in the source (torch 2.13). The other
+# arguments are torch's defaults: the random state is restored, and shapes and dtypes are compared.
 
 
 def _recompute_all(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, determinism_check="default", **kwargs)
+    return checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=True, determinism_check="default", **kwargs
+    )
 
 
 def _recompute_selectively(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +98,13 @@ def _recompute_selectively(forward: Callable[..., Any], /, *args: Any, **kwargs:
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
     return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=_contexts, preserve_rng_state=True, determinism_check="default", **kwargs
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=_contexts,
+        preserve_rng_state=True,
+        determinism_check="default",
+        **kwargs,
     )
 
 

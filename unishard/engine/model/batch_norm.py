@@ -16,7 +16,8 @@ _logger = logging.getLogger("unishard")
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _ADVICE = {
     "cuda": "to normalize over all ranks, pass torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) to prepare",
-    "cpu": "torch.nn.SyncBatchNorm, which normalizes over all ranks, needs a GPU; on the CPU use GroupNorm, or a larger micro-batch",
+    "cpu": "torch.nn.SyncBatchNorm, which normalizes over all ranks, needs a GPU; on the CPU use GroupNorm, or a "
+    "larger micro-batch",
 }
 
 

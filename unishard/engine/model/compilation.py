@@ -1,7 +1,7 @@
 """`torch.compile` of a model's forward, in place.
 
-Only `forward` is compiled, never `__call__`: the engines' hooks on the module run uncompiled, and no `_orig_mod` appears in any
-name.
+Only `forward` is compiled, never `__call__`: the engines' hooks on the module run uncompiled, and no `_orig_mod`
+appears in any name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def find(model: nn.Module, cfg: Config) -> list[Unit]:
     require_backend(cfg.compile)
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise ModelError(f"compile: {name or 'the model'} is already compiled (module.compile()); remove that, or set compile to none")
+            raise ModelError(
+                f"compile: {name or 'the model'} is already compiled (module.compile()); remove that, or set compile "
+                "to none"
+            )
     return [Unit("", model)] if cfg.compile.mode == "full" else find_blocks(model, cfg.sharding, "compile")
 
 
@@ -58,7 +61,9 @@ def require_backend(cfg: config.Compile) -> None:
 def apply(modules: Sequence[Unit], cfg: config.Compile) -> None:
     """Compile the `forward` of modules, at the first call."""
     for unit in modules:
-        _limits().files |= {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(unit.module).__mro__}
+        _limits().files |= {
+            getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(unit.module).__mro__
+        }
         unit.module.forward = Compiled(unit.module.forward, cfg.backend, block=cfg.mode == "per_block")
 
 
@@ -72,9 +77,10 @@ def eager_modules(model: nn.Module) -> set[nn.Module]:
 class Compiled:
     """A compiled `forward`; a copy of its module compiles its own instead of calling the original module.
 
-    A block is compiled without a key-value cache. Each layer indexes the cache differently, so torch would make a graph per layer,
-    and stop compiling at the ninth (torch 2.13, `torch.compiler.config.recompile_limit`). In training, transformers models pass an
-    empty cache to each block, which is removed; without gradients, as in `generate`, a block with a cache runs uncompiled.
+    A block is compiled without a key-value cache. Each layer indexes the cache differently, so torch would make a graph
+    per layer, and stop compiling at the ninth (torch 2.13, `torch.compiler.config.recompile_limit`). In training,
+    transformers models pass an empty cache to each block, which is removed; without gradients, as in `generate`, a
+    block with a cache runs uncompiled.
     """
 
     compiles = True
@@ -102,12 +108,15 @@ class Compiled:
 
 
 class _Limits(logging.Handler):
-    """Logs one line when torch stops compiling a function of a model and runs it uncompiled; torch's own message has a dozen."""
+    """Logs one line when torch stops compiling a function of a model and runs it uncompiled; torch's own message has a
+    dozen.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.files: set[str | None] = set()
-        """Source files of the compiled modules' classes and bases; functions in other files, such as an engine's, are not reported."""
+        """Source files of the compiled modules' classes and bases; functions in other files, such as an engine's, are
+        not reported."""
         self._reported: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -119,7 +128,8 @@ class _Limits(logging.Handler):
             return
         self._reported.add(function)
         _logger.warning(
-            "torch.compile made %s graphs of %s and runs its other calls uncompiled, which is slower; reason for the last graph: %s; "
+            "torch.compile made %s graphs of %s and runs its other calls uncompiled, which is slower; reason for the "
+            "last graph: %s; "
             "use batches of one shape, set compile to none, or raise torch.compiler.config.%s",
             *(number, function, " ".join(reason.partition("\n")[0].split()), limit),
         )

@@ -18,9 +18,9 @@ __all__ = ["cast_model", "cast_to_compute"]
 def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:
     """Cast the trainable parameters to `precision.master`, and the buffers to `precision.buffers`, in place.
 
-    So a model loaded in bf16 has fp32 master weights on every engine: DeepSpeed creates them itself, but FSDP2 would update bf16
-    weights. Frozen parameters keep their dtype, because nothing updates them. What `precision.keep_fp32` keeps becomes fp32. Parameters
-    stay the same objects and stay tied.
+    So a model loaded in bf16 has fp32 master weights on every engine: DeepSpeed creates them itself, but FSDP2 would
+    update bf16 weights. Frozen parameters keep their dtype, because nothing updates them. What `precision.keep_fp32`
+    keeps becomes fp32. Parameters stay the same objects and stay tied.
 
     Args:
         model: The full model, not sharded.
@@ -47,7 +47,9 @@ def _at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 def cast_to_compute(tensors: Iterable[Tensor], cfg: Precision) -> None:
-    """Cast floating-point parameters to `precision.compute`, but for those kept in fp32, and freeze all; buffers keep their dtype."""
+    """Cast floating-point parameters to `precision.compute`, but for those kept in fp32, and freeze all; buffers keep
+    their dtype.
+    """
     dtype = DTYPES[cfg.compute]
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter):

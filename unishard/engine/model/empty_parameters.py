@@ -11,7 +11,9 @@ _EMPTY = "_unishard_empty"
 
 
 def freeze_empty(model: nn.Module) -> None:
-    """Freeze parameters without elements: engines wait for their gradients or reduce them, and neither is possible (torch 2.13)."""
+    """Freeze parameters without elements: engines wait for their gradients or reduce them, and neither is possible
+    (torch 2.13).
+    """
     for parameter in model.parameters():
         if not parameter.numel():
             parameter.requires_grad_(False)

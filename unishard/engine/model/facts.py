@@ -32,7 +32,10 @@ class ModelFacts:
 
 
 def description_of(model: Any) -> dict[str, str]:
-    """Describe what must be equal on all ranks: the class; shape, dtype and whether frozen of each tensor. Raises nothing."""
+    """Describe what must be equal on all ranks: the class; shape, dtype and whether frozen of each tensor.
+
+    Raises nothing.
+    """
     described = {"class of the model": type(model).__name__}
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -55,16 +58,17 @@ def facts_of(model: nn.Module, *, train: bool = True, forward_writes: bool = Tru
         forward_writes: Whether what the forward writes into a parameter stays there, the same on all ranks.
 
     Raises:
-        ModelError: It cannot be sharded as configured: it has nothing to train, is already sharded, or has parameters without
-            data, with a dtype that no engine trains, in a layout that cannot be saved, or with hooks that sharding would lose; or its
-            forward writes parameters.
+        ModelError: It cannot be sharded as configured: it has nothing to train, is already sharded, or has parameters
+            without data, with a dtype that no engine trains, in a layout that cannot be saved, or with hooks that
+            sharding would lose; or its forward writes parameters.
     """
     problem = next(_problems(model, train=train, forward_writes=forward_writes), None)
     if problem:
         raise ModelError(problem)
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad and train]
-    # FSDP2 shards rows of dim 0, ZeRO pads flat shards by a few elements, ZeroRedundancyOptimizer does not split parameters.
+    # FSDP2 shards rows of dim 0, ZeRO pads flat shards by a few elements, ZeroRedundancyOptimizer does not split
+    # parameters.
     rows = sum(max(64, parameter[0].numel() if parameter.dim() and len(parameter) else 1) for parameter in parameters)
     return ModelFacts(
         elements=sum(parameter.numel() for parameter in parameters),
@@ -83,36 +87,65 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             path, what = (f"{name}.", f"module {name} of {kind}") if name else ("model.", "the model")
-            yield f"{what} is already compiled; pass the original module, {path}_orig_mod, and set compile to per_block or full"
+            yield (
+                f"{what} is already compiled; pass the original module, {path}_orig_mod, and set compile to "
+                "per_block or full"
+            )
         if hasattr(module, "_checkpoint_wrapped_module"):
-            yield f"module {name} of {kind} is in torch's checkpoint_wrapper; use the original module and set activation_checkpointing"
-        if train and not forward_writes and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield (
+                f"module {name} of {kind} is in torch's checkpoint_wrapper; use the original module and set "
+                "activation_checkpointing"
+            )
+        if (
+            train
+            and not forward_writes
+            and isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
+        ):
             weight = f"{name}.weight" if name else "weight"
             yield (
-                f"{name or 'the model'} ({type(module).__name__}) of {kind} has max_norm, with which each rank's forward writes the rows "
-                "of its own batch into the weight, where sharding loses them and replicas would differ; leave max_norm out, and limit "
+                f"{name or 'the model'} ({type(module).__name__}) of {kind} has max_norm, with which each rank's "
+                "forward writes the rows "
+                "of its own batch into the weight, where sharding loses them and replicas would differ; leave max_norm "
+                "out, and limit "
                 f"the norms of the rows after engine.step() in `with engine.gathered([{weight!r}]) as weights:`"
             )
-        if train and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        if (
+            train
+            and isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.sparse
+            and module.weight.requires_grad
+        ):
             yield (
-                f"{name or 'the model'} ({type(module).__name__}) of {kind} has sparse=True, and engines reduce and shard only dense "
-                "gradients; build it with sparse=False, and train it with an optimizer for dense gradients, such as AdamW"
+                f"{name or 'the model'} ({type(module).__name__}) of {kind} has sparse=True, and engines reduce and "
+                "shard only dense "
+                "gradients; build it with sparse=False, and train it with an optimizer for dense gradients, such as "
+                "AdamW"
             )
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter))
     for name, tensor in (*named.items(), *model.named_buffers()):
         if not isinstance(tensor, UninitializedBuffer) and (problem := obstacle(tensor)) is not None:
             yield (
-                f"{name} of {kind} {problem}, which can be neither sent to other ranks nor saved; make it a dense tensor of another dtype, "
+                f"{name} of {kind} {problem}, which can be neither sent to other ranks nor saved; make it a dense "
+                "tensor of another dtype, "
                 "or keep it as a plain attribute of its module"
             )
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad and train}
     if train and not trainable:
-        yield f"all {len(named)} parameters of {kind} are frozen; unfreeze the ones to train, or prepare it with train=False"
-    other = [name for name, parameter in trainable.items() if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16)]
+        yield (
+            f"all {len(named)} parameters of {kind} are frozen; unfreeze the ones to train, or prepare it with "
+            "train=False"
+        )
+    other = [
+        name
+        for name, parameter in trainable.items()
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+    ]
     if other:
         yield (
-            f"trainable parameters must be fp32, bf16 or fp16, but {other[0]} and {len(other) - 1} others of {kind} are "
+            f"trainable parameters must be fp32, bf16 or fp16, but {other[0]} and {len(other) - 1} others of {kind} "
+            "are "
             f"{named[other[0]].dtype}; call model.float() and set the training dtypes in the section precision"
         )
 
@@ -124,4 +157,6 @@ def _parameter_problems(parameter: nn.Parameter) -> Iterator[str]:
         yield "is already sharded; build a new model and prepare it once"
     # torch 2.13 keeps both kinds of hooks in private attributes of the tensor, which sharding replaces.
     elif any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
-        yield "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.set_grad instead"
+        yield (
+            "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.set_grad instead"
+        )

@@ -29,15 +29,16 @@ __all__ = ["from_pretrained"]
 def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> nn.Module:
     """Load a transformers model whose parameters `prepare` reads from safetensors. Collective.
 
-    Until then parameters are on the meta device on every rank; buffers have their data. `prepare` reads one unit (on DeepSpeed one
-    parameter) at a time: where parameters are sharded (`full_shard`, and the hybrid strategies on FSDP2), each rank reads its own slices;
-    else rank 0 reads and broadcasts. So every rank needs the same files. Parameters are fp32 whatever the files' dtype, because they
-    become the master weights; `prepare(train=False)` casts them to `precision.compute`.
-    Names are mapped as in `cls.from_pretrained`; tied weights follow the config.
+    Until then parameters are on the meta device on every rank; buffers have their data. `prepare` reads one unit (on
+    DeepSpeed one parameter) at a time: where parameters are sharded (`full_shard`, and the hybrid strategies on FSDP2),
+    each rank reads its own slices; else rank 0 reads and broadcasts. So every rank needs the same files. Parameters are
+    fp32 whatever the files' dtype, because they become the master weights; `prepare(train=False)` casts them to
+    `precision.compute`. Names are mapped as in `cls.from_pretrained`; tied weights follow the config.
 
     Args:
         cls: A transformers model class such as `LlamaForCausalLM`; not an Auto class.
-        path: Directory with `config.json` and `model.safetensors`, or several files and their index, as `save_pretrained` writes.
+        path: Directory with `config.json` and `model.safetensors`, or several files and their index, as
+            `save_pretrained` writes.
         cfg: The config that `prepare` will get.
         kwargs: Overrides of the model's config, such as `attn_implementation="eager"`.
 
@@ -47,8 +48,8 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     Raises:
         ConfigError: `cfg` is not a config.
         RankMismatchError: On every rank: the files differ between ranks.
-        ModelError: `cls` is not such a class, there are no safetensors, tensors are missing, unexpected or have another shape, or
-            transformers converts several tensors of the files into one parameter.
+        ModelError: `cls` is not such a class, there are no safetensors, tensors are missing, unexpected or have another
+            shape, or transformers converts several tensors of the files into one parameter.
     """
     expect_config(cfg)
     lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
@@ -69,7 +70,8 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
         target = parameters.get(name, buffers.get(name))
         if target is not None and tensors[key] != tuple(target.shape):
             raise ModelError(
-                f"{folder}: {key} has the shape {tensors[key]}, and {name} of {cls.__name__} has {tuple(target.shape)}; "
+                f"{folder}: {key} has the shape {tensors[key]}, and {name} of {cls.__name__} has "
+                f"{tuple(target.shape)}; "
                 "load it with the config that it was saved with"
             )
         if name in parameters:
@@ -87,10 +89,13 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
         from transformers import PreTrainedModel
         from transformers.initialization import no_init_weights
     except ModuleNotFoundError as error:
-        raise ModelError(f"from_pretrained needs {error.name}, which is not installed; pip install 'unishard[hf]'") from error
+        raise ModelError(
+            f"from_pretrained needs {error.name}, which is not installed; pip install 'unishard[hf]'"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ModelError(
-            f"from_pretrained needs a model class of transformers, such as LlamaForCausalLM, got {getattr(cls, '__name__', cls)!r}; build "
+            "from_pretrained needs a model class of transformers, such as LlamaForCausalLM, got "
+            f"{getattr(cls, '__name__', cls)!r}; build "
             "any other model inside unishard.init(cfg), and load its weights there on rank 0"
         )
     if not (folder / "config.json").is_file():
@@ -98,9 +103,16 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
     built: Any = cls
     try:
         config = built.config_class.from_pretrained(folder, **kwargs)
-    except (OSError, ValueError, TypeError, RecursionError) as error:  # transformers and json have no error of their own for a damaged file
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        RecursionError,
+    ) as error:  # transformers and json have no error of their own for a damaged file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"{folder / 'config.json'}: transformers cannot read it ({reason:.200}); give a model's config.json") from error
+        raise ModelError(
+            f"{folder / 'config.json'}: transformers cannot read it ({reason:.200}); give a model's config.json"
+        ) from error
     named = config.dtype
     # Built in fp32, whatever dtype (that of the files) the config names, so buffers are as in training from scratch.
     with without_data(), no_init_weights():
@@ -141,7 +153,9 @@ def _sources(model: Any, keys: Iterable[str], folder: Path) -> dict[str, str]:
 
 
 def _ignored(model: Any) -> list[str]:
-    """Names in a file that transformers ignores (transformers 5.23, modeling_utils.py, _adjust_missing_and_unexpected_keys)."""
+    """Names in a file that transformers ignores (transformers 5.23, modeling_utils.py,
+    _adjust_missing_and_unexpected_keys).
+    """
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
 
 
@@ -155,7 +169,8 @@ def _refuse_gaps(model: nn.Module, folder: Path, missing: list[str], unexpected:
     if problems:
         note = " (transformers would initialize some of them)" if missing and allowed else ""
         raise ModelError(
-            f"{folder} does not contain a {type(model).__name__}: {'; '.join(problems)}{note}; load it with the class that saved it, or, "
+            f"{folder} does not contain a {type(model).__name__}: {'; '.join(problems)}{note}; load it with the class "
+            "that saved it, or, "
             "for a new head, inside unishard.init(cfg) with cls.from_pretrained, which needs the full model on rank 0"
         )
 

@@ -21,10 +21,10 @@ __all__ = ["init", "without_data"]
 def init(cfg: Config) -> Iterator[None]:
     """Build models whose data exists only on rank 0 until `prepare` distributes it. Collective.
 
-    On rank 0 nothing changes: the model is initialized on the CPU as usual, with the same random numbers. On the other ranks
-    parameters go to the meta device when a module registers them; buffers keep their data. `prepare` then broadcasts and shards
-    unit by unit. Under full_shard only rank 0 ever holds the whole model, and it frees what it has sent: all ranks together hold
-    one copy, plus one unit (on DeepSpeed one parameter) per rank.
+    On rank 0 nothing changes: the model is initialized on the CPU as usual, with the same random numbers. On the other
+    ranks parameters go to the meta device when a module registers them; buffers keep their data. `prepare` then
+    broadcasts and shards unit by unit. Under full_shard only rank 0 ever holds the whole model, and it frees what it
+    has sent: all ranks together hold one copy, plus one unit (on DeepSpeed one parameter) per rank.
 
     Any number of models may be built inside, and prepared in any order.
 
@@ -51,7 +51,8 @@ def without_data() -> Iterator[None]:
     except (RuntimeError, NotImplementedError) as error:
         if "meta" in str(error):
             error.add_note(
-                "Inside unishard.init only rank 0 has parameter data, but this model's constructor reads it; build the model "
+                "Inside unishard.init only rank 0 has parameter data, but this model's constructor reads it; build the "
+                "model "
                 "outside, with a full copy on each rank"
             )
         raise

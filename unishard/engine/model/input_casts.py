@@ -1,7 +1,8 @@
 """Which floating-point inputs are cast to the compute dtype, the same for every engine.
 
-By default all of the root, and of a unit its first argument, the hidden states: a table added to them in fp32 must not make fp32 of all
-that follows. What a model passes beside them in fp32, such as rotary tables, stays as it is, as in plain torch.
+By default all of the root, and of a unit its first argument, the hidden states: a table added to them in fp32 must not
+make fp32 of all that follows. What a model passes beside them in fp32, such as rotary tables, stays as it is, as in
+plain torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from unishard.errors import ConfigError, Problem
 __all__ = ["cast_inputs", "check"]
 
 _CHECKED = 4
-"""Forwards of a module in which casts are compared with what was cast; that waits for the device, so later ones are not."""
+"""Forwards of a module in which casts are compared with what was cast; that waits for the device, so later ones are
+not."""
 
 _LOW = (torch.bfloat16, torch.float16)
 _EXACT = 256
@@ -48,12 +50,16 @@ def check(modules: Iterable[nn.Module], cfg: Precision) -> None:
         known |= dict.fromkeys(each.name for each in arguments)
     unknown = [name for name in cfg.cast_inputs if name not in known]
     if unknown:
-        what = f"no forward of the model or of its units has an argument {unknown[0]!r}; they have {', '.join(known) or 'none'}"
+        what = (
+            f"no forward of the model or of its units has an argument {unknown[0]!r}; they have "
+            f"{', '.join(known) or 'none'}"
+        )
         raise ConfigError([Problem("precision.cast_inputs", what)])
 
 
 def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableHandle]:
-    """Cast inputs of modules, positional and keyword, to the compute dtype before each forward; those of modules in fp32 to fp32.
+    """Cast inputs of modules, positional and keyword, to the compute dtype before each forward; those of modules in
+    fp32 to fp32.
 
     Args:
         modules: The root, and the units.
@@ -73,12 +79,16 @@ def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableH
         handles.append(module.register_forward_hook(casts.back))
     # Before the module's other hooks, so that the engine's hooks get the cast inputs.
     for module in (root, *(unit for unit in units if not holds_all(unit))) if cfg.cast_inputs else ():
-        handles.append(module.register_forward_pre_hook(_Cast(module, cfg, root=module is root), prepend=True, with_kwargs=True))
+        handles.append(
+            module.register_forward_pre_hook(_Cast(module, cfg, root=module is root), prepend=True, with_kwargs=True)
+        )
     return handles
 
 
 class _InFp32:
-    """Hooks of a module that computes in fp32: inputs are cast to fp32, and then outputs to the dtype that the inputs had."""
+    """Hooks of a module that computes in fp32: inputs are cast to fp32, and then outputs to the dtype that the inputs
+    had.
+    """
 
     def __init__(self) -> None:
         self._given: torch.dtype | None = None
@@ -98,7 +108,9 @@ class _Cast:
     def __init__(self, module: nn.Module, cfg: Precision, *, root: bool) -> None:
         self._dtype = DTYPES[cfg.compute]
         arguments = signature(module.forward).parameters.values()
-        positional = [each.name for each in arguments if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            each.name for each in arguments if each.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        ]
         self._names = positional or ["input"]
         self._only: frozenset[str] | None = None
         """The arguments that are cast; None for all."""
@@ -150,7 +162,8 @@ def _warn(module: nn.Module, argument: str, number: float, rounded: float) -> No
         return
     where = getattr(module.forward, "__qualname__", type(module).__name__)  # FSDP2 renames the class
     warnings.warn(
-        f"precision.cast_inputs rounds whole numbers of {argument}, an argument of {where}: {number:g} becomes {rounded:g}; if they are "
+        f"precision.cast_inputs rounds whole numbers of {argument}, an argument of {where}: {number:g} becomes "
+        f"{rounded:g}; if they are "
         "timesteps or positions, name only the other arguments in precision.cast_inputs, or pass integers",
         RuntimeWarning,
         stacklevel=2,

@@ -1,7 +1,8 @@
 """What stays in fp32 in a 16-bit run (`precision.keep_fp32`), the same for every engine.
 
-The patterns in `keep_fp32`, or in transformers' lists, are matched with names of parameters and buffers, as transformers does. What is kept
-is marked, so that whatever casts or shards it can ask; sharding keeps attributes of parameters.
+The patterns in `keep_fp32`, or in transformers' lists, are matched with names of parameters and buffers, as
+transformers does. What is kept is marked, so that whatever casts or shards it can ask; sharding keeps attributes of
+parameters.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def declared_by(model: nn.Module, compute: str) -> set[str]:
     """Names of parameters and buffers that the classes of a model keep in fp32.
 
-    transformers has a list for fp16 and bf16, and one only for fp16 (transformers 5.23, modeling_utils.py, _get_dtype_plan).
+    transformers has a list for fp16 and bf16, and one only for fp16 (transformers 5.23, modeling_utils.py,
+    _get_dtype_plan).
 
     Args:
         model: Any.
@@ -80,7 +82,9 @@ def declared_by(model: nn.Module, compute: str) -> set[str]:
         patterns = [pattern.replace("*", ".*") for name in lists for pattern in getattr(module, name, None) or ()]
         if patterns:
             prefix = f"{path}." if path else ""
-            found |= {prefix + name for name, _ in _floating(module) if any(re.search(pattern, name) for pattern in patterns)}
+            found |= {
+                prefix + name for name, _ in _floating(module) if any(re.search(pattern, name) for pattern in patterns)
+            }
     return found
 
 
@@ -106,7 +110,8 @@ def _problems(model: nn.Module, found: Kept, cfg: Precision, *, train: bool) -> 
     if train and trained and rounding:
         whose = f"{type(model).__name__} asks for it, and " if cfg.keep_fp32 == "auto" else ""
         yield (
-            f"keeps {trained[0]} in fp32 ({whose}precision.{rounding[0]} {getattr(cfg, rounding[0])} would round it); set "
+            f"keeps {trained[0]} in fp32 ({whose}precision.{rounding[0]} {getattr(cfg, rounding[0])} would round it); "
+            "set "
             f"precision.{rounding[0]} to fp32, or keep_fp32 to [] to keep nothing"
         )
 

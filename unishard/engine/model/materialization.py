@@ -1,7 +1,8 @@
-"""Give tensors on the meta device their data: a model may be complete only on rank 0, or have only functions that read it.
+"""Give tensors on the meta device their data: a model may be complete only on rank 0, or have only functions that read
+it.
 
-A meta parameter gets the data of rank 0's parameter with the same name, or of the function set by `set_reader`: where the engine keeps
-only a part of it on each rank, every rank reads its own part; else rank 0 reads all of it.
+A meta parameter gets the data of rank 0's parameter with the same name, or of the function set by `set_reader`: where
+the engine keeps only a part of it on each rank, every rank reads its own part; else rank 0 reads all of it.
 """
 
 from __future__ import annotations
@@ -100,12 +101,18 @@ def check(model: nn.Module, *, train: bool) -> None:
 def _without_data(model: nn.Module) -> Iterator[str]:
     kind = type(model).__name__
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer) or not tensor.is_meta or hasattr(tensor, _READER):
+        if (
+            isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+            or not tensor.is_meta
+            or hasattr(tensor, _READER)
+        ):
             continue
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         yield (
-            f"{what} {name} of {kind} is on the meta device and has no data; build the model on the CPU, inside unishard.init(cfg), "
-            "or with unishard.from_pretrained; to add modules to a pretrained model (adapters, new heads), build all of it inside "
+            f"{what} {name} of {kind} is on the meta device and has no data; build the model on the CPU, inside "
+            "unishard.init(cfg), "
+            "or with unishard.from_pretrained; to add modules to a pretrained model (adapters, new heads), build all "
+            "of it inside "
             "unishard.init(cfg) instead"
         )
 
@@ -117,7 +124,8 @@ def materialize(tensors: Iterable[Tensor], device: torch.device, part: Part | No
     Args:
         tensors: Parameters and buffers.
         device: Where this rank computes.
-        part: What this rank keeps of a parameter. A parameter with a reader then has only these elements; the others are uninitialized.
+        part: What this rank keeps of a parameter. A parameter with a reader then has only these elements; the others
+            are uninitialized.
 
     Returns:
         Those of the tensors to broadcast from rank 0 next; the others have what this rank keeps.
@@ -140,8 +148,8 @@ def materialize(tensors: Iterable[Tensor], device: torch.device, part: Part | No
 def _empty(like: Tensor, device: torch.device) -> Tensor:
     """Allocate memory for a tensor of this shape and dtype.
 
-    Large tensors in host memory get their own pages, which are returned to the system when the tensor is freed; glibc would keep
-    fragments of them between the shards made from them.
+    Large tensors in host memory get their own pages, which are returned to the system when the tensor is freed; glibc
+    would keep fragments of them between the shards made from them.
     """
     if device.type != "cpu" or like.nbytes < _LARGE_BYTES:
         return torch.empty(like.shape, dtype=like.dtype, device=device)
@@ -149,7 +157,9 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
 
 
 def use_placeholders(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Replace meta tensors by expanded scalars on a device, for code that only reads their device and shape. Allocates no memory.
+    """Replace meta tensors by expanded scalars on a device, for code that only reads their device and shape.
+
+    Allocates no memory.
 
     They must still be materialized and then overwritten with rank 0's values.
 

@@ -18,10 +18,11 @@ _OF_SHARDS_TOO = ("dtype", "device")
 
 
 def embeddings_read_outside(model: nn.Module) -> set[nn.Module]:
-    """Embeddings whose weight a forward of a module around them reads: such a weight must be gathered outside the embedding too.
+    """Embeddings whose weight a forward of a module around them reads: such a weight must be gathered outside the
+    embedding too.
 
-    Finds what the source of the forward, or of a method that it calls, says as `self.name.weight`. Another way to read it is an error
-    of the engine in the first forward.
+    Finds what the source of the forward, or of a method that it calls, says as `self.name.weight`. Another way to read
+    it is an error of the engine in the first forward.
     """
     found: set[nn.Module] = set()
     for module in model.modules():

@@ -25,7 +25,11 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
     """
     found = find_units(
         model,
-        Sharding(units=sharding.units, min_unit_params=sharding.min_unit_params, conditional_modules=sharding.conditional_modules),
+        Sharding(
+            units=sharding.units,
+            min_unit_params=sharding.min_unit_params,
+            conditional_modules=sharding.conditional_modules,
+        ),
     )
     declared = {compute: declared_by(model, compute) for compute in ("bf16", "fp16")}
     unit_of = {id(parameter): index for index, unit in enumerate(found) for parameter in unit.module.parameters()}
@@ -41,7 +45,9 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
             )
             for name, each in model.named_parameters()
         ),
-        buffers=tuple(TensorShape(name, tuple(each.shape), name_of(each.dtype)) for name, each in model.named_buffers()),
+        buffers=tuple(
+            TensorShape(name, tuple(each.shape), name_of(each.dtype)) for name, each in model.named_buffers()
+        ),
         units=tuple(unit.name for unit in found),
         embeddings=frozenset(index for index, unit in enumerate(found) if unit.is_embedding),
     )

@@ -1,6 +1,7 @@
 """Find parameters that share memory with another tensor of the model although they are another object.
 
-In plain torch they train as one: `decoder.weight = nn.Parameter(encoder.weight.t())`. Engines move each parameter to memory of its own.
+In plain torch they train as one: `decoder.weight = nn.Parameter(encoder.weight.t())`. Engines move each parameter to
+memory of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ __all__ = ["shared_memory"]
 
 
 def shared_memory(model: nn.Module) -> Iterator[str]:
-    """Yield the trainable parameters that share elements with another parameter or buffer, and how to write that instead.
+    """Yield the trainable parameters that share elements with another parameter or buffer, and how to write that
+    instead.
 
     Frozen ones stay equal without sharing. Slices of one flat tensor may lie beside each other.
     """
     by_storage: dict[tuple[str, int], list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer) or tensor.layout != torch.strided or not tensor.numel():
+        if (
+            isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+            or tensor.layout != torch.strided
+            or not tensor.numel()
+        ):
             continue
         if address := tensor.untyped_storage().data_ptr():  # 0 on the meta device
             by_storage[str(tensor.device), address].append((name, tensor))
@@ -44,7 +50,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
         return True
     size, lowest = one.element_size(), min(begin, start)
     seen = torch.zeros((max(end, stop) - lowest) // size, dtype=torch.bool)
-    rows = [length if step else 1 for length, step in zip(one.shape, one.stride(), strict=True)]  # an expanded dim repeats one element
+    rows = [
+        length if step else 1 for length, step in zip(one.shape, one.stride(), strict=True)
+    ]  # an expanded dim repeats one element
     torch.as_strided(seen, rows, one.stride(), (begin - lowest) // size).fill_(True)
     return bool(torch.as_strided(seen, other.shape, other.stride(), (start - lowest) // size).any())
 
@@ -59,11 +67,14 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def _refusal(kind: str, first: str, second: str, *, buffer: bool) -> str:
     if buffer:
         return (
-            f"buffer {second} of {kind} shares memory with parameter {first}, and would keep the old values when the parameter trains; "
+            f"buffer {second} of {kind} shares memory with parameter {first}, and would keep the old values when the "
+            "parameter trains; "
             f"compute it from the parameter in the forward, or register a copy, {first}.detach().clone()"
         )
     return (
-        f"parameters {first} and {second} of {kind} share memory but are two objects, which engines would train apart; tie them by one "
-        f"object, {second} = {first}; for a transpose or a slice, keep only {first} and compute with it in the forward, such as "
+        f"parameters {first} and {second} of {kind} share memory but are two objects, which engines would train apart; "
+        "tie them by one "
+        f"object, {second} = {first}; for a transpose or a slice, keep only {first} and compute with it in the "
+        "forward, such as "
         f"F.linear(x, {first}.t())"
     )

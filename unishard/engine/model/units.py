@@ -1,8 +1,8 @@
 """Find the units of a model: the modules whose parameters are gathered together, the same for every engine.
 
 Llama                           units: auto
-├── embed_tokens                unit: an embedding outside the blocks, unless its weight is tied to or read by something outside it
-├── layers.0 .. layers.n        units: the repeated blocks
+├── embed_tokens                unit: an embedding outside the blocks, unless its weight is tied to or read by something
+outside it ├── layers.0 .. layers.n        units: the repeated blocks
 └── norm, lm_head               no unit: stay with the root, which is needed last in forward and first in backward
 """
 
@@ -49,7 +49,8 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
         cfg: The section `sharding`; modules smaller than `min_unit_params` belong to the unit around them.
 
     Raises:
-        ModelError: A named class matches no module, or `min_unit_params` is larger than every unit; lists the candidates.
+        ModelError: A named class matches no module, or `min_unit_params` is larger than every unit; lists the
+            candidates.
     """
     conditional = find_conditional(model, cfg)
     if cfg.units == "auto":
@@ -57,7 +58,9 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
         inside = {id(module) for unit in (*found, *conditional) for module in unit.module.modules()}
         inside |= {id(module) for module in embeddings_read_outside(model)}
         found += [
-            Unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding) and id(module) not in inside
+            Unit(name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding) and id(module) not in inside
         ]
     else:
         _require_present(model, set(cfg.units), "sharding.units")
@@ -69,7 +72,9 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     large = [unit for unit in own if unit.numel >= cfg.min_unit_params]
     if own and not large:
         sizes = ", ".join(f"{unit.name} ({type(unit.module).__name__}, {unit.numel:,})" for unit in own[:8])
-        raise ModelError(f"sharding.min_unit_params: {cfg.min_unit_params:,} is larger than every unit; the candidates are {sizes}")
+        raise ModelError(
+            f"sharding.min_unit_params: {cfg.min_unit_params:,} is larger than every unit; the candidates are {sizes}"
+        )
     return large
 
 
@@ -116,7 +121,9 @@ def find_blocks(model: nn.Module, cfg: Sharding, field: str) -> list[Unit]:
 
 
 def _block_classes(model: nn.Module) -> set[str]:
-    """Classes of repeated blocks: `_no_split_modules` of a Hugging Face model, else the class of siblings with parameters."""
+    """Classes of repeated blocks: `_no_split_modules` of a Hugging Face model, else the class of siblings with
+    parameters.
+    """
     declared = set(getattr(model, "_no_split_modules", None) or ())
     present = {type(module).__name__ for module in model.modules()}
     if declared & present:
@@ -126,13 +133,17 @@ def _block_classes(model: nn.Module) -> set[str]:
     while level:  # level by level, so that modules inside a repeated block are not searched
         families = [[child for child in parent.children() if numel_of(child)] for parent in level]
         for family in families:
-            counts = Counter(type(child).__name__ for child in family if not isinstance(child, (*_CONTAINERS, nn.Embedding)))
+            counts = Counter(
+                type(child).__name__ for child in family if not isinstance(child, (*_CONTAINERS, nn.Embedding))
+            )
             repeated |= {name for name, count in counts.items() if count > 1}
         level = [child for family in families for child in family if type(child).__name__ not in repeated]
     return repeated
 
 
-def _outermost(model: nn.Module, classes: set[str], field: str, closed: Collection[str] = (), prefix: str = "") -> Iterator[Unit]:
+def _outermost(
+    model: nn.Module, classes: set[str], field: str, closed: Collection[str] = (), prefix: str = ""
+) -> Iterator[Unit]:
     """Yield modules of some classes; does not search inside them, nor inside modules of a `closed` class."""
     for name, child in model.named_children():
         if type(child).__name__ in closed:
@@ -140,7 +151,9 @@ def _outermost(model: nn.Module, classes: set[str], field: str, closed: Collecti
         if type(child).__name__ in classes and numel_of(child):
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 kind = type(child).__name__
-                raise ModelError(f"{field}: {prefix}{name} is a {kind}, which has no forward; name the class of its elements")
+                raise ModelError(
+                    f"{field}: {prefix}{name} is a {kind}, which has no forward; name the class of its elements"
+                )
             yield Unit(prefix + name, child)
         else:
             yield from _outermost(child, classes, field, closed, f"{prefix}{name}.")
@@ -169,18 +182,26 @@ def _require_present(model: nn.Module, classes: set[str], field: str) -> None:
     if absent:
         near = get_close_matches(absent[0], sizes, 1)
         hint = f"did you mean {near[0]}? Its" if near else "its"
-        raise ModelError(f"{field}: no module of class {', '.join(absent)} in {type(model).__name__}; {hint} {_candidates(model)}")
+        raise ModelError(
+            f"{field}: no module of class {', '.join(absent)} in {type(model).__name__}; {hint} {_candidates(model)}"
+        )
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
     """Elements of a module of each class with parameters."""
-    return {type(module).__name__: numel_of(module) for module in model.modules() if module is not model and numel_of(module)}
+    return {
+        type(module).__name__: numel_of(module)
+        for module in model.modules()
+        if module is not model and numel_of(module)
+    }
 
 
 def _candidates(model: nn.Module) -> str:
     sizes, counts = _sizes(model), Counter(type(module).__name__ for module in model.modules())
     largest = sorted(sizes, key=lambda name: -sizes[name])[:12]
-    return "classes with parameters are " + ", ".join(f"{name} (x{counts[name]}, {sizes[name]:,} parameters each)" for name in largest)
+    return "classes with parameters are " + ", ".join(
+        f"{name} (x{counts[name]}, {sizes[name]:,} parameters each)" for name in largest
+    )
 
 
 def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) -> None:
@@ -190,9 +211,11 @@ def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) ->
             continue
         if any(type(unit.module).__name__ == name for unit in found):
             raise ModelError(
-                f"sharding.units: every {name} shares a weight with a module outside it, and tied weights must stay together; "
+                f"sharding.units: every {name} shares a weight with a module outside it, and tied weights must stay "
+                "together; "
                 "name a class that contains both, or remove it"
             )
         raise ModelError(
-            f"sharding.units: every {name} lies inside another unit; remove it, or the class around it (in units or conditional_modules)"
+            f"sharding.units: every {name} lies inside another unit; remove it, or the class around it (in units or "
+            "conditional_modules)"
         )

@@ -26,7 +26,8 @@ def files_of(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the tensor's name. Opens no file that holds pickles.
 
     Raises:
-        ModelError: There are no safetensors, or the index is damaged or names a file that is missing or lies outside the folder.
+        ModelError: There are no safetensors, or the index is damaged or names a file that is missing or lies outside
+            the folder.
     """
     if (folder / INDEX).is_file():
         return _indexed(folder)
@@ -35,7 +36,8 @@ def files_of(folder: Path) -> dict[str, str]:
     pickles = sorted(found.name for found in folder.glob("*.bin"))
     if pickles:
         raise ModelError(
-            f"{folder} contains {', '.join(pickles[:3])} but no safetensors, and loading a pickle can run code; if you trust it, convert "
+            f"{folder} contains {', '.join(pickles[:3])} but no safetensors, and loading a pickle can run code; if you "
+            "trust it, convert "
             "it once: cls.from_pretrained(path).save_pretrained(other_path)"
         )
     raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} found; pass a directory written by save_pretrained")
@@ -71,7 +73,9 @@ def shapes_of(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ..
         shapes |= {key: shape for key, shape in _shapes(folder, name).items() if files.get(key) == name}
     absent = sorted(files.keys() - shapes.keys())
     if absent:
-        raise ModelError(f"{folder}: {', '.join(absent[:8])} is not in the file that the index names; copy the whole directory again")
+        raise ModelError(
+            f"{folder}: {', '.join(absent[:8])} is not in the file that the index names; copy the whole directory again"
+        )
     return shapes
 
 
@@ -99,7 +103,9 @@ def _shapes_in_header(path: Path, version: tuple[int, int, int]) -> dict[str, tu
         if 8 + length + max(ends) != file.seek(0, 2):
             raise ValueError("its size is not that in its header")
     header.pop("__metadata__", None)
-    if not all(type(shape) is tuple and all(type(each) is int and each >= 0 for each in shape) for shape in header.values()):
+    if not all(
+        type(shape) is tuple and all(type(each) is int and each >= 0 for each in shape) for shape in header.values()
+    ):
         raise ValueError("its header has an entry that is no tensor")
     return header  # type: ignore[no-any-return]
 
@@ -114,7 +120,9 @@ def _readable(folder: Path, name: str) -> Iterator[None]:
     except OutsideFolderError as error:
         raise ModelError(f"{folder}: {error}; do not trust this model, or put the file into the folder") from None
     except (OSError, MemoryError) as error:  # the latter where the file is too large to be mapped
-        raise ModelError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); copy the whole directory again") from error
+        raise ModelError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); copy the whole directory again"
+        ) from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: is damaged ({str(error)[:200]}); copy it again") from error
 
@@ -138,7 +146,9 @@ def opened(folder: Path, name: str) -> Iterator[Any]:
 
 @lru_cache(maxsize=1)
 def _mapped(path: Path, version: tuple[int, int, int]) -> Any:
-    """The file that was read last stays open: to open it reads the header, and its tensors are read one after another."""
+    """The file that was read last stays open: to open it reads the header, and its tensors are read one after
+    another.
+    """
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")
@@ -149,19 +159,27 @@ def _indexed(folder: Path) -> dict[str, str]:
     try:
         found: Any = json.loads(read_bytes(path, _LARGEST))
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); pass a directory written by save_pretrained") from error
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror}); pass a directory written by save_pretrained"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not JSON ({str(error)[:200]}); it is damaged, copy the whole directory again") from error
+        raise ModelError(
+            f"{path}: is not JSON ({str(error)[:200]}); it is damaged, copy the whole directory again"
+        ) from error
     files = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise ModelError(f"{path}: has no weight_map of tensors to files; it is damaged, copy the whole directory again")
+        raise ModelError(
+            f"{path}: has no weight_map of tensors to files; it is damaged, copy the whole directory again"
+        )
     names = sorted(set(files.values()))
     try:
         absent = [name for name in names if not file_inside(folder, name).is_file()]
     except OutsideFolderError as error:
         raise ModelError(f"{path}: {error}; do not trust this model, or put the file into the folder") from None
     except OSError as error:  # such as a name that is too long
-        raise ModelError(f"{path}: names what is no file ({error.strerror}); it is damaged, copy the whole directory again") from None
+        raise ModelError(
+            f"{path}: names what is no file ({error.strerror}); it is damaged, copy the whole directory again"
+        ) from None
     if absent:
         raise ModelError(f"{folder}: {', '.join(absent)} is in the index but missing; copy the whole directory")
     return files

@@ -1,4 +1,6 @@
-"""Set up the optimizer and the scheduler from the config or the arguments of `prepare`, checked before anything is sharded."""
+"""Set up the optimizer and the scheduler from the config or the arguments of `prepare`, checked before anything is
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ class OptimizerSetup:
             self.scheduler = build_scheduler(self._scheduler, optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function
         self.description = description_of_built(optimizer, names)
         if self.scheduler is not None:
-            self.description |= {"scheduler": type(self.scheduler).__name__, "first rates of the scheduler": self.scheduler.get_last_lr()}
+            self.description |= {
+                "scheduler": type(self.scheduler).__name__,
+                "first rates of the scheduler": self.scheduler.get_last_lr(),
+            }
         return optimizer
 
 

@@ -14,9 +14,11 @@ __all__ = ["separate"]
 
 
 def separate(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Move parameters that stay in fp32 (`precision.keep_fp32`) into groups of their own, with the same options, behind the others.
+    """Move parameters that stay in fp32 (`precision.keep_fp32`) into groups of their own, with the same options, behind
+    the others.
 
-    The same for every engine, so that optimizers and checkpoints have the same groups. Changes nothing if nothing is kept.
+    The same for every engine, so that optimizers and checkpoints have the same groups. Changes nothing if nothing is
+    kept.
 
     Args:
         optimizer: Has not stepped yet.
@@ -48,5 +50,10 @@ def _only(group: dict[str, Any], places: list[int]) -> dict[str, Any]:
 
 def _refuse_with(scheduler: LRScheduler | None) -> None:
     if scheduler is not None:
-        what = f"{type(scheduler).__name__} has a rate for each group of the optimizer, and precision.keep_fp32 makes other groups; pass a"
-        raise ConfigError([Problem("scheduler", f"{what} function that builds it, such as lambda optimizer: StepLR(optimizer, 30)")])
+        what = (
+            f"{type(scheduler).__name__} has a rate for each group of the optimizer, and precision.keep_fp32 makes "
+            "other groups; pass a"
+        )
+        raise ConfigError(
+            [Problem("scheduler", f"{what} function that builds it, such as lambda optimizer: StepLR(optimizer, 30)")]
+        )

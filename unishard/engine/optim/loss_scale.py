@@ -1,4 +1,6 @@
-"""The loss scale of fp16, one policy for every engine: the formula of `torch.amp.GradScaler` (torch 2.13, amp/grad_scaler.py)."""
+"""The loss scale of fp16, one policy for every engine: the formula of `torch.amp.GradScaler` (torch 2.13,
+amp/grad_scaler.py).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class LossScale:
         return loss.float() * self.value if self._scales else loss
 
     def facts(self) -> dict[str, Any] | None:
-        """State for a checkpoint; None without scaling, so that an fp16 run that resumes from it starts with its own scale."""
+        """State for a checkpoint; None without scaling, so that an fp16 run that resumes from it starts with its own
+        scale.
+        """
         return {"value": self.value, "made": self._made} if self._scales else None
 
     def resume(self, facts: LossScaleFacts) -> None:

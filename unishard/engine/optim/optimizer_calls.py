@@ -16,10 +16,16 @@ __all__ = ["OptimizerCalls"]
 
 
 class OptimizerCalls:
-    """Separates the engine's calls of its optimizer from those of others, which act differently on each engine, or on none."""
+    """Separates the engine's calls of its optimizer from those of others, which act differently on each engine, or on
+    none.
+    """
 
     def __init__(
-        self, adapter: EngineAdapter, built: torch.optim.Optimizer, model_class: str, require_no_gradients: Callable[[str], None]
+        self,
+        adapter: EngineAdapter,
+        built: torch.optim.Optimizer,
+        model_class: str,
+        require_no_gradients: Callable[[str], None],
     ) -> None:
         """From now on refuse the calls of others.
 
@@ -33,7 +39,9 @@ class OptimizerCalls:
         self.public = PublicOptimizer(adapter.optimizer, adapter.torch_optimizer, own, require_no_gradients)
         """`engine.optimizer`."""
         self._guarded = GuardedOptimizer(built, own, require_no_gradients)
-        self._number = stepping.watch(adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own)
+        self._number = stepping.watch(
+            adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own
+        )
 
     def own(self) -> AbstractContextManager[None]:
         """A block in which the engine calls its optimizer."""
@@ -50,7 +58,8 @@ class OptimizerCalls:
         """
         if writes and self.public.scheduled:
             raise ContractError(
-                "a scheduler was built on engine.optimizer, but the engine's own schedule writes the learning rates after each update; "
+                "a scheduler was built on engine.optimizer, but the engine's own schedule writes the learning rates "
+                "after each update; "
                 "use only one: remove `scheduler` from the config, or pass a function that builds yours, as in "
                 "unishard.prepare(model, cfg, scheduler=lambda optimizer: ...)"
             )

@@ -1,4 +1,6 @@
-"""Build the optimizer from the config or a caller's function, or move a caller's optimizer to the sharded parameters."""
+"""Build the optimizer from the config or a caller's function, or move a caller's optimizer to the sharded
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13)."""
 
 _NOT_FUSED_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
-"""DTensor does not support their fused kernels ("Operator aten._fused_sgd_.default does not have a sharding strategy", torch 2.13)."""
+"""DTensor does not support their fused kernels ("Operator aten._fused_sgd_.default does not have a sharding strategy",
+torch 2.13)."""
 
 
 _logger = logging.getLogger("unishard")
 
 _NOT_ON_SHARDS = (torch.optim.Rprop,)
-"""DTensor does not support their update ("aten.index_put_.default: in-place operations that require placement changes", torch 2.13)."""
+"""DTensor does not support their update ("aten.index_put_.default: in-place operations that require placement changes",
+torch 2.13)."""
 
 
 def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
@@ -55,9 +59,12 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
     def build(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         found = dict(named)
         sections: list[dict[str, Any]] = [
-            {"params": [found[name] for name in group.names], "lr": group.lr, "weight_decay": group.weight_decay} for group in groups
+            {"params": [found[name] for name in group.names], "lr": group.lr, "weight_decay": group.weight_decay}
+            for group in groups
         ]
-        return _new(cfg, sections, fuses=not any(isinstance(p, DTensor) or p.dtype != torch.float32 for p in found.values()))
+        return _new(
+            cfg, sections, fuses=not any(isinstance(p, DTensor) or p.dtype != torch.float32 for p in found.values())
+        )
 
     return build
 
@@ -69,7 +76,13 @@ def require_package(cfg: config.Optimizer) -> None:
         ConfigError: It is not.
     """
     if cfg.name == "lion" and find_spec("lion_pytorch") is None:
-        raise ConfigError([Problem("optimizer.name", "lion needs a package that is not installed; pip install 'unishard[optimizers]'")])
+        raise ConfigError(
+            [
+                Problem(
+                    "optimizer.name", "lion needs a package that is not installed; pip install 'unishard[optimizers]'"
+                )
+            ]
+        )
 
 
 def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) -> torch.optim.Optimizer:
@@ -78,7 +91,8 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
     Args:
         cfg: Its name and options.
         groups: Parameters, learning rate and weight decay of each.
-        fuses: Whether SGD may be fused: not on DTensors (torch 2.13), nor in bf16 or fp16, which would round differently than on DTensors.
+        fuses: Whether SGD may be fused: not on DTensors (torch 2.13), nor in bf16 or fp16, which would round
+            differently than on DTensors.
     """
     match cfg.name:
         case "adamw":
@@ -86,7 +100,8 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
         case "adam":
             return torch.optim.Adam(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
         case "sgd":
-            # With momentum, the fused kernel fails on a parameter that gets its first gradient later than others (torch 2.13, _fused_sgd).
+            # With momentum, the fused kernel fails on a parameter that gets its first gradient later than others (torch
+            # 2.13, _fused_sgd).
             fused = fuses and not cfg.momentum
             return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=fused)
         case "adagrad":
@@ -107,7 +122,8 @@ def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
     """
     if not callable(build):
         _refuse(
-            f"is a {type(build).__name__}; pass a new torch.optim.Optimizer of model.parameters(), or a function that builds one, "
+            f"is a {type(build).__name__}; pass a new torch.optim.Optimizer of model.parameters(), or a function that "
+            "builds one, "
             "such as lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
 
@@ -121,11 +137,15 @@ def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
         given = {id(parameter) for parameter in params}
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if held - given:
-            _refuse(f"the function added {len(held - given)} parameters that are not in its argument; use only that argument")
+            _refuse(
+                f"the function added {len(held - given)} parameters that are not in its argument; use only that "
+                "argument"
+            )
         _require_steps(optimizer)
         if given - held:
             _refuse(
-                f"the function omitted {len(given - held)} of {len(given)} trainable parameters; freeze those with requires_grad_(False)"
+                f"the function omitted {len(given - held)} of {len(given)} trainable parameters; freeze those with "
+                "requires_grad_(False)"
             )
         return optimizer
 
@@ -148,7 +168,10 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if problem := next(_instance_problems(optimizer, model, names, sharded=sharded), None):
         _refuse(problem)
-    kept = [[(at, names[id(p)]) for at, p in enumerate(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
+    kept = [
+        [(at, names[id(p)]) for at, p in enumerate(group["params"]) if p.requires_grad]
+        for group in optimizer.param_groups
+    ]
 
     def move(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         found = dict(named)
@@ -160,7 +183,11 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
                 group["param_names"] = [group["param_names"][at] for at, _ in places]
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].item()  # schedules write numbers, and DTensors cannot be mixed with tensors
-            if group.get("fused") and isinstance(optimizer, _NOT_FUSED_ON_SHARDS) and isinstance(group["params"][0], DTensor):
+            if (
+                group.get("fused")
+                and isinstance(optimizer, _NOT_FUSED_ON_SHARDS)
+                and isinstance(group["params"][0], DTensor)
+            ):
                 group["fused"] = False
         _require_steps(optimizer)
         return optimizer
@@ -169,7 +196,10 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
 
 
 def description_of(optimizer: object, model: object) -> dict[str, Any]:
-    """Describe what must be equal on all ranks: the class, and each group's parameters and plain options. Raises nothing."""
+    """Describe what must be equal on all ranks: the class, and each group's parameters and plain options.
+
+    Raises nothing.
+    """
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, nn.Module):
         return description_of_built(optimizer, {id(parameter): name for name, parameter in model.named_parameters()})
     return {"optimizer": "that of the config" if optimizer is None else type(optimizer).__name__}
@@ -184,7 +214,9 @@ def description_of_built(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     """
     described: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
-        described[f"parameters of group {index}"] = ", ".join(names.get(id(parameter), "another") for parameter in group["params"])
+        described[f"parameters of group {index}"] = ", ".join(
+            names.get(id(parameter), "another") for parameter in group["params"]
+        )
         for option, value in group.items():
             plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             if isinstance(plain, int | float | str | tuple | None):
@@ -192,25 +224,32 @@ def description_of_built(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     return described
 
 
-def _instance_problems(optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, str], *, sharded: bool) -> Iterator[str]:
+def _instance_problems(
+    optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, str], *, sharded: bool
+) -> Iterator[str]:
     """Yield the problems of a caller's optimizer."""
     kind = type(optimizer).__name__
     yield from _problems(optimizer, sharded=sharded)
     if _has_state(optimizer):
         yield (
-            f"{kind} already has state of {len(optimizer.state)} parameters, which sharding would lose; pass an optimizer that has not "
+            f"{kind} already has state of {len(optimizer.state)} parameters, which sharding would lose; pass an "
+            "optimizer that has not "
             "stepped and has no loaded state"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held - names.keys():
         yield (
-            f"{kind} has {len(held - names.keys())} parameters that are not in {type(model).__name__}; create it from model.parameters() "
+            f"{kind} has {len(held - names.keys())} parameters that are not in {type(model).__name__}; create it from "
+            "model.parameters() "
             "after the last change to the model and before prepare"
         )
-    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in held]
+    missing = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in held
+    ]
     if missing:
         yield (
-            f"{kind} lacks {len(missing)} trainable parameters ({', '.join(missing[:3])}); add them to a group, or freeze them with "
+            f"{kind} lacks {len(missing)} trainable parameters ({', '.join(missing[:3])}); add them to a group, or "
+            "freeze them with "
             "requires_grad_(False)"
         )
     for index, group in enumerate(optimizer.param_groups):
@@ -234,8 +273,13 @@ def _problems(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[st
 
 
 def _require_steps(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, _NOT_ON_SHARDS) and any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        _refuse(f"torch cannot step {type(optimizer).__name__} on FSDP2's shards; choose no_shard, backend deepspeed, or another optimizer")
+    if isinstance(optimizer, _NOT_ON_SHARDS) and any(
+        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    ):
+        _refuse(
+            f"torch cannot step {type(optimizer).__name__} on FSDP2's shards; choose no_shard, backend deepspeed, or "
+            "another optimizer"
+        )
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:

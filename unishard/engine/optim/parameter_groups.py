@@ -32,8 +32,8 @@ def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[
         frozen: Names of the frozen parameters, for messages.
 
     Raises:
-        ConfigError: A pattern of a section, or all of `no_decay`, match no trainable parameter, or a section gets none; lists the
-            candidates.
+        ConfigError: A pattern of a section, or all of `no_decay`, match no trainable parameter, or a section gets none;
+            lists the candidates.
     """
     claims = {name: _claim(cfg, name) for name in trainable}
     if problems := _problems(cfg, claims, set(frozen)):
@@ -59,7 +59,9 @@ def _matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def without_match(cfg: config.Optimizer, trainable: Iterable[str], frozen: Iterable[str] = ()) -> list[Problem]:
-    """The patterns of `no_decay` that match no trainable parameter: a warning beside others that do, as in a config for several models."""
+    """The patterns of `no_decay` that match no trainable parameter: a warning beside others that do, as in a config for
+    several models.
+    """
     return [*_unmatched("optimizer.no_decay", cfg.no_decay, list(trainable), set(frozen))]
 
 
@@ -76,7 +78,9 @@ def _problems(cfg: config.Optimizer, claims: Mapping[str, int], frozen: set[str]
         problems += _unmatched(f"optimizer.groups[{index}].params", section.params, claims, frozen)
     if not problems:
         problems = [
-            Problem(f"optimizer.groups[{index}].params", "matches only parameters of earlier sections; move this section up")
+            Problem(
+                f"optimizer.groups[{index}].params", "matches only parameters of earlier sections; move this section up"
+            )
             for index in range(len(cfg.groups))
             if index not in claims.values()
         ]
@@ -85,7 +89,10 @@ def _problems(cfg: config.Optimizer, claims: Mapping[str, int], frozen: set[str]
 
 def _without_match(pattern: str, trainable: Iterable[str], frozen: set[str]) -> str:
     if any(re.search(pattern, name) for name in frozen):
-        return f"{pattern!r} matches only frozen parameters; remove it, or call requires_grad_(True) on them before prepare"
+        return (
+            f"{pattern!r} matches only frozen parameters; remove it, or call requires_grad_(True) on them before "
+            "prepare"
+        )
     # List repeated blocks once.
     candidates = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in trainable))
     more = ", ..." if len(candidates) > _SHOWN else ""

@@ -17,12 +17,15 @@ _SAVES = "engine.save() saves the optimizer with the model, and engine.load() lo
 
 
 class PublicOptimizer(torch.optim.Optimizer):
-    """`engine.optimizer`: reads and writes the groups of the engine's optimizer, and refuses what the engine does itself.
+    """`engine.optimizer`: reads and writes the groups of the engine's optimizer, and refuses what the engine does
+    itself.
 
     A torch optimizer, so that schedulers can be built on it. Other attributes are those of the engine's own optimizer.
     """
 
-    def __init__(self, real: Any, inner: torch.optim.Optimizer, own: OwnCalls, require_no_gradients: Callable[[str], None]) -> None:
+    def __init__(
+        self, real: Any, inner: torch.optim.Optimizer, own: OwnCalls, require_no_gradients: Callable[[str], None]
+    ) -> None:
         """Does not register parameters, as the base class would: they stay those of the engine's optimizer.
 
         Args:
@@ -64,7 +67,8 @@ class PublicOptimizer(torch.optim.Optimizer):
         """Refuse; the engine calls it after an update for the schedulers built on this object, which expect that."""
         if not self._own.running:
             raise ContractError(
-                "engine.optimizer.step() was called, but the engine steps its optimizer; remove the call: engine.step() updates the "
+                "engine.optimizer.step() was called, but the engine steps its optimizer; remove the call: "
+                "engine.step() updates the "
                 "parameters, zeroes their gradients and steps the scheduler"
             )
 
@@ -99,9 +103,13 @@ class PublicOptimizer(torch.optim.Optimizer):
 
 
 class GuardedOptimizer:
-    """Makes an optimizer that the user holds too refuse what the engine does itself; its steps are refused in `stepping`."""
+    """Makes an optimizer that the user holds too refuse what the engine does itself; its steps are refused in
+    `stepping`.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, own: OwnCalls, require_no_gradients: Callable[[str], None]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, own: OwnCalls, require_no_gradients: Callable[[str], None]
+    ) -> None:
         kind = type(optimizer).__name__
         zero_grad = optimizer.zero_grad
 
@@ -122,7 +130,10 @@ class GuardedOptimizer:
 
         self._attributes: dict[str, Any] = {"zero_grad": guarded_zero_grad, "add_param_group": refuse_group}
         self._optimizer = optimizer
-        self._hooks = [optimizer.register_state_dict_pre_hook(before_saving), optimizer.register_load_state_dict_pre_hook(before_loading)]
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(before_saving),
+            optimizer.register_load_state_dict_pre_hook(before_loading),
+        ]
         vars(optimizer).update(self._attributes)
 
     def remove(self) -> None:
@@ -139,6 +150,7 @@ def _refuse(call: str, why: str) -> NoReturn:
 
 def _refuse_group(call: str) -> NoReturn:
     raise ContractError(
-        f"{call} comes too late: the parameters are sharded; give the optimizer all groups before prepare, and freeze what trains later "
+        f"{call} comes too late: the parameters are sharded; give the optimizer all groups before prepare, and freeze "
+        "what trains later "
         "with engine.set_trainable(names, False)"
     )

@@ -18,9 +18,9 @@ _SCALE = 10_000
 def factor(cfg: Scheduler, updates: int) -> float:
     """Factor of the learning rate after `updates` updates.
 
-    The same closed forms as `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` (both with `min_lr_ratio` as floor)
-    and `get_inverse_sqrt_schedule` of transformers 5.23; the logarithmic warm-up is that of `WarmupLR` and `WarmupDecayLR` in
-    DeepSpeed 0.19.8.
+    The same closed forms as `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` (both with
+    `min_lr_ratio` as floor) and `get_inverse_sqrt_schedule` of transformers 5.23; the logarithmic warm-up is that of
+    `WarmupLR` and `WarmupDecayLR` in DeepSpeed 0.19.8.
     """
     updates = max(0, updates - cfg.delay_steps)
     if updates < cfg.warmup_steps:
@@ -62,7 +62,9 @@ class Schedule:
     def ended(self) -> bool:
         """Whether the coming update is past `total_steps`, with a learning rate that stays 0."""
         cfg = self._cfg
-        return cfg.total_steps is not None and not cfg.min_lr_ratio and self._updates - cfg.delay_steps >= cfg.total_steps
+        return (
+            cfg.total_steps is not None and not cfg.min_lr_ratio and self._updates - cfg.delay_steps >= cfg.total_steps
+        )
 
     def advance(self) -> None:
         """Move on by one update."""
@@ -92,8 +94,8 @@ class Schedule:
 
         Args:
             facts: The schedule in the checkpoint.
-            then: The group options in the checkpoint; empty if the groups differ. Their learning rates are used if the schedule is
-                constant and had the same peaks, because then only the user can have changed them.
+            then: The group options in the checkpoint; empty if the groups differ. Their learning rates are used if the
+                schedule is constant and had the same peaks, because then only the user can have changed them.
         """
         self._updates = facts.updates
         if self._constant and then and list(facts.peaks) == self._peaks:

@@ -34,11 +34,15 @@ def check(scheduler: LRScheduler | SchedulerFactory, optimizer: object) -> None:
         _check_kind(scheduler)
         if scheduler.optimizer is not optimizer:
             _refuse(
-                f"{type(scheduler).__name__} belongs to an optimizer that was not passed to prepare; pass that optimizer too, or pass a "
+                f"{type(scheduler).__name__} belongs to an optimizer that was not passed to prepare; pass that "
+                "optimizer too, or pass a "
                 "function such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)"
             )
     elif not callable(scheduler):
-        _refuse(f"is a {type(scheduler).__name__}; pass a torch.optim.lr_scheduler.LRScheduler, or a function that builds one")
+        _refuse(
+            f"is a {type(scheduler).__name__}; pass a torch.optim.lr_scheduler.LRScheduler, or a function that builds "
+            "one"
+        )
 
 
 def build_scheduler(build: SchedulerFactory, optimizer: Optimizer) -> LRScheduler:
@@ -52,14 +56,18 @@ def build_scheduler(build: SchedulerFactory, optimizer: Optimizer) -> LRSchedule
         _refuse(f"function returned {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler")
     _check_kind(scheduler)
     if scheduler.optimizer is not optimizer:
-        _refuse(f"function returned a {type(scheduler).__name__} of another optimizer; build it from the function's argument")
+        _refuse(
+            f"function returned a {type(scheduler).__name__} of another optimizer; build it from the function's "
+            "argument"
+        )
     return scheduler
 
 
 def _check_kind(scheduler: LRScheduler) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         _refuse(
-            "ReduceLROnPlateau needs a metric, which is not available in an update; build it on engine.optimizer after prepare, leave the "
+            "ReduceLROnPlateau needs a metric, which is not available in an update; build it on engine.optimizer after "
+            "prepare, leave the "
             "config's schedule constant, and call its step(metric) where you compute the metric"
         )
 
@@ -124,14 +132,17 @@ class TorchSchedule:
         except CheckpointError as problem:
             raise CheckpointError(f"{type(self._scheduler).__name__} cannot be saved: {problem}") from problem
         if tensors:
-            raise CheckpointError(f"the state of {type(self._scheduler).__name__} contains tensors, which unishard does not save")
+            raise CheckpointError(
+                f"the state of {type(self._scheduler).__name__} contains tensors, which unishard does not save"
+            )
         return {"updates": self._updates, "torch": {"class_name": type(self._scheduler).__name__, "state": state}}
 
     def require(self, facts: ScheduleFacts) -> None:
         """Check that `resume` can resume.
 
         Raises:
-            CheckpointError: The checkpoint has another schedule, and this one is at a later update; or its state is damaged.
+            CheckpointError: The checkpoint has another schedule, and this one is at a later update; or its state is
+                damaged.
         """
         self._state_of(facts)
 
@@ -140,7 +151,8 @@ class TorchSchedule:
         if facts.torch is None or facts.torch.class_name != type(self._scheduler).__name__:
             if self._updates > facts.updates:
                 raise CheckpointError(
-                    f"{type(self._scheduler).__name__} is at update {self._updates} and cannot go back to {facts.updates}, because the "
+                    f"{type(self._scheduler).__name__} is at update {self._updates} and cannot go back to "
+                    f"{facts.updates}, because the "
                     "checkpoint has another schedule; prepare a new model and load before the first update"
                 )
             return None
@@ -148,11 +160,14 @@ class TorchSchedule:
         if not isinstance(state, dict) or not all(
             alike(state[key], now) for key, now in self._scheduler.state_dict().items() if key in state
         ):
-            raise CheckpointError(f"schedule.torch.state in the manifest is not what {facts.torch.class_name}.state_dict() returned")
+            raise CheckpointError(
+                f"schedule.torch.state in the manifest is not what {facts.torch.class_name}.state_dict() returned"
+            )
         return state
 
     def resume(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
-        """Load the state of a scheduler of the same class; after another schedule, advance to the same number of updates.
+        """Load the state of a scheduler of the same class; after another schedule, advance to the same number of
+        updates.
 
         Args:
             facts: The schedule in the checkpoint.
@@ -201,13 +216,16 @@ def _cycles(scheduler: Any) -> bool:
 
 def _refuse_step(scheduler: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise ContractError(
-        f"{type(scheduler).__name__}.step() was called, but the engine steps this scheduler; remove the call: engine.step() moves the "
+        f"{type(scheduler).__name__}.step() was called, but the engine steps this scheduler; remove the call: "
+        "engine.step() moves the "
         "learning rate once after each update that was not skipped"
     )
 
 
 def _no_tensor(name: str) -> Tensor:
-    raise CheckpointError(f"the scheduler's state refers to a tensor {name} that was not saved; the manifest is damaged")
+    raise CheckpointError(
+        f"the scheduler's state refers to a tensor {name} that was not saved; the manifest is damaged"
+    )
 
 
 def _refuse(what: str) -> NoReturn:

@@ -34,7 +34,8 @@ class OwnCalls:
 
 
 _MARK = "_unishard_model"
-"""An attribute of parameters: the number of the model that was prepared. Sharding keeps attributes, also on the parameters it replaces."""
+"""An attribute of parameters: the number of the model that was prepared. Sharding keeps attributes, also on the
+parameters it replaces."""
 
 _trained: dict[int, str] = {}
 """The class of each model that an open engine trains."""
@@ -43,7 +44,8 @@ _own: WeakKeyDictionary[torch.optim.Optimizer, OwnCalls] = WeakKeyDictionary()
 """The optimizers that engines step, and who calls them."""
 
 _admitted: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
-"""Other optimizers: how many models were prepared, and how many groups they had, when their parameters were looked at."""
+"""Other optimizers: how many models were prepared, and how many groups they had, when their parameters were looked
+at."""
 
 _numbers = count(1)
 _prepared = 0
@@ -68,7 +70,8 @@ def same_model(one: Tensor, other: Tensor) -> bool:
 
 
 def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: OwnCalls) -> int:
-    """From now on let only the engine step a marked model's parameters, before or after sharding, and only with these optimizers.
+    """From now on let only the engine step a marked model's parameters, before or after sharding, and only with these
+    optimizers.
 
     Args:
         model: A prepared model.
@@ -83,7 +86,9 @@ def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: Own
     if not _prepared:
         register_optimizer_step_pre_hook(_before_step)
     _prepared += 1
-    number = next((number for parameter in model.parameters() if (number := getattr(parameter, _MARK, 0))), 0) or next(_numbers)
+    number = next((number for parameter in model.parameters() if (number := getattr(parameter, _MARK, 0))), 0) or next(
+        _numbers
+    )
     for parameter in model.parameters():
         setattr(parameter, _MARK, number)
     _trained[number] = class_name
@@ -101,12 +106,15 @@ def forget(number: int, own: OwnCalls) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A hook of torch before the step of any optimizer: microseconds, but for the first step of one that is not an engine's."""
+    """A hook of torch before the step of any optimizer: microseconds, but for the first step of one that is not an
+    engine's.
+    """
     own = _own.get(optimizer)
     if own is not None:
         if not own.running:
             raise ContractError(
-                f"{type(optimizer).__name__}.step() was called, but the engine steps this optimizer; remove the call: engine.step() "
+                f"{type(optimizer).__name__}.step() was called, but the engine steps this optimizer; remove the call: "
+                "engine.step() "
                 "updates the parameters, zeroes their gradients and steps the scheduler"
             )
         return
@@ -120,7 +128,10 @@ def _require_other_parameters(optimizer: torch.optim.Optimizer) -> None:
     marks = [getattr(parameter, _MARK, 0) for group in optimizer.param_groups for parameter in group["params"]]
     for number in set(marks) & _trained.keys():
         raise ContractError(
-            f"{type(optimizer).__name__}.step() was called on {marks.count(number)} parameters of the {_trained[number]} that "
-            "unishard.prepare has prepared without it, so it would train nothing, or bypass the engine; create it before prepare and pass "
-            "it, as in unishard.prepare(model, cfg, optimizer=optimizer), or remove it: engine.step() updates the parameters"
+            f"{type(optimizer).__name__}.step() was called on {marks.count(number)} parameters of the "
+            f"{_trained[number]} that "
+            "unishard.prepare has prepared without it, so it would train nothing, or bypass the engine; create it "
+            "before prepare and pass "
+            "it, as in unishard.prepare(model, cfg, optimizer=optimizer), or remove it: engine.step() updates the "
+            "parameters"
         )

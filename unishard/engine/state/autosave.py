@@ -34,7 +34,10 @@ class Cause(NamedTuple):
 
 
 class Autosave:
-    """Decides when to save, from the updates, the clock and signals. All ranks decide alike, even if only one got a signal."""
+    """Decides when to save, from the updates, the clock and signals.
+
+    All ranks decide alike, even if only one got a signal.
+    """
 
     def __init__(self, cfg: config.Checkpoint) -> None:
         """Start the clock and install signal handlers.
@@ -43,7 +46,8 @@ class Autosave:
             cfg: The section `checkpoint`.
 
         Raises:
-            ContractError: `on_signal` is set and this is not the main thread, the only one that receives signals in Python.
+            ContractError: `on_signal` is set and this is not the main thread, the only one that receives signals in
+                Python.
         """
         self._every, self._seconds = cfg.every_steps, None if cfg.every_minutes is None else 60 * cfg.every_minutes
         self._began = time.monotonic()
@@ -54,7 +58,8 @@ class Autosave:
         self._closed = False
         if cfg.on_signal and threading.current_thread() is not threading.main_thread():
             raise ContractError(
-                "checkpoint.on_signal: Python delivers signals only to the main thread; call prepare there, or remove this field"
+                "checkpoint.on_signal: Python delivers signals only to the main thread; call prepare there, or remove "
+                "this field"
             )
         for name in cfg.on_signal:
             number = signal.Signals[name]
@@ -62,7 +67,9 @@ class Autosave:
             launcher.saving.append(number)
 
     def due(self, updates: int) -> Cause | None:
-        """Decide whether to save now. Collective if `every_minutes` or `on_signal` is set: the hosts reduce two numbers.
+        """Decide whether to save now.
+
+        Collective if `every_minutes` or `on_signal` is set: the hosts reduce two numbers.
 
         Args:
             updates: The number of updates made.
@@ -80,7 +87,9 @@ class Autosave:
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Restore the previous signal handlers; engines created later then pass signals to the handler before this one."""
+        """Restore the previous signal handlers; engines created later then pass signals to the handler before this
+        one.
+        """
         self._closed = True
         for number, former in self._former.items():
             launcher.saving.remove(number)

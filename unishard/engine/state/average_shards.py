@@ -31,7 +31,10 @@ class AverageShards:
         """The master weights."""
         self.averages = [torch.empty_like(values, dtype=torch.float32).copy_(values) for values in self.live]
         """Their averages, in the same order."""
-        self.by_name = {name: shard._replace(values=average) for (name, shard), average in zip(live.items(), self.averages, strict=True)}
+        self.by_name = {
+            name: shard._replace(values=average)
+            for (name, shard), average in zip(live.items(), self.averages, strict=True)
+        }
         """The averages, by the first names of the parameters."""
 
     @torch.no_grad()
@@ -71,7 +74,11 @@ class AverageShards:
 
     def _found(self, tensors: Tensors) -> dict[str, tuple[int, Shard]]:
         """By name in the checkpoint: where each shard begins, and the shard."""
-        return {name: (0 if shard.group is None else shard.start, shard) for name, shard in self.to_save().items() if name in tensors}
+        return {
+            name: (0 if shard.group is None else shard.start, shard)
+            for name, shard in self.to_save().items()
+            if name in tensors
+        }
 
 
 def has_average(tensors: Tensors) -> bool:
@@ -87,5 +94,7 @@ def resume_average(average: AverageShards, tensors: Tensors) -> Iterator[str]:
     """
     lacking = average.read(tensors)
     if lacking:
-        which = f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
+        which = (
+            f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
+        )
         yield f"it lacks {which}; they start at the loaded weights"

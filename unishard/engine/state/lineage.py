@@ -26,7 +26,10 @@ class RunName(NamedTuple):
 
 
 class Lineage:
-    """The run of one engine, in each directory. A run that is loaded from another directory is a new one. Used by rank 0 only."""
+    """The run of one engine, in each directory. A run that is loaded from another directory is a new one.
+
+    Used by rank 0 only.
+    """
 
     def __init__(self, root: Path | None, on_existing: Literal["error", "resume", "new"]) -> None:
         """Begin a run.
@@ -72,7 +75,9 @@ class Lineage:
         newest = finding.latest(root)
         if newest is not None:
             step = next(found.step for found in finding.checkpoints(root) if found.path == newest)
-            raise CheckpointError(f"{root}: holds checkpoints of another run, the newest of step {step}, and this run {self._instead()}")
+            raise CheckpointError(
+                f"{root}: holds checkpoints of another run, the newest of step {step}, and this run {self._instead()}"
+            )
         self._admitted = True
 
     def _instead(self) -> str:
@@ -80,8 +85,14 @@ class Lineage:
         beside = "`new` to keep it and begin another one beside it, or set another checkpoint.dir"
         load = 'call engine.load("latest") before the first update'
         if self._from is not None:
-            return f"was loaded from {self._from}; set checkpoint.on_existing to {beside}; or, to continue the other run, {load}"
-        return f"was not resumed from one of them; set checkpoint.on_existing to `resume` to continue that run or to {beside}; or {load}"
+            return (
+                f"was loaded from {self._from}; set checkpoint.on_existing to {beside}; or, to continue the other "
+                f"run, {load}"
+            )
+        return (
+            "was not resumed from one of them; set checkpoint.on_existing to `resume` to continue that run or to "
+            f"{beside}; or {load}"
+        )
 
     def name(self, root: Path, step: int) -> RunName:
         """The run under which a step is saved.
@@ -97,7 +108,8 @@ class Lineage:
             name = RunName(self._new, beside=bool(others))
             if others:
                 _logger.warning(
-                    "%s holds checkpoints of another run, which are kept; the names of this run's checkpoints end with its id, as in %s",
+                    "%s holds checkpoints of another run, which are kept; the names of this run's checkpoints end with "
+                    "its id, as in %s",
                     root,
                     finding.name_of(step, name.run),
                 )

@@ -1,4 +1,6 @@
-"""Checks that what a manifest says fits together, before a run is changed: a file may be edited, and its checksum removed."""
+"""Checks that what a manifest says fits together, before a run is changed: a file may be edited, and its checksum
+removed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def require_sense(manifest: Manifest, positions: Sequence[Any], groups: Sequence
     """
     wrong = next(_wrong(manifest, positions, groups), None)
     if wrong is not None:
-        raise CheckpointError(f"{FILE}: {wrong}, which no run saves; the file is damaged or was edited, use another checkpoint")
+        raise CheckpointError(
+            f"{FILE}: {wrong}, which no run saves; the file is damaged or was edited, use another checkpoint"
+        )
 
 
 def _wrong(manifest: Manifest, positions: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

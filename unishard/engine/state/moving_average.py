@@ -73,7 +73,10 @@ def _resume(shards: AverageShards, saved: Tensors | None) -> None:
 
 @with_inference_as_no_grad
 class MovingAverage:
-    """An exponential moving average of the weights that train. Created by `Engine.ema`; the engine updates, saves and loads it."""
+    """An exponential moving average of the weights that train.
+
+    Created by `Engine.ema`; the engine updates, saves and loads it.
+    """
 
     def __init__(self, decay: float, shards: AverageShards, adapter: EngineAdapter, order: CallOrder) -> None:
         """Called by `Engine.ema`."""
@@ -98,7 +101,9 @@ class MovingAverage:
         """
         self._order.require_open("ema.parameter")
         if name not in self._shards.by_name:
-            raise ContractError(f"ema.parameter: {name!r} is not the first name of a parameter that was trainable in prepare")
+            raise ContractError(
+                f"ema.parameter: {name!r} is not the first name of a parameter that was trainable in prepare"
+            )
         self._order.meet("ema.parameter", f", {name}")
         return full_tensor(self._shards.by_name[name], self._adapter.device)
 
@@ -107,12 +112,14 @@ class MovingAverage:
     def weights(self) -> Iterator[None]:
         """Use the averages as the model's weights inside the block, to evaluate, generate, or export them. Collective.
 
-        Frozen parameters and buffers stay those of the model. On exit the master weights are put back, bit for bit; until then a copy
-        of this rank's shards of them is kept.
+        Frozen parameters and buffers stay those of the model. On exit the master weights are put back, bit for bit;
+        until then a copy of this rank's shards of them is kept.
 
         Raises:
-            ContractError: Inside an accumulation window, while a forward waits for its backward, inside `frozen` or another such block,
-                or on a closed engine. Inside the block: a forward in training mode, and calls that save, load or edit weights.
+            ContractError: Inside an accumulation window, while a forward waits for its backward, inside `frozen` or
+                another such block,
+                or on a closed engine. Inside the block: a forward in training mode, and calls that save, load or edit
+                    weights.
         """
         order = self._order
         order.require_boundary("ema.weights")

@@ -75,7 +75,9 @@ class ParameterAccess:
     def parameter_norms(self) -> dict[str, float]:
         """The norm of each master weight by name."""
         self._order.meet("parameter_norms")
-        return shard_norms({name: self._adapter.master_shard(parameter) for name, parameter in self._tensors.each()}, self._device)
+        return shard_norms(
+            {name: self._adapter.master_shard(parameter) for name, parameter in self._tensors.each()}, self._device
+        )
 
     def find(self, call: str, name: str) -> nn.Parameter:
         """Find a parameter by name, and check that all ranks make the same call. Collective.
@@ -100,7 +102,10 @@ class ParameterAccess:
         asked = {name: self._known(call, name) for name in names}
         found = {name: asked[name] for name in self._tensors.named if name in asked}
         all_names = ", ".join(found)
-        self._order.enter(call, f", {all_names}" if len(found) < 3 else f", {len(found)} parameters ({zlib.crc32(all_names.encode()):08x})")
+        self._order.enter(
+            call,
+            f", {all_names}" if len(found) < 3 else f", {len(found)} parameters ({zlib.crc32(all_names.encode()):08x})",
+        )
         return found
 
     def _known(self, call: str, name: str) -> nn.Parameter:
@@ -109,7 +114,9 @@ class ParameterAccess:
         if name in named:
             return named[name]
         near = get_close_matches(str(name), named, 3) or [known for known in named if str(name) in known][:3]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the first of {len(named)} are {', '.join([*named][:3])}"
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else f"the first of {len(named)} are {', '.join([*named][:3])}"
+        )
         raise ContractError(f"{call}: the model has no parameter {name!r}; {hint}")
 
     def _replace(self, call: str, name: str, parameter: nn.Parameter, value: Tensor) -> None:
@@ -121,9 +128,14 @@ class ParameterAccess:
 
 
 class GradientAccess:
-    """Reads and edits gradients at the end of a window. Public methods implement those of `Engine` with the same names."""
+    """Reads and edits gradients at the end of a window.
 
-    def __init__(self, access: ParameterAccess, accumulation: Accumulation, order: CallOrder, tensors: StateTensors) -> None:
+    Public methods implement those of `Engine` with the same names.
+    """
+
+    def __init__(
+        self, access: ParameterAccess, accumulation: Accumulation, order: CallOrder, tensors: StateTensors
+    ) -> None:
         self._access = access
         self._accumulation = accumulation
         self._adapter = accumulation.adapter
@@ -144,7 +156,10 @@ class GradientAccess:
         """Replace the gradient before its norm is computed and it is clipped."""
         parameter = self._access.find("set_grad", name)
         if not parameter.requires_grad:
-            raise ContractError(f"set_grad: {name} is frozen, so no update would use its gradient; unfreeze it with engine.set_trainable")
+            raise ContractError(
+                f"set_grad: {name} is frozen, so no update would use its gradient; unfreeze it with "
+                "engine.set_trainable"
+            )
         divisor = self._finish("set_grad")
         shard = self._adapter.grad_shard(parameter, create=True)
         if shard is not None:
@@ -172,12 +187,15 @@ def from_first_rank(call: str, name: str, shard: Shard, value: Tensor, device: t
     """Broadcast rank 0's value as a new full tensor in `copy_dtype`. Collective.
 
     Raises:
-        ContractError: `value` does not have the tensor's shape, or is neither floating-point nor, for a complex parameter, complex.
+        ContractError: `value` does not have the tensor's shape, or is neither floating-point nor, for a complex
+            parameter, complex.
     """
     dtype = copy_dtype(shard.values)
     if not isinstance(value, Tensor) or not (value.is_floating_point() or (value.is_complex() and dtype.is_complex)):
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ContractError(f"{call}: {name} needs a {'complex' if dtype.is_complex else 'floating-point'} tensor, got {kind}")
+        raise ContractError(
+            f"{call}: {name} needs a {'complex' if dtype.is_complex else 'floating-point'} tensor, got {kind}"
+        )
     if value.shape != shard.shape:
         raise ContractError(f"{call}: {name} has the shape {tuple(shard.shape)}, got {tuple(value.shape)}")
     full = torch.empty(shard.shape, dtype=dtype, device=device).copy_(value)

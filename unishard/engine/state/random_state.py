@@ -18,7 +18,8 @@ __all__ = ["capture", "require", "reseed", "restore"]
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
-    """Read the states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's global one.
+    """Read the states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's
+    global one.
 
     numpy is included only if it is already imported; otherwise nothing can have used it.
 
@@ -46,7 +47,11 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
     Raises:
         CheckpointError: A state does not fit its generator. Those before it are restored.
     """
-    setters: dict[str, Callable[[Tensor], None]] = {"torch": torch.set_rng_state, "python": _set_python, "numpy": _set_numpy}
+    setters: dict[str, Callable[[Tensor], None]] = {
+        "torch": torch.set_rng_state,
+        "python": _set_python,
+        "numpy": _set_numpy,
+    }
     if device.type == "cuda":
         setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
     for kind in setters.keys() & states.keys():
@@ -54,7 +59,8 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
             setters[kind](states[kind].cpu())
         except (RuntimeError, TypeError, ValueError, KeyError) as problem:
             raise CheckpointError(
-                f"the checkpoint's {kind} random state does not fit this version of {kind} ({problem}); resume with the versions "
+                f"the checkpoint's {kind} random state does not fit this version of {kind} ({problem}); resume with "
+                "the versions "
                 "in its manifest"
             ) from problem
 
@@ -75,8 +81,8 @@ def require(states: Mapping[str, Tensor], device: torch.device) -> None:
 def reseed(seed: int, step: int, rank: int) -> None:
     """Seed all generators of this rank from three numbers, for a run that resumes with another number of ranks.
 
-    The saved states of the ranks cannot be used then. The new seeds differ between ranks and steps and are reproducible: resuming
-    the same checkpoint again on the same number of ranks draws the same numbers.
+    The saved states of the ranks cannot be used then. The new seeds differ between ranks and steps and are
+    reproducible: resuming the same checkpoint again on the same number of ranks draws the same numbers.
 
     Args:
         seed: `training.seed`.

@@ -36,7 +36,9 @@ __all__ = ["restore"]
 _logger = logging.getLogger("unishard")
 
 
-def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, verify: str | None, data: bool) -> Resumed:
+def restore(
+    run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, verify: str | None, data: bool
+) -> Resumed:
     """Restore a run from a checkpoint. Collective; the arguments are those of `Engine.load`.
 
     Args:
@@ -67,19 +69,25 @@ def restore(run: Run, folder: Path, group: dist.ProcessGroup, *, strict: bool, v
     try:
         on_all(group, reader.fill)
     except CheckpointError as error:  # content that was not checked before
-        raise CheckpointError(f"{error}; some weights are loaded already: load another checkpoint before you train on") from error
+        raise CheckpointError(
+            f"{error}; some weights are loaded already: load another checkpoint before you train on"
+        ) from error
     run.adapter.loaded()
     notes = [*reader.notes, *resume(run, manifest, states, group)]
     average = run.tensors.average
     if average is not None:
         notes += on_all(group, lambda: [*resume_average(average, tensors)])
-    run.tensors.saved_average = tensors if run.accumulation is not None and average is None and has_average(tensors) else None
+    run.tensors.saved_average = (
+        tensors if run.accumulation is not None and average is None and has_average(tensors) else None
+    )
     run.batching.resume(positions, manifest.world_size)
     if verify == "bits":
         on_all(group, reader.compare_bits)
     norms = reader.norms()
     if dist.get_rank() == 0:
-        described = [f"norm of {kind} {norm:.9g}, saved {manifest.norms.get(kind, math.nan):.9g}" for kind, norm in norms.items()]
+        described = [
+            f"norm of {kind} {norm:.9g}, saved {manifest.norms.get(kind, math.nan):.9g}" for kind, norm in norms.items()
+        ]
         _logger.info("%s: resumed at step %d: %s", folder, manifest.step, "; ".join(described))
         for note in notes:
             _logger.warning("%s: %s", folder, note)
@@ -126,8 +134,12 @@ class CheckpointReader:
         trained, optimizer = self._run.tensors.trained(), self._run.accumulation.adapter.torch_optimizer
         groups = zip(self._run.group_names, optimizer.param_groups, strict=True)
         options = {name: group for names, group in groups for name in names}
-        numbers = {(name, key): torch.zeros(1) for name, needs in self._match.optimizer.items() for key in needs.numbers}
-        self._tensors.read(ReadRequest(keys.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items())
+        numbers = {
+            (name, key): torch.zeros(1) for name, needs in self._match.optimizer.items() for key in needs.numbers
+        }
+        self._tensors.read(
+            ReadRequest(keys.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items()
+        )
         for name, needs in self._match.optimizer.items():
             master = self._run.adapter.master_shard(trained[name]).values
             kept = keys_of(optimizer, options[name], torch.empty(1, dtype=master.dtype, device=master.device))
@@ -157,7 +169,11 @@ class CheckpointReader:
         requests, strided = [], []
         for name, shard in wanted.items():
             values = shard.values.detach()
-            flat = values.view(-1) if values.is_contiguous() else torch.empty(values.numel(), dtype=values.dtype, device=values.device)
+            flat = (
+                values.view(-1)
+                if values.is_contiguous()
+                else torch.empty(values.numel(), dtype=values.dtype, device=values.device)
+            )
             if not values.is_contiguous():
                 strided.append((name, values, flat))
             requests.append(ReadRequest(name, 0 if shard.group is None else shard.start, flat))
@@ -166,7 +182,8 @@ class CheckpointReader:
             values.copy_(flat.view(values.shape))
             if hash_of(values) != hash_of(flat):
                 raise CheckpointError(
-                    f"{name.removeprefix(keys.PARAMETERS)}: has several elements in one place, but the checkpoint has different values for "
+                    f"{name.removeprefix(keys.PARAMETERS)}: has several elements in one place, but the checkpoint has "
+                    "different values for "
                     "them; give it memory of its own in the model, with .clone()"
                 )
 
@@ -178,16 +195,24 @@ class CheckpointReader:
         """
         recorded, device = self._manifest.tensors, self._run.adapter.device
         averages = {name: shard for name, shard in self._run.tensors.average_shards().items() if name in recorded}
-        held = {name: shard for name, shard in (self._held() | averages).items() if recorded[name].dtype == name_of(shard.values.dtype)}
+        held = {
+            name: shard
+            for name, shard in (self._held() | averages).items()
+            if recorded[name].dtype == name_of(shard.values.dtype)
+        }
         wrong = [name for name, value in hashes(held, device).items() if hexadecimal(value) != recorded[name].hash]
         if wrong:
             raise CheckpointError(
-                f"{self._folder}: {len(wrong)} of {len(held)} tensors differ from what was saved, such as {wrong[0]}; do not continue "
+                f"{self._folder}: {len(wrong)} of {len(held)} tensors differ from what was saved, such as {wrong[0]}; "
+                "do not continue "
                 "from this state"
             )
 
     def norms(self) -> dict[str, float]:
-        """L2 norm of all parameters together, and of each kind of optimizer state that this rank knows completely. Collective."""
+        """L2 norm of all parameters together, and of each kind of optimizer state that this rank knows completely.
+
+        Collective.
+        """
         held = self._held()
         counted = {name: shard for name, shard in held.items() if shard.values.is_floating_point()}
         squares: dict[str, float] = {}
@@ -202,7 +227,9 @@ class CheckpointReader:
         return {kind: math.sqrt(square) for kind, square in squares.items() if kind not in unknown}
 
     def _held(self) -> dict[str, Shard]:
-        """The restored shards, in the same order on all ranks; empty shards for tensors of which this rank holds nothing."""
+        """The restored shards, in the same order on all ranks; empty shards for tensors of which this rank holds
+        nothing.
+        """
         shards = self._run.tensors.model_shards()
         held = {name: shards[name] for name in self._match.model}
         for name, parameter in self._run.tensors.trained().items():
@@ -213,7 +240,9 @@ class CheckpointReader:
                 if key in mine:
                     held[keys.of_optimizer(name, key)] = mine[key]
                 elif place.group is not None:
-                    held[keys.of_optimizer(name, key)] = place._replace(values=place.values[:0].to(self.specs[parameter].tensors[key]))
+                    held[keys.of_optimizer(name, key)] = place._replace(
+                        values=place.values[:0].to(self.specs[parameter].tensors[key])
+                    )
         return held
 
 
@@ -229,4 +258,6 @@ def _verify_files(folder: Path, manifest: Manifest, *, all_of_them: bool) -> Non
     names: Sequence[str] = sorted(manifest.files) if all_of_them else indexes
     problems = damaged(folder, manifest, names[dist.get_rank() :: dist.get_world_size()])
     if problems:
-        raise CheckpointError(f"{folder}: {'; '.join(problems)}; load another checkpoint (unishard checkpoint list {folder.parent})")
+        raise CheckpointError(
+            f"{folder}: {'; '.join(problems)}; load another checkpoint (unishard checkpoint list {folder.parent})"
+        )

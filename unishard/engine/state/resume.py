@@ -27,7 +27,8 @@ _BY_SCHEDULE = {"lr", "initial_lr"}
 
 
 def random_states(run: Run, manifest: Manifest, tensors: Tensors) -> dict[str, Tensor]:
-    """The states of this rank's random generators in a checkpoint; none where another number of ranks or a run of inference saved it.
+    """The states of this rank's random generators in a checkpoint; none where another number of ranks or a run of
+    inference saved it.
 
     Raises:
         CheckpointError: One cannot be read, or does not fit its generator.
@@ -62,12 +63,17 @@ def resume(run: Run, manifest: Manifest, states: Mapping[str, Tensor], group: di
 
 
 def _casts(run: Run, manifest: Manifest) -> Iterator[str]:
-    dtypes = {name: name_of(shard.values.dtype) for name, shard in run.tensors.model_shards().items() if name in manifest.tensors}
+    dtypes = {
+        name: name_of(shard.values.dtype)
+        for name, shard in run.tensors.model_shards().items()
+        if name in manifest.tensors
+    }
     cast = [name for name, dtype in dtypes.items() if manifest.tensors[name].dtype != dtype]
     if cast:
         first, *_ = cast
         yield (
-            f"{len(cast)} tensors of the model were {manifest.tensors[first].dtype} and are {dtypes[first]} now, such as "
+            f"{len(cast)} tensors of the model were {manifest.tensors[first].dtype} and are {dtypes[first]} now, such "
+            "as "
             f"{keys.parameter_of(first)}"
         )
 
@@ -93,7 +99,9 @@ def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) 
     if manifest.optimizer is None or manifest.schedule is None:
         return
     was, runs = manifest.optimizer.class_name, type(accumulation.adapter.torch_optimizer).__name__
-    if was != runs and hasattr(torch.optim, was) and hasattr(torch.optim, runs):  # other classes are fused or CPU variants of these
+    if (
+        was != runs and hasattr(torch.optim, was) and hasattr(torch.optim, runs)
+    ):  # other classes are fused or CPU variants of these
         yield f"the optimizer was {was}; using {runs} of the config"
     then, schedule = manifest.optimizer.groups, accumulation.schedule
     if [sorted(each.names) for each in then] != [sorted(names) for names in run.group_names]:
@@ -110,17 +118,23 @@ def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) 
             yield f"group {index} of the optimizer: peak lr was {before}; using {after} of the config"
 
 
-def _changed_options(then: Sequence[GroupRecord], now: Sequence[Mapping[str, Any]], *, same_scheduler: bool) -> Iterator[str]:
+def _changed_options(
+    then: Sequence[GroupRecord], now: Sequence[Mapping[str, Any]], *, same_scheduler: bool
+) -> Iterator[str]:
     for index, (before, after) in enumerate(zip(then, now, strict=True)):
         options = options_of(dict(after))
         if same_scheduler and before.options.get("initial_lr") != options.get("initial_lr"):
             yield (
-                f"group {index} of the optimizer: initial_lr is {options.get('initial_lr')} in the config; the scheduler continues with "
+                f"group {index} of the optimizer: initial_lr is {options.get('initial_lr')} in the config; the "
+                "scheduler continues with "
                 f"the saved {before.options.get('initial_lr')}"
             )
         for key in sorted((before.options.keys() & options.keys()) - _BY_SCHEDULE):
             if before.options[key] != options[key]:
-                yield f"group {index} of the optimizer: {key} was {before.options[key]}; using {options[key]} of the config"
+                yield (
+                    f"group {index} of the optimizer: {key} was {before.options[key]}; using {options[key]} of the "
+                    "config"
+                )
 
 
 def _freeze_as_saved(run: Run, accumulation: Accumulation, frozen: Sequence[str]) -> None:

@@ -37,5 +37,7 @@ class Run:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the live learning rates."""
-        groups: list[dict[str, Any]] = [] if self.accumulation is None else self.accumulation.adapter.optimizer.param_groups
+        groups: list[dict[str, Any]] = (
+            [] if self.accumulation is None else self.accumulation.adapter.optimizer.param_groups
+        )
         return groups

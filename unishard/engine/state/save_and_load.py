@@ -48,7 +48,9 @@ class SaveAndLoad:
         self._background = Background(ready=self._cfg.async_save)
         self._autosave = Autosave(self._cfg) if run.accumulation is not None else None
         self._state_to_save: Callable[[], Any] | None = None
-        self._dir = None if self._cfg.dir is None else Path(self._cfg.dir).absolute()  # now: the script may change its directory later
+        self._dir = (
+            None if self._cfg.dir is None else Path(self._cfg.dir).absolute()
+        )  # now: the script may change its directory later
         self._lineage = Lineage(self._dir, self._cfg.on_existing)
         self._owned: set[Path] = set()
         """The directories in which this run saves."""
@@ -88,7 +90,9 @@ class SaveAndLoad:
         return save(place, snapshot, retention, group, cache=self._plans)
 
     def _begin(self, root: Path, step: int) -> RunName:
-        """Rank 0: the run under which a step is saved; before the first save in a directory, clean up after a killed run."""
+        """Rank 0: the run under which a step is saved; before the first save in a directory, clean up after a killed
+        run.
+        """
         ownership.confirm(root)
         name = self._lineage.name(root, step)
         if root not in self._cleaned:
@@ -120,7 +124,9 @@ class SaveAndLoad:
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
         if not isinstance(source, str | Path):
-            raise ContractError(f"load needs the folder of a checkpoint, got {type(source).__name__}; {instead('source', source)}")
+            raise ContractError(
+                f"load needs the folder of a checkpoint, got {type(source).__name__}; {instead('source', source)}"
+            )
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
         what = f"{which} of {self._cfg.dir}" if which else source
@@ -149,7 +155,9 @@ class SaveAndLoad:
             return finding.locate(place, "latest")
         best = finding.best(place, self._cfg.best)
         if best is None:
-            raise CheckpointError(f"{place}: no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)")
+            raise CheckpointError(
+                f"{place}: no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)"
+            )
         return best
 
     def _check_before_update(self) -> None:
@@ -171,9 +179,16 @@ class SaveAndLoad:
             self._owned.add(root)
 
     def _own_to_resume(self, place: Path, which: str | Path | None) -> None:
-        """Own `checkpoint.dir` before its run is continued, so that nobody else saves there from then on. Collective."""
+        """Own `checkpoint.dir` before its run is continued, so that nobody else saves there from then on.
+
+        Collective.
+        """
         root = self._dir
-        if root is None or self._run.accumulation is None or root.resolve() not in (place.resolve(), place.resolve().parent):
+        if (
+            root is None
+            or self._run.accumulation is None
+            or root.resolve() not in (place.resolve(), place.resolve().parent)
+        ):
             return
 
         def run() -> str:
@@ -186,12 +201,15 @@ class SaveAndLoad:
         saved, self._run.tensors.saved_average = self._run.tensors.saved_average, None
         if saved is not None and dist.get_rank() == 0:
             _logger.warning(
-                "%s: its moving average of the weights is not resumed; to resume it, call engine.ema(decay) before the first training "
+                "%s: its moving average of the weights is not resumed; to resume it, call engine.ema(decay) before the "
+                "first training "
                 "forward, and before a save",
                 saved.folder,
             )
 
-    def export(self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool) -> Path:
+    def export(
+        self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool
+    ) -> Path:
         """Export the weights in Hugging Face's layout."""
         self._run.order.require_boundary("export")
         self._run.order.meet("export", f", to {folder}, overwrite={overwrite}")
@@ -226,10 +244,13 @@ class SaveAndLoad:
             ownership.release(self)
 
     def _claim(self, root: Path) -> None:
-        """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same step."""
+        """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same
+        step.
+        """
         if _savers.setdefault(root.resolve(), self) is not self:
             raise ContractError(
-                f"save: another engine of this process saves in {root}; use a directory per engine, or close the other engine first"
+                f"save: another engine of this process saves in {root}; use a directory per engine, or close the other "
+                "engine first"
             )
 
     def _directory(self, given: str | Path | None, call: str) -> Path:
@@ -237,7 +258,8 @@ class SaveAndLoad:
             return path_of(given, call).absolute()
         if self._dir is None:
             raise ContractError(
-                f"{call} needs a directory; pass one, as in engine.{call}('checkpoints'), or set checkpoint.dir in the config"
+                f"{call} needs a directory; pass one, as in engine.{call}('checkpoints'), or set checkpoint.dir in the "
+                "config"
             )
         return self._dir
 
@@ -251,7 +273,9 @@ def _number(metric: Any) -> float | None:
     try:
         return None if metric is None else float(metric + 0)  # a text is no number
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
-        raise ContractError(f"save: metric must be a number, got {metric!r}; pass one such as engine.mean(loss)") from None
+        raise ContractError(
+            f"save: metric must be a number, got {metric!r}; pass one such as engine.mean(loss)"
+        ) from None
 
 
 def _require_same(metric: float | None, group: dist.ProcessGroup) -> None:
@@ -263,4 +287,6 @@ def _require_same(metric: float | None, group: dist.ProcessGroup) -> None:
     everyone = list(map(repr, ranks_of(group).gather(metric)))
     if len(set(everyone)) > 1:
         given = ", ".join(f"rank {rank} has {each}" for rank, each in enumerate(everyone[:8]))
-        raise RankMismatchError(f"save: the ranks pass different metrics: {given}; pass the mean over the ranks, engine.mean(value)")
+        raise RankMismatchError(
+            f"save: the ranks pass different metrics: {given}; pass the mean over the ranks, engine.mean(value)"
+        )

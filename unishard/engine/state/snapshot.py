@@ -32,7 +32,8 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     """Take a snapshot of a run. Collective.
 
     Raises:
-        CheckpointError: On every rank: `state`, the optimizer or a loader's position contains something that cannot be saved.
+        CheckpointError: On every rank: `state`, the optimizer or a loader's position contains something that cannot be
+            saved.
     """
     rank, tensors = dist.get_rank(), run.tensors
     user, user_tensors = on_all(group, lambda: pack(state))
@@ -46,7 +47,12 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     else:
         own |= user_tensors
     state_of_optimizer = on_all(group, lambda: _storable(tensors.optimizer_shards()))
-    shards = model | state_of_optimizer | tensors.average_shards() | {name: Shard(value.shape, value) for name, value in own.items()}
+    shards = (
+        model
+        | state_of_optimizer
+        | tensors.average_shards()
+        | {name: Shard(value.shape, value) for name, value in own.items()}
+    )
     return Snapshot(
         step=run.order.updates,
         stretches={name: lazy_shard_of(shard) for name, shard in shards.items() if shard.shape.numel()},
@@ -104,9 +110,15 @@ def _optimizer_facts(run: Run, accumulation: Accumulation) -> OptimizerFacts:
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a parameter group that JSON can represent."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    options = {key: value.item() if isinstance(value, Tensor) and not value.dim() else value for key, value in options.items()}
+    options = {
+        key: value.item() if isinstance(value, Tensor) and not value.dim() else value for key, value in options.items()
+    }
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
-    return {key: value for key, value in options.items() if value is None or isinstance(value, bool | int | float | str | list)}
+    return {
+        key: value
+        for key, value in options.items()
+        if value is None or isinstance(value, bool | int | float | str | list)
+    }
 
 
 def _gathered(position: Any, group: dist.ProcessGroup) -> list[Any]:

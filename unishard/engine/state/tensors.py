@@ -54,7 +54,11 @@ class StateTensors:
         """Parameters and persistent buffers, each once, by checkpoint name. Buffers are full on every rank."""
         shards = {keys.PARAMETERS + name: self._adapter.master_shard(parameter) for name, parameter in self.each()}
         ties = self.ties()
-        return shards | {keys.PARAMETERS + name: Shard(buffer.shape, buffer) for name, buffer in self.buffers().items() if name not in ties}
+        return shards | {
+            keys.PARAMETERS + name: Shard(buffer.shape, buffer)
+            for name, buffer in self.buffers().items()
+            if name not in ties
+        }
 
     def optimizer_shards(self) -> dict[str, Shard]:
         """The optimizer's state, by checkpoint name."""

@@ -23,7 +23,9 @@ def unsharded(
 ) -> Iterator[dict[str, nn.Parameter]]:
     """A block in which parameters are full; implements `Engine.unsharded`."""
     if order.unsharded:
-        raise ContractError("engine.unsharded() was entered inside engine.unsharded(); name all parameters in one block")
+        raise ContractError(
+            "engine.unsharded() was entered inside engine.unsharded(); name all parameters in one block"
+        )
     found = list(access.find_all("unsharded", names))
     trains = torch.is_grad_enabled() and adapter.training is not None and not order.frozen
     parameters: dict[str, nn.Parameter] = {}
@@ -35,12 +37,18 @@ def unsharded(
             yield parameters
             if [parameter._version for parameter in parameters.values()] != versions:
                 raise ContractError(
-                    f"a parameter was edited inside engine.unsharded(), which holds copies: {', '.join(found[:3])}; edit weights inside "
+                    f"a parameter was edited inside engine.unsharded(), which holds copies: {', '.join(found[:3])}; "
+                    "edit weights inside "
                     "`with engine.gathered(names):`, which writes them back"
                 )
-            if trains and adapter.module.training and (order.graph or not (order.phase is Phase.BACKWARD_DONE or order.discarded)):
+            if (
+                trains
+                and adapter.module.training
+                and (order.graph or not (order.phase is Phase.BACKWARD_DONE or order.discarded))
+            ):
                 raise ContractError(
-                    "engine.unsharded() ended without a backward, which needs the full weights; call engine.backward(loss) inside the "
+                    "engine.unsharded() ended without a backward, which needs the full weights; call "
+                    "engine.backward(loss) inside the "
                     "block, or use torch.no_grad() around it if you only read weights"
                 )
     finally:
@@ -50,7 +58,9 @@ def unsharded(
 
 @contextmanager
 def naming_sharded_reads(adapter: InferenceAdapter) -> Iterator[None]:
-    """A block that runs the model, in which the error of an operation on a sharded weight becomes one that says what to write."""
+    """A block that runs the model, in which the error of an operation on a sharded weight becomes one that says what to
+    write.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -68,6 +78,8 @@ def explain_sharded_read(adapter: InferenceAdapter, error: BaseException | None)
     if helps is None:
         return None
     return (
-        f"a weight is used outside the forward of its module, where a rank has only a shard of it ({error}); put the forward and the "
-        f"backward into a block `with engine.unsharded([name, ...]):` with the names of such weights{helps and f'; {helps}'}"
+        f"a weight is used outside the forward of its module, where a rank has only a shard of it ({error}); put the "
+        "forward and the "
+        "backward into a block `with engine.unsharded([name, ...]):` with the names of such "
+        f"weights{helps and f'; {helps}'}"
     )

@@ -1,4 +1,6 @@
-"""What the block `deepspeed_config` says: a few of DeepSpeed's arguments under names of Accelerate, or the name of DeepSpeed's own file."""
+"""What the block `deepspeed_config` says: a few of DeepSpeed's arguments under names of Accelerate, or the name of
+DeepSpeed's own file.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from unishard.formats.accelerate.entries import block_of, dropped, overlooked, r
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot
 
-__all__ = ["KNOWN", "LAUNCHER", "MOE", "NAMES", "NEVER", "NO_FILE", "OF_THE_FILE", "deepspeed_entries", "experts", "no_file"]
+__all__ = [
+    "KNOWN",
+    "LAUNCHER",
+    "MOE",
+    "NAMES",
+    "NEVER",
+    "NO_FILE",
+    "OF_THE_FILE",
+    "deepspeed_entries",
+    "experts",
+    "no_file",
+]
 
 NAMES: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
@@ -50,18 +63,27 @@ NO_FILE = (None, "none")
 """What `deepspeed_config_file` holds where it names none."""
 
 NEVER = 1e30
-"""Clips no norm that can be: what `null` is written as, since Accelerate leaves 0 out and DeepSpeed then clips to 1.0."""
+"""Clips no norm that can be: what `null` is written as, since Accelerate leaves 0 out and DeepSpeed then clips to
+1.0."""
 
 _ACCUMULATION = Undecided("gradient_accumulation_steps of the Accelerator")
 _CLIPS = f"{TOOL} clips to 1.0 where the file has no gradient_clipping; so does DeepSpeed since 0.19.3"
-OF_THE_FILE = ("sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name")
+OF_THE_FILE = (
+    "sharding.strategy",
+    "precision.compute",
+    "training.gradient_clipping",
+    "optimizer.name",
+    "scheduler.name",
+)
 """What only DeepSpeed's own file says, once a document names one."""
 _NVME = "used as meant; Accelerate 1.15.0 never passes it on: use a deepspeed_config_file"
 _CPU_ADAM = "Accelerate 1.15.0 may swap the optimizer for DeepSpeedCPUAdam"
 _NO_CLIPPING = "0 is left out, so DeepSpeed clips to 1.0; write a very large norm for no clipping"
 
 
-def deepspeed_entries(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+def deepspeed_entries(
+    document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None
+) -> list[Entry]:
     """What DeepSpeed's arguments in a document say, which names no file of DeepSpeed's own.
 
     Args:
@@ -102,7 +124,11 @@ def _argument(arguments: EngineBlock, name: str, value: Any, block: Mapping[str,
         yield Entry(
             path,
             value,
-            Meaning(Fit.NEEDS_INPUT, f"the value comes from {_ACCUMULATION.who}", {"training.gradient_accumulation_steps": _ACCUMULATION}),
+            Meaning(
+                Fit.NEEDS_INPUT,
+                f"the value comes from {_ACCUMULATION.who}",
+                {"training.gradient_accumulation_steps": _ACCUMULATION},
+            ),
         )
     elif value is not None:
         try:
@@ -112,7 +138,9 @@ def _argument(arguments: EngineBlock, name: str, value: Any, block: Mapping[str,
 
 
 def experts(path: Path, value: Any, stage: Any) -> Entry:
-    """Layers of which a rank may use only parts, which ZeRO-3 gathers as a whole (accelerator.py, set_moe_leaf_modules)."""
+    """Layers of which a rank may use only parts, which ZeRO-3 gathers as a whole (accelerator.py,
+    set_moe_leaf_modules).
+    """
     if value is None or str(stage) != "3":
         return dropped(path, value, "changes nothing below stage 3")
     try:
@@ -159,7 +187,8 @@ def _compute(arguments: EngineBlock, precision: str, spot: Spot) -> None:
 def no_file(path: Path, name: Any) -> Entry:
     """An entry for a file that is not there: its values must be decided elsewhere."""
     note = (
-        f"{name} was not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} fails as well; add the file"
+        f"{name} was not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} "
+        "fails as well; add the file"
     )
     said = Undecided(f"{name}, which was not found", required=True)
     return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, said)))

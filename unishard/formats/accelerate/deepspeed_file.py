@@ -35,7 +35,8 @@ _FILLED: Mapping[str, Any] = {
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
 }
-"""What Accelerate puts in the place of `auto`, where that does not depend on the training script (utils/dataclasses.py, accelerator.py)."""
+"""What Accelerate puts in the place of `auto`, where that does not depend on the training script (utils/dataclasses.py,
+accelerator.py)."""
 
 
 def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[Entry]:
@@ -49,7 +50,11 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
     block = block_of(source.data, "deepspeed_config")
     entries = [_beside(str(name), value) for name, value in block.items() if name not in (FILE[-1], MOE)]
     if not spot.assumed and spot.value is not None and precision_of(source.data) == "no":
-        entries.append(dropped(spot.path, spot.value, f"the file decides; {TOOL} refuses this beside it, so it is left out", kept=False))
+        entries.append(
+            dropped(
+                spot.path, spot.value, f"the file decides; {TOOL} refuses this beside it, so it is left out", kept=False
+            )
+        )
     elif not spot.assumed and spot.value is not None:
         entries.append(refused(spot.path, spot.value, _BESIDE))
     else:
@@ -61,11 +66,18 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
         return [*entries, refused(FILE, name, f"cannot be read: {error}")]
     if MOE in block:
         zero = (document or {}).get("zero_optimization")
-        entries.append(experts(("deepspeed_config", MOE), block[MOE], zero.get("stage", 0) if isinstance(zero, Mapping) else 3))
+        entries.append(
+            experts(("deepspeed_config", MOE), block[MOE], zero.get("stage", 0) if isinstance(zero, Mapping) else 3)
+        )
     if document is None:
         return [*entries, no_file(FILE, name)]
     if "zero_optimization" not in document:
-        return [*entries, refused(FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}")]
+        return [
+            *entries,
+            refused(
+                FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}"
+            ),
+        ]
     return [*entries, Entry(FILE, name, Meaning(note="its keys follow")), *_beside_file(document, topology)]
 
 
@@ -79,7 +91,9 @@ def _beside(name: str, value: Any) -> Entry:
 
 
 def opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
-    """The file: beside the document, or in the working directory, where Accelerate looks, or what the text itself holds as JSON."""
+    """The file: beside the document, or in the working directory, where Accelerate looks, or what the text itself holds
+    as JSON.
+    """
     if isinstance(name, Mapping):
         return name
     found = open_named(str(name), folder)

@@ -1,7 +1,9 @@
-"""How a file of Accelerate says each field with DeepSpeed, in the keys that it has itself: one row for each leaf of the schema.
+"""How a file of Accelerate says each field with DeepSpeed, in the keys that it has itself: one row for each leaf of the
+schema.
 
-It has few. What only DeepSpeed's own file can say gets a fit that says so; write that file with `--to deepspeed`, and name it in
-`deepspeed_config_file` instead. Sources: accelerate 1.15.0, utils/dataclasses.py and accelerator.py; deepspeed 0.19.8, runtime/config.py.
+It has few. What only DeepSpeed's own file can say gets a fit that says so; write that file with `--to deepspeed`, and
+name it in `deepspeed_config_file` instead. Sources: accelerate 1.15.0, utils/dataclasses.py and accelerator.py;
+deepspeed 0.19.8, runtime/config.py.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ def _device(what: str, key: str) -> Rule:
     return exact(
         f"deepspeed_config.{key}",
         unless("none", lambda cfg: getattr(cfg.offload, what) == "none"),
-        When("nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", Fit.UNSUPPORTED, f"Accelerate 1.15.0 drops the path; it {_FILE}"),
+        When(
+            "nvme",
+            lambda cfg: getattr(cfg.offload, what) == "nvme",
+            Fit.UNSUPPORTED,
+            f"Accelerate 1.15.0 drops the path; it {_FILE}",
+        ),
         When(
             "the optimizer's, of sgd or lion",
             lambda cfg: what == "optimizer" and cfg.optimizer.name in ("sgd", "lion"),
@@ -59,7 +66,9 @@ def _device(what: str, key: str) -> Rule:
 
 
 def _clipping(cfg: Config, topology: Topology) -> Native:
-    return _inline(gradient_clipping=NEVER if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping)
+    return _inline(
+        gradient_clipping=NEVER if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping
+    )
 
 
 def _mixed_scale(note: str, case: str, holds: Any) -> Rule:
@@ -74,7 +83,8 @@ def _bare(cfg: Config) -> bool:
 
 _SHARDING: Mapping[str, Rule] = {
     "backend": exact(
-        "distributed_type", to=lambda cfg, topology: {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED"}
+        "distributed_type",
+        to=lambda cfg, topology: {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED"},
     ),
     "sharding.strategy": exact(
         "deepspeed_config.zero_stage",
@@ -86,7 +96,9 @@ _SHARDING: Mapping[str, Rule] = {
         ),
         to=lambda cfg, topology: _inline(zero_stage=_STAGES[cfg.sharding.strategy]),
     ),
-    "sharding.group_size": none("there are no groups", lambda cfg: not cfg.sharding.hybrid, "not hybrid", Fit.UNSUPPORTED),
+    "sharding.group_size": none(
+        "there are no groups", lambda cfg: not cfg.sharding.hybrid, "not hybrid", Fit.UNSUPPORTED
+    ),
     "sharding.reshard_after_forward": none(
         "ZeRO-3 reshards by its own sizes: more traffic, less memory, the same math",
         lambda cfg: cfg.sharding.reshard_after_forward is True,
@@ -97,7 +109,9 @@ _SHARDING: Mapping[str, Rule] = {
         Fit.EQUIVALENT,
         f"fsdp_config.{CLASSES}",
         "ZeRO gathers parameter by parameter: the same math; Accelerate reads the classes where the type is FSDP again",
-        lambda cfg, topology: {"fsdp_config": {CLASSES: ",".join(cfg.sharding.units)}} if cfg.sharding.units != "auto" else {},
+        lambda cfg, topology: (
+            {"fsdp_config": {CLASSES: ",".join(cfg.sharding.units)}} if cfg.sharding.units != "auto" else {}
+        ),
         (unless("auto", lambda cfg: cfg.sharding.units == "auto"),),
     ),
     "sharding.min_unit_params": none("ZeRO has no units", lambda cfg: not cfg.sharding.min_unit_params, "0"),
@@ -106,7 +120,9 @@ _SHARDING: Mapping[str, Rule] = {
         when_default("sharding.conditional_modules"),
         unless("not full_shard", lambda cfg: cfg.sharding.strategy != "full_shard", "nothing is gathered"),
         to=lambda cfg, topology: (
-            _inline(deepspeed_moe_layer_cls_names=",".join(cfg.sharding.conditional_modules)) if cfg.sharding.conditional_modules else {}
+            _inline(deepspeed_moe_layer_cls_names=",".join(cfg.sharding.conditional_modules))
+            if cfg.sharding.conditional_modules
+            else {}
         ),
     ),
 }
@@ -115,7 +131,9 @@ _PRECISION: Mapping[str, Rule] = {
     "precision.compute": exact(
         "mixed_precision", to=lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"}
     ),
-    "precision.master": none(f"training without fp32 master weights {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Fit.UNSUPPORTED),
+    "precision.master": none(
+        f"training without fp32 master weights {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Fit.UNSUPPORTED
+    ),
     "precision.reduce": none(
         "DeepSpeed reduces in the compute dtype; another one " + _FILE,
         lambda cfg: cfg.precision.reduce == cfg.precision.compute,
@@ -128,7 +146,9 @@ _PRECISION: Mapping[str, Rule] = {
         "that of compute, or no accumulation",
         Fit.APPROXIMATE,
     ),
-    "precision.buffers": none(f"the dtype of buffers {_FILE}", lambda cfg: cfg.precision.buffers == "keep", "keep", Fit.APPROXIMATE),
+    "precision.buffers": none(
+        f"the dtype of buffers {_FILE}", lambda cfg: cfg.precision.buffers == "keep", "keep", Fit.APPROXIMATE
+    ),
     "precision.loss_scale": _mixed_scale(
         f"DeepSpeed's default is a dynamic scale; another one {_FILE}",
         "dynamic, or not fp16",
@@ -151,10 +171,15 @@ _LOOP: Mapping[str, Rule] = {
     "offload.optimizer": _device("optimizer", "offload_optimizer_device"),
     "offload.pin_memory": none(f"affects only time and memory; it {_FILE}", lambda cfg: cfg.offload.pin_memory, "true"),
     "offload.nvme_path": none(
-        f"Accelerate 1.15.0 drops the path; it {_FILE}", lambda cfg: cfg.offload.nvme_path is None, "null", Fit.UNSUPPORTED
+        f"Accelerate 1.15.0 drops the path; it {_FILE}",
+        lambda cfg: cfg.offload.nvme_path is None,
+        "null",
+        Fit.UNSUPPORTED,
     ),
     "activation_checkpointing": write(
-        "model.gradient_checkpointing_enable(); Accelerate has no key for it", lambda cfg: cfg.activation_checkpointing == "none", "none"
+        "model.gradient_checkpointing_enable(); Accelerate has no key for it",
+        lambda cfg: cfg.activation_checkpointing == "none",
+        "none",
     ),
     "training.gradient_accumulation_steps": copied(
         "training.gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps", auto=True
@@ -180,16 +205,22 @@ _LOOP: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": none(f"affects only time; it {_FILE}"),
     "communication.overlap": none(f"affects only time: DeepSpeed overlaps at stage 3 without being told; it {_FILE}"),
     "compile.mode": write(
-        "export ACCELERATE_DYNAMO_BACKEND; Accelerate 1.15.0 drops dynamo_config here", lambda cfg: cfg.compile.mode == "none", "none"
+        "export ACCELERATE_DYNAMO_BACKEND; Accelerate 1.15.0 drops dynamo_config here",
+        lambda cfg: cfg.compile.mode == "none",
+        "none",
     ),
-    "compile.backend": write("ACCELERATE_DYNAMO_BACKEND before the launch", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
+    "compile.backend": write(
+        "ACCELERATE_DYNAMO_BACKEND before the launch", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"
+    ),
     "native": row(
         Fit.APPROXIMATE,
         f"deepspeed_config.{SAVE_KEY}",
         f"every other setting of DeepSpeed {_FILE}",
         unless("nothing for deepspeed", lambda cfg: not _native_settings(cfg)),
         unless("only of saving", lambda cfg: set(_native_settings(cfg)) == {NAMES[SAVE_KEY]}),
-        to=lambda cfg, topology: _inline(**{SAVE_KEY: saved}) if (saved := _native_settings(cfg).get(NAMES[SAVE_KEY])) is not None else {},
+        to=lambda cfg, topology: (
+            _inline(**{SAVE_KEY: saved}) if (saved := _native_settings(cfg).get(NAMES[SAVE_KEY])) is not None else {}
+        ),
     ),
 }
 

@@ -27,7 +27,9 @@ class DistributedType:
     note: str = ""
 
 
-_REPLICAS = DistributedType("none", "replicas (DistributedDataParallel)", {"backend": "fsdp", "sharding.strategy": "no_shard"})
+_REPLICAS = DistributedType(
+    "none", "replicas (DistributedDataParallel)", {"backend": "fsdp", "sharding.strategy": "no_shard"}
+)
 
 KINDS: Mapping[str, DistributedType] = {
     "FSDP": DistributedType("fsdp", "backend fsdp", {"backend": "fsdp"}),
@@ -35,9 +37,14 @@ KINDS: Mapping[str, DistributedType] = {
     "MULTI_GPU": _REPLICAS,
     "NO": DistributedType("none", "one process", {"backend": "fsdp", "sharding.strategy": "no_shard"}),
     **{f"MULTI_{device}": _REPLICAS for device in ("CPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")},
-    "XLA": DistributedType("none", "refused", fit=Fit.UNSUPPORTED, note="training on TPUs is not supported; write FSDP, for GPUs"),
+    "XLA": DistributedType(
+        "none", "refused", fit=Fit.UNSUPPORTED, note="training on TPUs is not supported; write FSDP, for GPUs"
+    ),
     "MEGATRON_LM": DistributedType(
-        "none", "refused", fit=Fit.UNSUPPORTED, note="Megatron-LM's tensor and pipeline parallelism has no equivalent; write FSDP"
+        "none",
+        "refused",
+        fit=Fit.UNSUPPORTED,
+        note="Megatron-LM's tensor and pipeline parallelism has no equivalent; write FSDP",
     ),
 }
 """By the word in `distributed_type`."""
@@ -54,7 +61,9 @@ def kind_named(value: Any) -> DistributedType:
     name = "NO" if value is False else str(value)
     if name not in KINDS:
         near = get_close_matches(name.upper(), KINDS, 1)
-        raise Unreadable(f"must be one of {', '.join(KINDS)}, got {shown(value)}; write {near[0] if near else 'one of them'}")
+        raise Unreadable(
+            f"must be one of {', '.join(KINDS)}, got {shown(value)}; write {near[0] if near else 'one of them'}"
+        )
     return KINDS[name]
 
 

@@ -27,7 +27,11 @@ def overlooked(path: Path, value: Any, names: Iterable[str]) -> Entry:
     """An entry for a key that Accelerate takes without a word and never looks at."""
     near = get_close_matches(path[-1], names, 1, 0.7)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return Entry(path, value, Meaning(Fit.IGNORED, f"{TOOL} does not know this key and ignores it{hint}", kept=True, unknown=True))
+    return Entry(
+        path,
+        value,
+        Meaning(Fit.IGNORED, f"{TOOL} does not know this key and ignores it{hint}", kept=True, unknown=True),
+    )
 
 
 def block_of(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

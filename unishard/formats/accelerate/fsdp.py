@@ -22,8 +22,10 @@ __all__ = ["CLASSES", "NAMES", "fsdp_entries"]
 NAMES: Mapping[str, str] = {
     f"fsdp_{name}": name
     for name in names(
-        "version sharding_strategy reshard_after_forward offload_params auto_wrap_policy transformer_layer_cls_to_wrap min_num_params "
-        "backward_prefetch forward_prefetch state_dict_type use_orig_params cpu_ram_efficient_loading sync_module_states "
+        "version sharding_strategy reshard_after_forward offload_params auto_wrap_policy transformer_layer_cls_to_wrap "
+        "min_num_params "
+        "backward_prefetch forward_prefetch state_dict_type use_orig_params cpu_ram_efficient_loading "
+        "sync_module_states "
         "activation_checkpointing activation_checkpointing_offload ignored_modules"
     )
 } | {"fsdp_offload_params": "cpu_offload"}
@@ -31,7 +33,8 @@ NAMES: Mapping[str, str] = {
 
 CLASSES = "fsdp_transformer_layer_cls_to_wrap"
 _NULLABLE = names(
-    "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type fsdp_ignored_modules"
+    "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type "
+    "fsdp_ignored_modules"
 )
 """Not passed on where they are null; Accelerate makes the text `none` of every other null."""
 
@@ -57,17 +60,25 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     entries = list(_twice(document, block))
     for full, (name, value) in block.items():
         if full == CLASSES and value == "" and not _by_class(block):
-            entries.append(dropped(("fsdp_config", str(name)), value, "is only read with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"))
+            entries.append(
+                dropped(
+                    ("fsdp_config", str(name)), value, "is only read with fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+                )
+            )
             continue
         entries += _argument(arguments, full, ("fsdp_config", str(name)), value)
     entries += _groups(arguments, document, version, topology)
     if precision in _DTYPES:
-        arguments.add("mixed_precision", _policy(_DTYPES[precision], version), _autocast(spot) if version == 1 else spot)
+        arguments.add(
+            "mixed_precision", _policy(_DTYPES[precision], version), _autocast(spot) if version == 1 else spot
+        )
     return [*entries, *arguments.entries(defaults=_assumed(arguments.native), topology=topology)]
 
 
 def _autocast(spot: Spot) -> Spot:
-    """Where FSDP1 gets its dtypes, beside which Accelerate runs the forward in torch.autocast (accelerator.py, prepare_model)."""
+    """Where FSDP1 gets its dtypes, beside which Accelerate runs the forward in torch.autocast (accelerator.py,
+    prepare_model).
+    """
     return spot._replace(fit=Fit.APPROXIMATE, note="; ".join(filter(None, (_AUTOCAST, spot.note))))
 
 
@@ -84,7 +95,9 @@ def _twice(document: Mapping[str, Any], block: Mapping[str, tuple[Any, Any]]) ->
     for name, value in block_of(document, "fsdp_config").items():
         last, _ = block[_full(name)]
         if last != name:
-            yield dropped(("fsdp_config", str(name)), value, f"is repeated by {last}, which takes precedence", kept=False)
+            yield dropped(
+                ("fsdp_config", str(name)), value, f"is repeated by {last}, which takes precedence", kept=False
+            )
 
 
 def _version(block: Mapping[str, tuple[Any, Any]]) -> int:
@@ -102,7 +115,9 @@ def _argument(arguments: EngineBlock, full: str, path: Path, value: Any) -> Iter
     elif value is None and full in _NULLABLE:
         yield dropped(path, value, "is null: Accelerate uses its default")
     else:
-        fit, note = (Fit.EQUIVALENT, _LIST) if full.endswith("cls_to_wrap") and not isinstance(value, str) else (Fit.EXACT, "")
+        fit, note = (
+            (Fit.EQUIVALENT, _LIST) if full.endswith("cls_to_wrap") and not isinstance(value, str) else (Fit.EXACT, "")
+        )
         try:
             taken = value if is_placeholder(value) else _READ.get(full, lambda value: value)(value)
             arguments.add(NAMES[full], taken, Spot(path, value, fit=fit, note=note))
@@ -126,13 +141,16 @@ def _word(words: tuple[str, ...]) -> Callable[[Any], str]:
 
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "fsdp_version": integer(1, 2),
-    "fsdp_backward_prefetch": lambda value: "NO_PREFETCH" if str(value).upper() == "NO_PREFETCH" else _word(_PREFETCH)(value),
+    "fsdp_backward_prefetch": lambda value: (
+        "NO_PREFETCH" if str(value).upper() == "NO_PREFETCH" else _word(_PREFETCH)(value)
+    ),
     "fsdp_state_dict_type": _word(_STATE_DICTS),
     "fsdp_transformer_layer_cls_to_wrap": listed,
     "fsdp_min_num_params": integer(0),
 } | dict.fromkeys(
     names(
-        "fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading fsdp_sync_module_states "
+        "fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading "
+        "fsdp_sync_module_states "
         "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"
     ),
     boolean,
@@ -155,7 +173,9 @@ _WITHIN = tuple(f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp")
 _AXES = {axis: f"parallelism_config_dp_{axis}_size" for axis in ("replicate", "shard")}
 
 
-def _groups(arguments: EngineBlock, document: Mapping[str, Any], version: int, topology: Topology | None) -> Iterator[Entry]:
+def _groups(
+    arguments: EngineBlock, document: Mapping[str, Any], version: int, topology: Topology | None
+) -> Iterator[Entry]:
     """Groups of ranks that hold a copy each, which Accelerate builds only for FSDP2."""
     block = block_of(document, "parallelism_config")
     sizes = {}
@@ -172,7 +192,11 @@ def _groups(arguments: EngineBlock, document: Mapping[str, Any], version: int, t
         return
     for path in given.values():
         value = block[path[1]]
-        yield refused(path, value, fault) if fault else dropped(path, value, "all ranks share one copy, as without it", kept=False)
+        yield (
+            refused(path, value, fault)
+            if fault
+            else dropped(path, value, "all ranks share one copy, as without it", kept=False)
+        )
 
 
 def _size(value: Any) -> int:
@@ -193,10 +217,15 @@ def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None, wi
     if sizes["shard"] == 1:
         return "leaves FSDP nothing to shard; write parallelism_config_dp_shard_size above 1"
     if topology is not None and topology.world_size > 1 and topology.world_size != total * within:
-        return f"makes {total * within} ranks of the {topology.world_size} that there are; their product must be num_processes"
+        return (
+            f"makes {total * within} ranks of the {topology.world_size} that there are; their product must be "
+            "num_processes"
+        )
     return ""
 
 
 def _policy(dtype: str, version: int) -> Mapping[str, str]:
-    """The policy that Accelerate makes of `mixed_precision` (utils/dataclasses.py, set_mixed_precision): one format for everything."""
+    """The policy that Accelerate makes of `mixed_precision` (utils/dataclasses.py, set_mixed_precision): one format for
+    everything.
+    """
     return dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype" if version == 1 else "output_dtype"), dtype)

@@ -1,7 +1,8 @@
 """The keys of Accelerate's file that are not an engine's arguments, and what each says in the config's words.
 
-Sources, all of accelerate 1.15.0: commands/config/config_args.py (which keys there are), commands/launch.py (defaults where the file is
-silent), utils/launch.py (what reaches the training processes) and utils/dataclasses.py (what they make of it).
+Sources, all of accelerate 1.15.0: commands/config/config_args.py (which keys there are), commands/launch.py (defaults
+where the file is silent), utils/launch.py (what reaches the training processes) and utils/dataclasses.py (what they
+make of it).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _GONE: Mapping[str, str] = {
 """Keys with which Accelerate refuses a file, though nothing is lost without them."""
 _RANKS = "num_processes divided by num_machines"
 _ONE_HOST = "only used with several hosts; one host takes a free port"
-_NUMBERED = "differs by host: pass --node-rank to the launcher, where launch.rendezvous is static; c10d numbers the hosts as they meet"
+_NUMBERED = (
+    "differs by host: pass --node-rank to the launcher, where launch.rendezvous is static; c10d numbers the "
+    "hosts as they meet"
+)
 _BACKENDS = ("static", "c10d", "etcd-v2", "etcd")
 PORT = 29500
 """Of the rendezvous, in Accelerate as in torchrun."""
@@ -142,7 +146,9 @@ def _compile_backend(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, _NO_COMPILE, kept=True)
     name = text(value).lower() if value is not False else "no"
     if name not in _DYNAMO:
-        raise Unreadable(f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them")
+        raise Unreadable(
+            f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them"
+        )
     if name == "no":
         return Meaning(fields={"compile.mode": "none"})
     note = _tf32(given)
@@ -195,7 +201,8 @@ def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
 
 
 _DYNAMO = names(
-    "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt aot_torchxla_trace_once "
+    "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt "
+    "aot_torchxla_trace_once "
     "torchxla_trace_once ipex tvm hpu_backend"
 )
 _NO_COMPILE = "Accelerate 1.15.0 does not pass this on to DeepSpeed: nothing is compiled"
@@ -210,14 +217,17 @@ _DYNAMO_KEYS: Mapping[str, Key] = {
         f"{_TIME}; torch's default mode is used",
         one_of(dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))),
     ),
-    "dynamo_config.dynamo_use_fullgraph": _dropped("only makes a break in the graph an error; the engines break it at each unit", boolean),
+    "dynamo_config.dynamo_use_fullgraph": _dropped(
+        "only makes a break in the graph an error; the engines break it at each unit", boolean
+    ),
     "dynamo_config.dynamo_use_dynamic": _dropped(f"{_TIME}; torch finds out by itself which shapes change", boolean),
 }
 
 _FP8_KEYS: Mapping[str, Key] = {
     f"fp8_config.{name}": drops(_FP8)
     for name in names(
-        "backend use_autocast_during_eval margin interval fp8_format format amax_history_len amax_compute_algo override_linear_precision "
+        "backend use_autocast_during_eval margin interval fp8_format format amax_history_len amax_compute_algo "
+        "override_linear_precision "
         "opt_level enable_fsdp_float8_all_gather pad_inner_dim"
     )
 } | {
@@ -247,7 +257,9 @@ _PARALLEL_KEYS: Mapping[str, Key] = {
 KEYS: Mapping[str, Key] = {
     "compute_environment": Key(_environment, "", Fit.IGNORED, _LAUNCHER),
     "distributed_type": Key(
-        _distributed_type, "backend, sharding.strategy", note=", ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items())
+        _distributed_type,
+        "backend, sharding.strategy",
+        note=", ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items()),
     ),
     "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision.compute"),
     "fp16": Key(_fp16, "precision"),
@@ -264,7 +276,8 @@ KEYS: Mapping[str, Key] = {
     **{
         name: drops(_TPU)
         for name in names(
-            "main_training_function downcast_bf16 tpu_name tpu_zone tpu_vm tpu_env tpu_use_cluster tpu_use_sudo command_file commands"
+            "main_training_function downcast_bf16 tpu_name tpu_zone tpu_vm tpu_env tpu_use_cluster tpu_use_sudo "
+            "command_file commands"
         )
     },
     **_DYNAMO_KEYS,
@@ -278,7 +291,8 @@ KEYS: Mapping[str, Key] = {
     "tp_config.tp_size": _parallel("tensor"),
     "kt_config": refuses(f"{TOOL} refuses a file with this key of the fork accelerate-kt; remove it"),
 }
-"""By dotted key. Those below `fsdp_config` and `deepspeed_config` stand in `engines.py`, since the engines say what they mean."""
+"""By dotted key. Those below `fsdp_config` and `deepspeed_config` stand in `engines.py`, since the engines say what
+they mean."""
 
 
 def _checked_precision(value: Any) -> Meaning:

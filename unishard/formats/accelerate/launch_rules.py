@@ -30,7 +30,10 @@ def _endpoint(cfg: Config, topology: Topology) -> Native:
         return {}
     host, _, port = cfg.launch.endpoint.rpartition(":")
     named = port.isdecimal() and host
-    return {"main_process_ip": host if named else cfg.launch.endpoint, "main_process_port": int(port) if named else PORT}
+    return {
+        "main_process_ip": host if named else cfg.launch.endpoint,
+        "main_process_port": int(port) if named else PORT,
+    }
 
 
 def _rendezvous(cfg: Config, topology: Topology) -> Native:
@@ -64,12 +67,19 @@ LAUNCH_RULES: Mapping[str, Rule] = {
     "launch.processes_per_node": exact("num_processes", to=_processes),
     "launch.endpoint": exact("main_process_ip, main_process_port", to=_endpoint),
     "launch.rendezvous": exact("rdzv_backend", to=_rendezvous),
-    "launch.rendezvous_id": _argument("rendezvous_id", "Accelerate has no such argument: torchrun's own name, none, holds"),
+    "launch.rendezvous_id": _argument(
+        "rendezvous_id", "Accelerate has no such argument: torchrun's own name, none, holds"
+    ),
     "launch.rendezvous_options": _argument("rendezvous_options", "pass accelerate launch --rdzv_conf"),
     "launch.max_restarts": _argument("max_restarts", "pass accelerate launch --max_restarts"),
     "launch.environment": exact(
         "gpu_ids",
-        When("other variables", _other_variables, Fit.NEEDS_INPUT, f"export them before the launch; only {_DEVICES} has a key"),
+        When(
+            "other variables",
+            _other_variables,
+            Fit.NEEDS_INPUT,
+            f"export them before the launch; only {_DEVICES} has a key",
+        ),
         to=_devices,
     ),
 }

@@ -1,4 +1,6 @@
-"""From an Accelerate file to its entries: the engine's arguments go to the engine, the rest to this format's own table."""
+"""From an Accelerate file to its entries: the engine's arguments go to the engine, the rest to this format's own
+table.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _AUTOCAST = "torch.autocast keeps some operations in fp32; without it all run in
 def ranks_of(document: Mapping[str, Any]) -> Topology | None:
     """The ranks that a document speaks of; None where it does not say."""
     try:
-        ranks = integer(1)(document.get("num_processes", 1 if document.get("distributed_type") in ("NO", False) else None))
+        ranks = integer(1)(
+            document.get("num_processes", 1 if document.get("distributed_type") in ("NO", False) else None)
+        )
         machines = integer(1)(document.get("num_machines") or 1)
     except Unreadable:
         return None
@@ -79,7 +83,12 @@ def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Ite
             yield from (_replaced(entry, document) for entry in _renamed(entry, document))
     if "distributed_type" not in document:
         held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")
-        yield refused(("distributed_type",), None, f"is missing, and {TOOL} needs it; write distributed_type: {held}", assumed=True)
+        yield refused(
+            ("distributed_type",),
+            None,
+            f"is missing, and {TOOL} needs it; write distributed_type: {held}",
+            assumed=True,
+        )
 
 
 def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
@@ -90,7 +99,10 @@ def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
 
 
 def _prefixed(block: str, name: Any) -> str:
-    """A key under its name in the table. Accelerate adds the block's prefix where it is missing; the table has it only for `dynamo_`."""
+    """A key under its name in the table.
+
+    Accelerate adds the block's prefix where it is missing; the table has it only for `dynamo_`.
+    """
     if block == "dynamo_config":
         return str(name) if str(name).startswith("dynamo_") else f"dynamo_{name}"
     return str(name) if name == "fp8_format" else str(name).removeprefix("fp8_")
@@ -106,7 +118,9 @@ def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
     *before, last = (name for name in written if _prefixed(block, name) == entry.path[1])
     if entry.path[2:3] in ((), _first(written[last])):
         for name in before:
-            yield dropped((block, str(name)), written[name], f"is repeated by {last}, which takes precedence", kept=False)
+            yield dropped(
+                (block, str(name)), written[name], f"is repeated by {last}, which takes precedence", kept=False
+            )
     yield entry.at(block, str(last), *entry.path[2:])
 
 
@@ -136,7 +150,11 @@ def _precision_entries(spot: Spot, precision: str, engine: str) -> Iterator[Entr
     if precision == "no":
         yield Entry(spot.path, spot.value, Meaning(fields={"precision.compute": "fp32"}), spot.assumed)
     elif engine == "none":
-        fields = {"precision.compute": "bf16" if precision == "fp8" else precision, "precision.master": "fp32", "precision.reduce": "fp32"}
+        fields = {
+            "precision.compute": "bf16" if precision == "fp8" else precision,
+            "precision.master": "fp32",
+            "precision.reduce": "fp32",
+        }
         note = "; ".join(filter(None, (_AUTOCAST, spot.note)))
         yield Entry(spot.path, spot.value, Meaning(Fit.APPROXIMATE, note, fields), spot.assumed)
 

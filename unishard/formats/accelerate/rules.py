@@ -1,6 +1,8 @@
-"""How a file of Accelerate says each field with FSDP2, or with replicas where nothing is sharded: one row for each leaf of the schema.
+"""How a file of Accelerate says each field with FSDP2, or with replicas where nothing is sharded: one row for each leaf
+of the schema.
 
-Sources: accelerate 1.15.0, utils/dataclasses.py and utils/fsdp_utils.py. What the file has no key for stays with the training script.
+Sources: accelerate 1.15.0, utils/dataclasses.py and utils/fsdp_utils.py. What the file has no key for stays with the
+training script.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import BEFORE_EACH_FORWARD, BUFFERS, MATMUL, RESHARDS_TO_ALL, moved_together, none, unlooked, write
+from unishard.contract.field_rows import (
+    BEFORE_EACH_FORWARD,
+    BUFFERS,
+    MATMUL,
+    RESHARDS_TO_ALL,
+    moved_together,
+    none,
+    unlooked,
+    write,
+)
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.formats.accelerate.script import BY_SCRIPT
 from unishard.formats.fallbacks import exact, noted, row, rows, when_default
@@ -98,7 +109,12 @@ _SHARDING: Mapping[str, Rule] = {
             Fit.APPROXIMATE,
             f"{_NEAREST}, and reduces gradients on every micro-batch",
         ),
-        When("shard_grad_op or hybrid_shard_grad_op", lambda cfg: cfg.sharding.within_group == "shard_grad_op", Fit.APPROXIMATE, _NEAREST),
+        When(
+            "shard_grad_op or hybrid_shard_grad_op",
+            lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+            Fit.APPROXIMATE,
+            _NEAREST,
+        ),
         to=_strategy,
     ),
     "sharding.group_size": exact(
@@ -155,12 +171,17 @@ _PRECISION: Mapping[str, Rule] = {
     ),
     "precision.matmul": MATMUL._replace(
         when=(
-            unless("tf32 with compile in fp32", lambda cfg: _allows_tf32(cfg) and cfg.precision.matmul == "tf32", "Accelerate allows it"),
+            unless(
+                "tf32 with compile in fp32",
+                lambda cfg: _allows_tf32(cfg) and cfg.precision.matmul == "tf32",
+                "Accelerate allows it",
+            ),
             When(
                 "keep with compile in fp32",
                 lambda cfg: _allows_tf32(cfg) and cfg.precision.matmul == "keep",
                 Fit.NEEDS_INPUT,
-                "Accelerate then allows TF32; after Accelerator(), call torch.set_float32_matmul_precision('highest') to forbid it",
+                "Accelerate then allows TF32; after Accelerator(), call torch.set_float32_matmul_precision('highest') "
+                "to forbid it",
             ),
             *MATMUL.when,
         )
@@ -183,13 +204,17 @@ _PRECISION: Mapping[str, Rule] = {
 }
 
 _LOOP: Mapping[str, Rule] = {
-    **moved_together("fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))),
+    **moved_together(
+        "fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))
+    ),
     "activation_checkpointing": row(
         Fit.EXACT,
         "fsdp_config.fsdp_activation_checkpointing",
         "of the units",
         when_default("activation_checkpointing"),
-        When("no_shard", _replicas, Fit.NEEDS_INPUT, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
+        When(
+            "no_shard", _replicas, Fit.NEEDS_INPUT, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"
+        ),
         unless("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), "of the units"),
         When(
             "selective, or other classes",
@@ -205,13 +230,20 @@ _LOOP: Mapping[str, Rule] = {
         "1",
     ),
     "training.gradient_clipping": write(
-        "accelerator.clip_grad_norm_(...) where accelerator.sync_gradients", lambda cfg: cfg.training.gradient_clipping is None, "null"
+        "accelerator.clip_grad_norm_(...) where accelerator.sync_gradients",
+        lambda cfg: cfg.training.gradient_clipping is None,
+        "null",
     ),
     "training.nonfinite": unlooked(
         Fit.APPROXIMATE,
         NO_KEY,
         "torch steps with infinite or NaN gradients; check what clip_grad_norm_ returns",
-        When("raise in fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.APPROXIMATE, "GradScaler skips it without an error"),
+        When(
+            "raise in fp16",
+            lambda cfg: cfg.precision.compute == "fp16",
+            Fit.APPROXIMATE,
+            "GradScaler skips it without an error",
+        ),
     ),
     "training.buffers": BUFFERS._replace(
         when=(
@@ -223,25 +255,36 @@ _LOOP: Mapping[str, Rule] = {
             ),
             *BUFFERS.when,
             When("rank0 with no_shard", _replicas, Fit.EQUIVALENT, BEFORE_EACH_FORWARD),
-        ),
+        )
     ),
     "compile.mode": exact(
         "dynamo_config",
         when_default("compile.mode"),
-        When("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
+        When(
+            "a backend without a word",
+            lambda cfg: cfg.compile.backend not in _BACKENDS,
+            Fit.NEEDS_INPUT,
+            "call torch.compile",
+        ),
         to=_compile,
     ),
     "compile.backend": exact(
         "dynamo_config.dynamo_backend",
         when_default("compile.mode"),
-        When("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, Fit.NEEDS_INPUT, "call torch.compile"),
+        When(
+            "one without a word",
+            lambda cfg: cfg.compile.backend not in _BACKENDS,
+            Fit.NEEDS_INPUT,
+            "call torch.compile",
+        ),
     ),
 }
 
 _NOTES = noted(
     {
         "precision.initial_loss_scale": "pass GradScalerKwargs(init_scale=...) in kwargs_handlers of the Accelerator",
-        "precision.loss_scale_growth_interval": "pass GradScalerKwargs(growth_interval=...) in kwargs_handlers of the Accelerator",
+        "precision.loss_scale_growth_interval": "pass GradScalerKwargs(growth_interval=...) in kwargs_handlers of the "
+        "Accelerator",
         "native": "no key for it; pass it to the fsdp_plugin of the Accelerator",
     }
 )

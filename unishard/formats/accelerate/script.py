@@ -1,4 +1,7 @@
-"""Rows for what the training script around Accelerate does itself, where it is more than the fallbacks say. The same for every engine."""
+"""Rows for what the training script around Accelerate does itself, where it is more than the fallbacks say.
+
+The same for every engine.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,12 @@ BY_SCRIPT: Mapping[str, Rule] = {
         NO_KEY,
         "Accelerate divides the last update by the full window: the last samples weigh less",
         unless("no accumulation", _every_step, "every window is full"),
-        When("drop", lambda cfg: cfg.training.last_window == "drop", Fit.NEEDS_INPUT, "leave out the batches that do not fill a window"),
+        When(
+            "drop",
+            lambda cfg: cfg.training.last_window == "drop",
+            Fit.NEEDS_INPUT,
+            "leave out the batches that do not fill a window",
+        ),
     ),
     "training.seed": write("call accelerate.utils.set_seed(..., device_specific=True), and seed the DataLoader"),
     **noted({path: _SCHEDULE for path in FALLBACKS if path.startswith("scheduler.")}),
@@ -37,7 +45,9 @@ BY_SCRIPT: Mapping[str, Rule] = {
     ),
     **{path: FALLBACKS[path]._replace(when=(when_default(path),)) for path in ("communication.overlap", "strict")},
     **saved_by_script("accelerator.save_state(...)"),
-    **logged_by_script("Accelerator(log_with=..., project_dir=...), init_trackers(...) and accelerator.log(...) in your script"),
+    **logged_by_script(
+        "Accelerator(log_with=..., project_dir=...), init_trackers(...) and accelerator.log(...) in your script"
+    ),
     **LAUNCH_RULES,
 }
 """Rows by field."""

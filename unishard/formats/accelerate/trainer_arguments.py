@@ -1,7 +1,7 @@
 """What the launcher's environment is to a Trainer: the engine's arguments that it would have been given otherwise.
 
-transformers 5.23, trainer.py (`propagate_args_to_deepspeed`): the config that Accelerate makes is filled and checked like one that
-`deepspeed` names.
+transformers 5.23, trainer.py (`propagate_args_to_deepspeed`): the config that Accelerate makes is filled and checked
+like one that `deepspeed` names.
 """
 
 from __future__ import annotations

@@ -23,9 +23,12 @@ TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_RULES, "deepspeed": DEE
 
 _SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
 _SAVED = FieldResult(Fit.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
-_NO_KEY = FieldResult(Fit.IGNORED, "", "no key for it; pass it to the Accelerator's plugin or write a deepspeed_config_file")
+_NO_KEY = FieldResult(
+    Fit.IGNORED, "", "no key for it; pass it to the Accelerator's plugin or write a deepspeed_config_file"
+)
 _ENGINES = ("backend", "native", "sharding.", "offload.")
-"""Fields that are the engine's, not the training script's: Accelerate without `fsdp_auto_wrap_policy` gathers the whole model at once."""
+"""Fields that are the engine's, not the training script's: Accelerate without `fsdp_auto_wrap_policy` gathers the whole
+model at once."""
 _CLIPPING = "training.gradient_clipping"
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
@@ -41,11 +44,19 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
         message = f"Accelerate has no backend {config.backend}; add --set backend=fsdp or backend=deepspeed"
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path in reading.unsaid if path in reading.undecided or not path.startswith(_ENGINES))
-    open_ = frozenset({_CLIPPING} & left if config.backend == "deepspeed" else ())  # its own default would clip to 1.0 in silence
+    open_ = frozenset(
+        {_CLIPPING} & left if config.backend == "deepspeed" else ()
+    )  # its own default would clip to 1.0 in silence
     # Where a value is not set, the key is left out: Accelerate's own default is the same as its word "auto".
-    table = {path: row._replace(auto=row.auto and path not in left - open_) for path, row in TABLES[config.backend].items()}
+    table = {
+        path: row._replace(auto=row.auto and path not in left - open_) for path, row in TABLES[config.backend].items()
+    }
     said = express(table, config, topology, left | frozenset(reading.undecided))
-    words = {**said.fields, **_native_words(config), **_group_words(reading, topology, said.fields["sharding.strategy"])}
+    words = {
+        **said.fields,
+        **_native_words(config),
+        **_group_words(reading, topology, said.fields["sharding.strategy"]),
+    }
     return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
 
@@ -53,18 +64,25 @@ def _ranks(reading: ReadDocument, topology: Topology) -> Native:
     """How many processes there are; left out where it is unknown, so that `accelerate launch` asks for it."""
     if reading.topology is None and topology.world_size == 1:
         return {}
-    return {"num_processes": topology.world_size, "num_machines": max(topology.world_size // topology.local_world_size, 1)}
+    return {
+        "num_processes": topology.world_size,
+        "num_machines": max(topology.world_size // topology.local_world_size, 1),
+    }
 
 
 def _starts(config: Config, topology: Topology) -> Native:
-    """How DeepSpeed's processes are started on several machines: as FSDP's are, not with pdsh, which wants a hostfile."""
+    """How DeepSpeed's processes are started on several machines: as FSDP's are, not with pdsh, which wants a
+    hostfile.
+    """
     return _SEVERAL.get(config.backend, {}) if topology.world_size > topology.local_world_size else {}
 
 
 def _native_words(config: Config) -> Mapping[str, FieldResult]:
     """What became of each setting that only the engine has."""
     settings = dict(flat(config.native.get(config.backend, {})))
-    return {f"native.{config.backend}.{key}": _SAVED if f"{config.backend}.{key}" == SAVE else _NO_KEY for key in settings}
+    return {
+        f"native.{config.backend}.{key}": _SAVED if f"{config.backend}.{key}" == SAVE else _NO_KEY for key in settings
+    }
 
 
 def _group_words(reading: ReadDocument, topology: Topology, word: FieldResult) -> Mapping[str, FieldResult]:
@@ -74,7 +92,11 @@ def _group_words(reading: ReadDocument, topology: Topology, word: FieldResult) -
     even = topology.world_size % group == 0 and (topology.world_size > 1 or reading.topology is not None)
     if not sharding.hybrid or even or word.fit is Fit.UNSUPPORTED:
         return {}
-    return {"sharding.strategy": FieldResult(Fit.UNSUPPORTED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group))}
+    return {
+        "sharding.strategy": FieldResult(
+            Fit.UNSUPPORTED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group)
+        )
+    }
 
 
 def text_of(document: Native) -> str:

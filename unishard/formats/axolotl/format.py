@@ -61,15 +61,25 @@ FORMAT = AxolotlFormat()
 
 
 def _entries(source: Source, topology: Topology | None) -> list[Entry]:
-    named = {key: value for key, value in source.data.items() if isinstance(value, str) and _VARIABLE.fullmatch(value.strip())}
-    foreign = {key: value for key, value in source.data.items() if key in _BACK and key not in KEYS and key not in named}
-    plain = source._replace(data={key: value for key, value in source.data.items() if key not in named and key not in foreign})
+    named = {
+        key: value
+        for key, value in source.data.items()
+        if isinstance(value, str) and _VARIABLE.fullmatch(value.strip())
+    }
+    foreign = {
+        key: value for key, value in source.data.items() if key in _BACK and key not in KEYS and key not in named
+    }
+    plain = source._replace(
+        data={key: value for key, value in source.data.items() if key not in named and key not in foreign}
+    )
     data = plain.data
     keys = {NAMES.get(name, name): row for name, row in KEYS.items()}
     keys |= {name: row._replace(silent=NOTHING) for name, row in keys.items() if _BACK.get(name, name) in named}
     document = {NAMES.get(str(name), str(name)): value for name, value in data.items()}
     entries = [
-        entry for entry in interpret(keys, document, tool=TOOL, ignores_unknown=True, topology=topology) if entry.path[0] not in ENGINES
+        entry
+        for entry in interpret(keys, document, tool=TOOL, ignores_unknown=True, topology=topology)
+        if entry.path[0] not in ENGINES
     ]
     entries += [_variable(key, value) for key, value in named.items()]
 

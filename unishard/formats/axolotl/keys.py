@@ -1,4 +1,6 @@
-"""axolotl's keys that say how a model is trained (axolotl 0.18.0, src/axolotl/utils/schemas and core/builders/base.py)."""
+"""axolotl's keys that say how a model is trained (axolotl 0.18.0, src/axolotl/utils/schemas and
+core/builders/base.py).
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ NAMES: Mapping[str, str] = {
 """axolotl's names of TrainingArguments, where they differ."""
 
 _SAME = names(
-    "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim_args "
-    "optim_target_modules lr_scheduler_kwargs seed fp16 gradient_checkpointing_kwargs torch_compile torch_compile_backend "
+    "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
+    "optim_args "
+    "optim_target_modules lr_scheduler_kwargs seed fp16 gradient_checkpointing_kwargs torch_compile "
+    "torch_compile_backend "
     "torch_compile_mode ddp_broadcast_buffers neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
 )
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
@@ -45,7 +49,9 @@ _OWN = {
     "ao_adamw_fp8": ("adamw", Fit.APPROXIMATE, _EIGHT.replace("8-bit", "fp8")),
     "flash_adamw": ("adamw", Fit.APPROXIMATE, _EIGHT),
 }
-_OTHERS = names("adopt_adamw came_pytorch muon dion sinkgd flash_adam flash_sgd flash_sgdw flash_lion q_galore_adamw8bit")
+_OTHERS = names(
+    "adopt_adamw came_pytorch muon dion sinkgd flash_adam flash_sgd flash_sgdw flash_lion q_galore_adamw8bit"
+)
 
 
 def _optimizer(value: Any, given: Given) -> Meaning:
@@ -65,7 +71,9 @@ def _brain(value: Any, given: Given) -> Meaning:
 
 
 def _mixed(given: Given, note: str) -> Meaning:
-    """Computing in bf16. axolotl also loads the model in it (`resolve_dtype`), and only the engines then keep fp32 master weights."""
+    """Computing in bf16. axolotl also loads the model in it (`resolve_dtype`), and only the engines then keep fp32
+    master weights.
+    """
     fields: dict[str, Any] = {"precision.compute": "bf16"}
     fsdp = not off(given.get("fsdp")) or not off(given.get("fsdp_config"))
     if fsdp:
@@ -84,7 +92,9 @@ def _pure(value: Any, given: Given) -> Meaning:
 
 
 def _tf32(value: Any, given: Given) -> Meaning:
-    """True, false, or `auto`, which asks the GPU; axolotl also switches it off where nothing is said (core/builders/base.py)."""
+    """True, false, or `auto`, which asks the GPU; axolotl also switches it off where nothing is said
+    (core/builders/base.py).
+    """
     if value is None:
         return Meaning(Fit.IGNORED, "is not set", kept=True)
     if str(value).lower() == "auto":
@@ -162,7 +172,9 @@ def _batch(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, "gradient_accumulation_steps counts", kept=True)
     per_step = integer(1)(given.get("per_device_train_batch_size") or 1)
     if integer(1)(value) < per_step:
-        raise Unreadable(f"must be at least micro_batch_size ({per_step}), got {value}; write gradient_accumulation_steps")
+        raise Unreadable(
+            f"must be at least micro_batch_size ({per_step}), got {value}; write gradient_accumulation_steps"
+        )
     return Meaning(fields={"training.gradient_accumulation_steps": integer(1)(value) // per_step})
 
 
@@ -177,7 +189,12 @@ def _workers(value: Any, given: Given) -> Meaning:
     """`ray_num_workers`: on any host."""
     if off(value) or off(given.get("use_ray")):
         return Meaning(Fit.IGNORED, "only used with use_ray", kept=True)
-    return Meaning(Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}", {"launch.processes_per_node": integer(1)(value)}, kept=True)
+    return Meaning(
+        Fit.EQUIVALENT,
+        f"workers of Ray on any host; {_RAY}",
+        {"launch.processes_per_node": integer(1)(value)},
+        kept=True,
+    )
 
 
 def _argument(name: str) -> Key:
@@ -221,7 +238,9 @@ KEYS: Mapping[str, Key] = {
     "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),
     "fp32_norm_classes": drops("names what fp32_norms switches on"),
     "use_ray": Key(_ray, "", Fit.IGNORED, _RAY),
-    "ray_num_workers": Key(_workers, "launch.processes_per_node", Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}"),
+    "ray_num_workers": Key(
+        _workers, "launch.processes_per_node", Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}"
+    ),
     **SAVED,
     **LOGGED,
     **{name: _engine(FSDP) for name in ENGINES},

@@ -1,4 +1,6 @@
-"""What axolotl's keys say about logs, and how they say it (axolotl 0.18.0, utils/schemas/integrations.py, wandb_.py, mlflow_.py)."""
+"""What axolotl's keys say about logs, and how they say it (axolotl 0.18.0, utils/schemas/integrations.py, wandb_.py,
+mlflow_.py).
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,11 @@ def _profiled(value: Any, given: Given) -> Meaning:
     first = integer(0)(given.get("profiler_steps_start") or 0) + 1
     folder = given.get("output_dir") or FOLDER
     folder = "profile" if placeholders_in(folder) else str(folder)
-    fields = {"profile.steps": consecutive(first, int(integer(1)(value))), "profile.dir": folder, "profile.memory": True}
+    fields = {
+        "profile.steps": consecutive(first, int(integer(1)(value))),
+        "profile.dir": folder,
+        "profile.memory": True,
+    }
     return Meaning(Fit.EQUIVALENT, _SNAPSHOT, fields, kept=True)
 
 
@@ -112,7 +118,9 @@ LOGGED: Mapping[str, Key] = {
     "mlflow_experiment_name": _project("mlflow", "use_mlflow", _text("mlflow", "logging.project")),
     "wandb_mode": Key(_mode, "", note="logging.wandb_mode"),
     "profiler_steps": Key(_profiled, "", Fit.EQUIVALENT, "profile.steps, profile.memory; profile.dir is output_dir"),
-    "profiler_steps_start": Key(lambda value, given: left("counts in profiler_steps"), "", Fit.IGNORED, "counts in profiler_steps"),
+    "profiler_steps_start": Key(
+        lambda value, given: left("counts in profiler_steps"), "", Fit.IGNORED, "counts in profiler_steps"
+    ),
 }
 """What each key says."""
 
@@ -132,7 +140,10 @@ def _profiler(cfg: Config, topology: Topology) -> Native:
 
 LOGS: Mapping[str, Rule] = {
     "logging.to": to_row(
-        "use_tensorboard, use_wandb, use_mlflow", "axolotl", _to, lost={"jsonl": "axolotl writes trainer_state.json instead"}
+        "use_tensorboard, use_wandb, use_mlflow",
+        "axolotl",
+        _to,
+        lost={"jsonl": "axolotl writes trainer_state.json instead"},
     ),
     "logging.every_steps": interval_row("logging_steps", _every),
     **text_rows(
@@ -144,6 +155,8 @@ LOGS: Mapping[str, Rule] = {
             "mlflow_uri": {"mlflow": "mlflow_tracking_uri"},
         }
     ),
-    "profile.steps": profiled_row("profiler_steps, profiler_steps_start", "axolotl", _profiler, f"in output_dir; {_SNAPSHOT}"),
+    "profile.steps": profiled_row(
+        "profiler_steps, profiler_steps_start", "axolotl", _profiler, f"in output_dir; {_SNAPSHOT}"
+    ),
 }
 """How each field is said."""

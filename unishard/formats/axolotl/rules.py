@@ -79,7 +79,10 @@ _LAUNCHER = {
 
 _OWN: Mapping[str, Rule] = {
     "sharding.strategy": exact(
-        "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size", ARGUMENTS["sharding.strategy"].when[0], _NEAREST, to=_groups
+        "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size",
+        ARGUMENTS["sharding.strategy"].when[0],
+        _NEAREST,
+        to=_groups,
     ),
     "sharding.group_size": exact("dp_shard_size, dp_replicate_size"),
     "offload.pin_memory": exact("fsdp_config.cpu_offload_pin_memory", to=_pinned),
@@ -105,18 +108,22 @@ _OWN: Mapping[str, Rule] = {
             unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.reduce == "bf16"),
             When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
             *ARGUMENTS["precision.reduce"].when,
-        ),
+        )
     ),
     "precision.accumulate": ARGUMENTS["precision.accumulate"]._replace(
         when=(
-            unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.accumulate == "bf16"),
+            unless(
+                "bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.accumulate == "bf16"
+            ),
             When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
             *ARGUMENTS["precision.accumulate"].when,
-        ),
+        )
     ),
     **SAVING,
     **LOGS,
-    **started_elsewhere(**{name: f"pass axolotl train --launcher torchrun -- {option}" for name, option in _LAUNCHER.items()}),
+    **started_elsewhere(
+        **{name: f"pass axolotl train --launcher torchrun -- {option}" for name, option in _LAUNCHER.items()}
+    ),
 }
 
 RULES: Mapping[str, Rule] = {name: row._replace(key=_named(row.key)) for name, row in {**ARGUMENTS, **_OWN}.items()}

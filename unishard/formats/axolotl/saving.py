@@ -1,4 +1,6 @@
-"""What axolotl's keys say about checkpoints (axolotl 0.18.0, core/builders/base.py, `_configure_save_and_eval_strategy`)."""
+"""What axolotl's keys say about checkpoints (axolotl 0.18.0, core/builders/base.py,
+`_configure_save_and_eval_strategy`).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def _strategy(value: Any, given: Given) -> Meaning:
     if value == "best":
         return Meaning(
             Fit.NEEDS_INPUT,
-            "saves where an evaluation was the best so far; call engine.save(metric=...) there, and set checkpoint.keep_best",
+            "saves where an evaluation was the best so far; call engine.save(metric=...) there, and set "
+            "checkpoint.keep_best",
             kept=True,
         )
     return Meaning(Fit.NEEDS_INPUT, EPOCHS, kept=True)
@@ -69,7 +72,9 @@ def _times(value: Any, given: Given) -> Meaning:
     if off(value):
         return Meaning(Fit.IGNORED, "is not set", kept=True)
     number(0)(value)
-    return Meaning(Fit.NEEDS_INPUT, "counts in epochs, of which only the data knows; set checkpoint.every_steps", kept=True)
+    return Meaning(
+        Fit.NEEDS_INPUT, "counts in epochs, of which only the data knows; set checkpoint.every_steps", kept=True
+    )
 
 
 def _limit(value: Any, given: Given) -> Meaning:
@@ -80,10 +85,14 @@ def _limit(value: Any, given: Given) -> Meaning:
 
 SAVED: Mapping[str, Key] = {
     "output_dir": Key(_directory, "checkpoint.dir"),
-    "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, "axolotl also saves at the end of the training"),
+    "save_steps": Key(
+        _steps, "checkpoint.every_steps", Fit.EQUIVALENT, "axolotl also saves at the end of the training"
+    ),
     "save_strategy": Key(_strategy, "checkpoint.every_steps", note="your loop does epoch and best"),
     "saves_per_epoch": Key(_times, "", Fit.NEEDS_INPUT, "counts in epochs"),
-    "save_total_limit": Key(_limit, "checkpoint.keep_last", note=f"axolotl keeps {_KEPT} where it saves and this is not said"),
+    "save_total_limit": Key(
+        _limit, "checkpoint.keep_last", note=f"axolotl keeps {_KEPT} where it saves and this is not said"
+    ),
 }
 """What each key says."""
 
@@ -102,7 +111,9 @@ SAVING: Mapping[str, Rule] = {
         to=_kept,
     ),
     "checkpoint.every_minutes": write(
-        "an axolotl plugin whose TrainerCallback sets control.should_save", lambda cfg: cfg.checkpoint.every_minutes is None, "null"
+        "an axolotl plugin whose TrainerCallback sets control.should_save",
+        lambda cfg: cfg.checkpoint.every_minutes is None,
+        "null",
     ),
     "checkpoint.on_signal": write(
         "an axolotl plugin whose TrainerCallback sets should_save and should_training_stop",

@@ -1,4 +1,6 @@
-"""axolotl's FSDP keys, handed on to FSDP's own table (axolotl 0.18.0, schemas/fsdp.py and `setup_fsdp_envs` in utils/trainer.py)."""
+"""axolotl's FSDP keys, handed on to FSDP's own table (axolotl 0.18.0, schemas/fsdp.py and `setup_fsdp_envs` in
+utils/trainer.py).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _NAMES: Mapping[str, str] = {
     **{
         name: name
         for name in names(
-            "activation_checkpointing sync_module_states cpu_ram_efficient_loading use_orig_params state_dict_type auto_wrap_policy "
+            "activation_checkpointing sync_module_states cpu_ram_efficient_loading use_orig_params state_dict_type "
+            "auto_wrap_policy "
             "transformer_layer_cls_to_wrap min_num_params reshard_after_forward"
         )
     },
@@ -69,7 +72,11 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
     stated = None if "fsdp_version" in empty else data.get("fsdp_version")
     version = stated or next((config[plain[key]] for key in ("version",) if key in plain), None) or 1
     block = EngineBlock("fsdp", ("fsdp_config",), repeats=True)
-    block.add("version", version, Spot(("fsdp_version",), stated) if stated else Spot(("fsdp_config", "version"), version, assumed=True))
+    block.add(
+        "version",
+        version,
+        Spot(("fsdp_version",), stated) if stated else Spot(("fsdp_config", "version"), version, assumed=True),
+    )
     entries = [Entry((key,), data[key], Meaning(Fit.IGNORED, "is empty", kept=True)) for key in empty]
     for name, key in plain.items():
         value, path = config[key], ("fsdp_config", key)

@@ -10,8 +10,17 @@ from unishard.formats.hf.shipped import Shipped, filled_in
 __all__ = ["SHIPPED"]
 
 _FOLDER = "deepspeed_configs"
-_SCALE = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 32, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
-_AUTO = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
+_SCALE = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "initial_scale_power": 32,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+_AUTO = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+)
 _THREE: Mapping[str, Any] = {
     "contiguous_gradients": True,
     "sub_group_size": 0,
@@ -28,7 +37,9 @@ _THEIR_OPTIMIZER: Mapping[str, Any] = {"zero_force_ds_cpu_optimizer": False, "ze
 
 def _config(stage: int, zero: Mapping[str, Any], *, bf16: bool = False, **more: Any) -> Mapping[str, Any]:
     found = filled_in({"stage": stage, **zero, "overlap_comm": True}, fp16=_SCALE, **more)
-    return {key: value for key, value in found.items() if key != "fp16"} | {"bf16": {"enabled": True}} if bf16 else found
+    return (
+        {key: value for key, value in found.items() if key != "fp16"} | {"bf16": {"enabled": True}} if bf16 else found
+    )
 
 
 SHIPPED: Shipped = {
@@ -38,7 +49,9 @@ SHIPPED: Shipped = {
     f"{_FOLDER}/zero2_torch_compile.json": _config(2, _TWO, **_COMPILED),
     f"{_FOLDER}/zero3.json": _config(3, _THREE),
     f"{_FOLDER}/zero3_bf16.json": _config(3, _THREE, bf16=True),
-    f"{_FOLDER}/zero3_bf16_cpuoffload_params.json": _config(3, {**_THREE, "offload_param": _CPU}, bf16=True, **_THEIR_OPTIMIZER),
+    f"{_FOLDER}/zero3_bf16_cpuoffload_params.json": _config(
+        3, {**_THREE, "offload_param": _CPU}, bf16=True, **_THEIR_OPTIMIZER
+    ),
     f"{_FOLDER}/zero3_bf16_cpuoffload_all.json": _config(
         3, {**_THREE, "offload_optimizer": _CPU, "offload_param": _CPU}, bf16=True, **_THEIR_OPTIMIZER
     ),

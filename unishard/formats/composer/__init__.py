@@ -13,7 +13,8 @@ _SIGNS = weighted(
         5: "device_train_microbatch_size device_train_grad_accum global_train_batch_size",
         4: "device_eval_batch_size max_duration train_loader",
         3: "scheduler.t_warmup",
-        2: "max_seq_len train_dataset schedulers parameters integrations callbacks algorithms loggers scheduler.alpha_f",
+        2: "max_seq_len train_dataset schedulers parameters integrations callbacks algorithms loggers "
+        "scheduler.alpha_f",
         1: "fsdp_config run_name parallelism_config",
     }
 )

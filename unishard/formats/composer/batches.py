@@ -1,4 +1,6 @@
-"""Composer's batch sizes: the whole batch is given, and micro-batches are cut from each rank's part of it (llm-foundry 0.22)."""
+"""Composer's batch sizes: the whole batch is given, and micro-batches are cut from each rank's part of it (llm-foundry
+0.22).
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def _micro(value: Any, given: Given) -> Meaning:
     fields = {"training.micro_batch_size": micro}
     if micro == asked:
         return Meaning(fields=fields)
-    return Meaning(Fit.EQUIVALENT, f"micro-batches of {micro} divide the batch of a rank; Composer's last one is smaller", fields)
+    return Meaning(
+        Fit.EQUIVALENT, f"micro-batches of {micro} divide the batch of a rank; Composer's last one is smaller", fields
+    )
 
 
 def _global(value: Any, given: Given) -> Meaning:
@@ -115,7 +119,9 @@ _SIZE, _STEPS = "training.micro_batch_size", "training.gradient_accumulation_ste
 
 BATCHES = {
     "global_train_batch_size": Key(_global, f"training.global_batch_size, {_STEPS}"),
-    "train_batch_size": Key(_global, f"training.global_batch_size, {_STEPS}", note="an older name of global_train_batch_size"),
+    "train_batch_size": Key(
+        _global, f"training.global_batch_size, {_STEPS}", note="an older name of global_train_batch_size"
+    ),
     "device_train_batch_size": Key(_each, _STEPS),
     "device_train_microbatch_size": Key(_micro, _SIZE),
     "device_train_grad_accum": Key(_windows, f"{_STEPS}, {_SIZE}"),

@@ -49,7 +49,11 @@ def _fsdp(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Entr
         elif "fsdp_config" in shaped:
             yield Entry(_FSDP, sharded, Meaning(Fit.IGNORED, "is off"))
     elif not isinstance(sharded, Mapping):
-        yield Entry(_FSDP, sharded, Meaning(Fit.UNSUPPORTED, f"must be a mapping, got {shown(sharded)}; write its keys below it"))
+        yield Entry(
+            _FSDP,
+            sharded,
+            Meaning(Fit.UNSUPPORTED, f"must be a mapping, got {shown(sharded)}; write its keys below it"),
+        )
     elif not sharded:
         yield Entry(_FSDP, sharded, Meaning(Fit.EXACT, "", {"backend": "fsdp", "sharding.strategy": "full_shard"}))
     else:

@@ -1,4 +1,6 @@
-"""Reads and writes YAML of llm-foundry, also as the `parameters` of a MosaicML run file and in Composer's older shapes."""
+"""Reads and writes YAML of llm-foundry, also as the `parameters` of a MosaicML run file and in Composer's older
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ class ComposerFormat(Format):
         _refuse_evaluation(source)
         inner: Mapping[str, Any] = source.data["parameters"] if nested else source.data
         around = {key: value for key, value in source.data.items() if key != "parameters"} if nested else {}
-        entries = [*interpret(RUN, around, tool="MosaicML", ignores_unknown=True), *_inner(inner, topology, nested=nested)]
+        entries = [
+            *interpret(RUN, around, tool="MosaicML", ignores_unknown=True),
+            *_inner(inner, topology, nested=nested),
+        ]
         if nested and not inner:
             entries.append(Entry(("parameters",), inner, Meaning(Fit.IGNORED, "is empty")))
         return entries
@@ -114,7 +119,9 @@ def _automatic(expressed: Expressed, reading: ReadDocument) -> Expressed:
     if _MICRO not in reading.undecided:
         return expressed
     word = FieldResult(
-        Fit.EQUIVALENT, "device_train_microbatch_size", "Composer takes what fits into memory; the samples of an update stay"
+        Fit.EQUIVALENT,
+        "device_train_microbatch_size",
+        "Composer takes what fits into memory; the samples of an update stay",
     )
     return expressed._replace(fields={**expressed.fields, _MICRO: word})
 
@@ -125,7 +132,9 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
         return expressed
     note = "micro-batch x accumulation x ranks; add --world-size"
     document = {key: value for key, value in expressed.document.items() if key != "global_train_batch_size"}
-    return Expressed(document, {**expressed.fields, _WINDOWS: FieldResult(Fit.NEEDS_INPUT, "global_train_batch_size", note)})
+    return Expressed(
+        document, {**expressed.fields, _WINDOWS: FieldResult(Fit.NEEDS_INPUT, "global_train_batch_size", note)}
+    )
 
 
 def _ranks(around: Mapping[str, Any]) -> Topology | None:
@@ -154,7 +163,9 @@ def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:
     """All that the engine's own table does not read."""
     rest = {key: value for key, value in shaped.items() if key not in (*DEEPSPEED, "fsdp_config")}
     sharded = shaped.get("fsdp_config")
-    beside = {key: value for key, value in sharded.items() if key not in ARGUMENTS} if isinstance(sharded, Mapping) else {}
+    beside = (
+        {key: value for key, value in sharded.items() if key not in ARGUMENTS} if isinstance(sharded, Mapping) else {}
+    )
     return rest | {"fsdp_config": beside} if beside else rest
 
 
@@ -182,7 +193,12 @@ def _default_clipping(shaped: Mapping[str, Any]) -> Iterator[Entry]:
     algorithms = shaped.get("algorithms")
     clips = isinstance(algorithms, Mapping) and "gradient_clipping" in algorithms
     if trains(shaped) and not clips and not any(key in shaped for key in ("grad_clip_norm", *DEEPSPEED)):
-        yield Entry(("algorithms", "gradient_clipping"), None, Meaning(fields={"training.gradient_clipping": None}), assumed=True)
+        yield Entry(
+            ("algorithms", "gradient_clipping"),
+            None,
+            Meaning(fields={"training.gradient_clipping": None}),
+            assumed=True,
+        )
 
 
 def _defaults(shaped: Mapping[str, Any]) -> dict[str, Any]:

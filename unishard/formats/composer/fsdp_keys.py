@@ -1,6 +1,7 @@
 """What `fsdp_config` says (composer.utils.FSDPConfig and FSDP2Config of Composer 0.32).
 
-Most of its keys are FSDP's own arguments, which the engine's table reads; here are the others, and those that Composer takes otherwise.
+Most of its keys are FSDP's own arguments, which the engine's table reads; here are the others, and those that Composer
+takes otherwise.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ __all__ = ["ARGUMENTS", "FSDP"]
 ARGUMENTS: Mapping[str, str] = {
     name: name
     for name in names(
-        "sharding_strategy reshard_after_forward cpu_offload activation_checkpointing activation_checkpointing_reentrant "
-        "activation_cpu_offload backward_prefetch forward_prefetch limit_all_gathers use_orig_params sync_module_states ignored_modules "
+        "sharding_strategy reshard_after_forward cpu_offload activation_checkpointing "
+        "activation_checkpointing_reentrant "
+        "activation_cpu_offload backward_prefetch forward_prefetch limit_all_gathers use_orig_params "
+        "sync_module_states ignored_modules "
         "load_monolith_rank0_only load_fsdp_monolith_rank0_only state_dict_type"
     )
-} | {"activation_cpu_offload": "activation_checkpointing_offload", "load_fsdp_monolith_rank0_only": "load_monolith_rank0_only"}
+} | {
+    "activation_cpu_offload": "activation_checkpointing_offload",
+    "load_fsdp_monolith_rank0_only": "load_monolith_rank0_only",
+}
 """Keys that the engine reads, and its name of each."""
 
 _PRECISIONS = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16", "amp": "fp16", "bf16": "bf16", "fp16": "fp16"}
@@ -73,7 +79,9 @@ def _mixed(value: Any, given: Given) -> Meaning:
     precision = given.get("precision")
     if isinstance(precision, str) and "${" in precision:
         who = Undecided(f"precision, which is {precision}")
-        return Meaning(Fit.NEEDS_INPUT, f"the dtypes come from {who.who}", {"precision.reduce": who, "precision.buffers": who})
+        return Meaning(
+            Fit.NEEDS_INPUT, f"the dtypes come from {who.who}", {"precision.reduce": who, "precision.buffers": who}
+        )
     compute = _compute_of(precision)
     return Meaning(fields={"precision.reduce": compute if word == "pure" else "fp32", "precision.buffers": compute})
 
@@ -106,7 +114,9 @@ def _shard_degree(value: Any, given: Given) -> Meaning:
 def _full_shard_degree(degree: int, given: Given) -> Meaning:
     """Without a hybrid strategy, all ranks share one copy."""
     if given.topology and degree > 0 and degree != given.topology.world_size:
-        raise Unreadable(f"must be {given.topology.world_size} (all ranks) without a hybrid strategy, got {degree}; write -1")
+        raise Unreadable(
+            f"must be {given.topology.world_size} (all ranks) without a hybrid strategy, got {degree}; write -1"
+        )
     return Meaning(Fit.IGNORED, "all ranks share one copy")
 
 
@@ -175,7 +185,9 @@ FSDP: Mapping[str, Key] = {
     "fsdp_config.te_checkpoint_wrapper": _drops("the same results with torch's own checkpointing"),
     "fsdp_config.te_shard_fp8_weight": refuses("fp8 is not supported; remove it", _off),
     "fsdp_config.keep_low_precision_grads": refuses("gradients keep the dtype of the master weights; remove it", _off),
-    "fsdp_config.process_group": refuses("custom process groups are not supported; use HYBRID_SHARD and data_parallel_shard_degree", _off),
+    "fsdp_config.process_group": refuses(
+        "custom process groups are not supported; use HYBRID_SHARD and data_parallel_shard_degree", _off
+    ),
     "fsdp_config.load_planner": _drops("affects only how a checkpoint is read"),
     "fsdp_config.save_planner": _drops("affects only how a checkpoint is written"),
     "fsdp_config.sharded_ckpt_prefix_dir": _drops("affects only the files of checkpoints"),

@@ -1,7 +1,7 @@
 """llm-foundry's `optimizer.param_groups` and the config's own groups (llmfoundry/utils/builders.py, 0.22).
 
-Both look for a pattern anywhere in a parameter's name, and the first group with one that matches takes the parameter. Composer's decay is
-that of the group's own learning rate.
+Both look for a pattern anywhere in a parameter's name, and the first group with one that matches takes the parameter.
+Composer's decay is that of the group's own learning rate.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ def read(value: Any, given: Given) -> Meaning:
     if value in (None, []):
         return Meaning(Fit.IGNORED, "is empty")
     if not isinstance(value, list):
-        raise Unreadable(f"must be a list of groups, got {shown(value)}; write [{{param_str_match: norm, weight_decay: 0.0}}]")
+        raise Unreadable(
+            f"must be a list of groups, got {shown(value)}; write [{{param_str_match: norm, weight_decay: 0.0}}]"
+        )
     groups = [_group(item, given) for item in value]
     return Meaning(fields={"optimizer.groups": groups})
 
 
 def _group(item: Any, given: Given) -> Native:
     if not isinstance(item, Mapping) or "param_str_match" not in item:
-        raise Unreadable(f"must have param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}")
+        raise Unreadable(
+            f"must have param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}"
+        )
     unknown = next((key for key in item if key not in _KNOWN), None)
     if unknown is not None:
         raise Unreadable(f"takes only lr and weight_decay, got {unknown}; remove it")
@@ -71,5 +75,7 @@ def write(cfg: Config, topology: Topology) -> Native:
 
 
 def unlike(cfg: Config) -> bool:
-    """Whether some parameter may be in a group for its rate and exempt from decay as well, which llm-foundry's groups cannot say."""
+    """Whether some parameter may be in a group for its rate and exempt from decay as well, which llm-foundry's groups
+    cannot say.
+    """
     return bool(cfg.optimizer.no_decay) and any(group.weight_decay is None for group in cfg.optimizer.groups)

@@ -1,4 +1,6 @@
-"""OmegaConf's `${variables.x}`: resolved where the file itself has the value (OmegaConf 2.3), left as it is elsewhere."""
+"""OmegaConf's `${variables.x}`: resolved where the file itself has the value (OmegaConf 2.3), left as it is
+elsewhere.
+"""
 
 from __future__ import annotations
 

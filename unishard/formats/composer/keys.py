@@ -21,12 +21,16 @@ from unishard.formats.names import ignored
 __all__ = ["KEYS", "RUN", "deferred"]
 
 _REASONS: Mapping[str, str] = {
-    "concerns the model, which the training script builds": "model tokenizer tokenizer_name model_name_or_path max_seq_len code_paths "
+    "concerns the model, which the training script builds": "model tokenizer tokenizer_name model_name_or_path "
+    "max_seq_len code_paths "
     "model_dtype autocast_dtype autocast_precision use_cache max_split_size_mb expandable_segments cuda_load_lazy",
-    "concerns the data, which the training script loads": "train_loader eval_loader eval_loaders train_dataset eval_dataset val_dataset "
-    "dataset dataloader data_local data_remote device_eval_batch_size device_eval_microbatch_size global_eval_batch_size eval_batch_size "
+    "concerns the data, which the training script loads": "train_loader eval_loader eval_loaders train_dataset "
+    "eval_dataset val_dataset "
+    "dataset dataloader data_local data_remote device_eval_batch_size device_eval_microbatch_size "
+    "global_eval_batch_size eval_batch_size "
     "spin_dataloaders icl_seq_len icl_max_seq_len num_class_images use_prior_preservation prior_loss_weight",
-    "affects only evaluation": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks icl_tasks_str "
+    "affects only evaluation": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks "
+    "icl_tasks_str "
     "eval_gauntlet eval_gauntlet_str model_gauntlet models validate_every_n_batches validate_every_n_epochs",
     "affects only logs": "callbacks python_log_level log_config metadata flatten_metadata",
     "affects only the files of checkpoints": "save_filename save_latest_filename save_overwrite "
@@ -35,7 +39,8 @@ _REASONS: Mapping[str, str] = {
     "launcher setting": "dist_timeout device n_gpus",
     "tells the script what to run": "is_train parallel tasks",
     "holds values that other keys refer to": "variables global_seed",
-    "belongs to the inference benchmark, which trains nothing": "batch_sizes input_lengths output_lengths num_batches num_warmup_batches "
+    "belongs to the inference benchmark, which trains nothing": "batch_sizes input_lengths output_lengths num_batches "
+    "num_warmup_batches "
     "num_runs benchmark_name use_deepspeed use_fsdp",
 }
 _DEGREE = "tensor_parallel_degree"
@@ -87,7 +92,9 @@ KEYS: Mapping[str, Key] = {
     "default_seed": Key(_seed, "training.seed", note="of Composer's benchmarks"),
     "recipe_name": refuses(_RECIPE, lambda value: not value),
     "use_recipe": refuses(_RECIPE, lambda value: not value),
-    "lr_scheduler": refuses("belongs to a script with a schedule of its own; write scheduler with a name", lambda value: not value),
+    "lr_scheduler": refuses(
+        "belongs to a script with a schedule of its own; write scheduler with a name", lambda value: not value
+    ),
     "compile_config": Key(_compiled, "compile.mode, compile.backend"),
     "deterministic_mode": Key(_deterministic),
     "algorithms": refuses("only Composer has them, but for gradient clipping; remove it", lambda value: not value),

@@ -1,4 +1,6 @@
-"""What llm-foundry's loggers and profiler say, and how it says `logging` (Composer 0.32, loggers and profiler; llm-foundry 0.22)."""
+"""What llm-foundry's loggers and profiler say, and how it says `logging` (Composer 0.32, loggers and profiler;
+llm-foundry 0.22).
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,14 @@ def _to(value: Any, given: Given) -> Meaning:
         return said
     texts: dict[str, Any] = {}
     for name in named:
-        texts = {f"logging.{field}": text for key, field in _FIELDS[name].items() if (text := _argument(value[name], key))} | texts
-    if "logging.run_name" not in texts and isinstance(run := given.get("run_name"), str) and {"wandb", "mlflow"} & {*named}:
+        texts = {
+            f"logging.{field}": text for key, field in _FIELDS[name].items() if (text := _argument(value[name], key))
+        } | texts
+    if (
+        "logging.run_name" not in texts
+        and isinstance(run := given.get("run_name"), str)
+        and {"wandb", "mlflow"} & {*named}
+    ):
         texts |= {} if placeholders_in(run) or not run.strip() else {"logging.run_name": run}
     return said._replace(fields={**said.fields, **texts, "logging.every_steps": _every(given)})
 
@@ -111,7 +119,9 @@ def _counts(what: str) -> Key:
 
 
 LOGGED: Mapping[str, Key] = {
-    "loggers": Key(_to, "", Fit.EQUIVALENT, "logging.to: wandb, tensorboard, mlflow; logging.dir and the names of the run"),
+    "loggers": Key(
+        _to, "", Fit.EQUIVALENT, "logging.to: wandb, tensorboard, mlflow; logging.dir and the names of the run"
+    ),
     "run_name": _counts("counts in loggers, and names checkpoints"),
     "console_log_interval": Key(_console, "", Fit.EQUIVALENT, "logging.every_steps"),
     **{name: _counts("affects only what is shown") for name in ("progress_bar", "log_to_console", "console_stream")},
@@ -158,7 +168,9 @@ LOGS: Mapping[str, Rule] = {
             "mlflow_uri": {"mlflow": "loggers.mlflow.tracking_uri"},
         }
     ),
-    "profile.steps": profiled_row("profiler.schedule", "Composer", _profile, "also needs a trace handler of Composer's"),
+    "profile.steps": profiled_row(
+        "profiler.schedule", "Composer", _profile, "also needs a trace handler of Composer's"
+    ),
     "profile.dir": row(Fit.EXACT, "profiler.torch_prof_folder", "", NOT_PROFILED),
 }
 """How each field is said."""

@@ -101,7 +101,11 @@ def _shape(value: Any, given: Given) -> Meaning:
 
 def _climbs(given: Given) -> bool:
     """Whether the warm-up lasts at least as long as the training, as in a trial run of a few updates."""
-    whole = given.get("scheduler.t_max") if given.get("scheduler.t_max") not in (None, "1dur", "1.0dur") else given.get("max_duration")
+    whole = (
+        given.get("scheduler.t_max")
+        if given.get("scheduler.t_max") not in (None, "1dur", "1.0dur")
+        else given.get("max_duration")
+    )
     warmup = given.get("scheduler.t_warmup") or given.get("scheduler.warmup_time")
     try:
         first, last = updates(warmup, given), updates(whole, given)
@@ -136,7 +140,9 @@ def _duration(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, "is not set")
     found = updates(value, given)
     if not _falls(given) or given.get("scheduler.t_max") not in (None, "1dur", "1.0dur"):
-        return Meaning(Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True)
+        return Meaning(
+            Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True
+        )
     meaning = _timed("scheduler.total_steps", found)
     note = f"{meaning.note}; end the loop there as well" if meaning.note else ""
     return Meaning(meaning.fit, note, meaning.fields, kept=True)
@@ -144,7 +150,11 @@ def _duration(value: Any, given: Given) -> Meaning:
 
 def _least(value: Any, given: Given) -> Meaning:
     found = number(0, 1)(value)
-    return Meaning(fields={"scheduler.min_lr_ratio": found}) if _falls(given) else Meaning(Fit.IGNORED, "the schedule does not fall")
+    return (
+        Meaning(fields={"scheduler.min_lr_ratio": found})
+        if _falls(given)
+        else Meaning(Fit.IGNORED, "the schedule does not fall")
+    )
 
 
 def _only(expected: float, why: str) -> Key:

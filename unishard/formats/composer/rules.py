@@ -63,7 +63,9 @@ def _global_batch(cfg: Config, topology: Topology) -> Native:
 
 def _optimizer(key: str, value: Callable[[Config], Any], *names: str) -> Callable[[Config, Topology], Native]:
     """A setting of the optimizers that llm-foundry has, or of these of them."""
-    return lambda cfg, topology: {"optimizer": {key: value(cfg)}} if cfg.optimizer.name in (names or _OPTIMIZERS) else {}
+    return lambda cfg, topology: (
+        {"optimizer": {key: value(cfg)}} if cfg.optimizer.name in (names or _OPTIMIZERS) else {}
+    )
 
 
 def _decay(cfg: Config) -> float:
@@ -83,7 +85,10 @@ def _not_fp16(cfg: Config) -> bool:
 
 def _scaled(at_default: Holds) -> Rule:
     note = "Composer's GradScaler begins at 65536 and doubles after 2000 updates"
-    unscaled = (unless("compute is not fp16", _not_fp16, "nothing is scaled"), unless("as torch's GradScaler", at_default))
+    unscaled = (
+        unless("compute is not fp16", _not_fp16, "nothing is scaled"),
+        unless("as torch's GradScaler", at_default),
+    )
     return row(Fit.APPROXIMATE, NO_KEY, note, *unscaled)
 
 
@@ -122,7 +127,9 @@ _OWN: Mapping[str, Rule] = {
         ),
         to=_strategy,
     ),
-    "sharding.group_size": exact("fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", to=_group),
+    "sharding.group_size": exact(
+        "fsdp_config.data_parallel_shard_degree, fsdp_config.data_parallel_replicate_degree", to=_group
+    ),
     "sharding.reshard_after_forward": exact("fsdp_config.sharding_strategy", RESHARDS_TO_ALL, to=_strategy),
     "sharding.units": row(
         Fit.NEEDS_INPUT,
@@ -181,17 +188,24 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT, "global_train_batch_size", "micro-batch x accumulation x the ranks of --world-size", _global_batch
     ),
     "training.global_batch_size": exact(
-        "global_train_batch_size", to=lambda cfg, topology: _global_batch(cfg, topology) if cfg.training.global_batch_size else {}
+        "global_train_batch_size",
+        to=lambda cfg, topology: _global_batch(cfg, topology) if cfg.training.global_batch_size else {},
     ),
     "training.gradient_clipping": exact(
         "algorithms.gradient_clipping",
         to=lambda cfg, topology: (
             {}
             if cfg.training.gradient_clipping is None
-            else {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": cfg.training.gradient_clipping}}}
+            else {
+                "algorithms": {
+                    "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": cfg.training.gradient_clipping}
+                }
+            }
         ),
     ),
-    "training.nonfinite": unlooked(Fit.APPROXIMATE, NO_KEY, "Composer makes the update also when gradients are not finite"),
+    "training.nonfinite": unlooked(
+        Fit.APPROXIMATE, NO_KEY, "Composer makes the update also when gradients are not finite"
+    ),
     "training.last_window": row(
         Fit.NEEDS_INPUT,
         "train_loader.drop_last",
@@ -211,7 +225,9 @@ _OWN: Mapping[str, Rule] = {
     "optimizer.eps": exact("optimizer.eps", to=_optimizer("eps", lambda cfg: cfg.optimizer.eps, "adamw")),
     "optimizer.amsgrad": exact(
         "optimizer.amsgrad",
-        to=lambda cfg, topology: {"optimizer": {"amsgrad": True}} if cfg.optimizer.amsgrad and cfg.optimizer.name == "adamw" else {},
+        to=lambda cfg, topology: (
+            {"optimizer": {"amsgrad": True}} if cfg.optimizer.amsgrad and cfg.optimizer.name == "adamw" else {}
+        ),
     ),
     "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
     "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
@@ -236,19 +252,24 @@ _OWN: Mapping[str, Rule] = {
     "scheduler.warmup_start_ratio": row(
         Fit.APPROXIMATE, "none: always 0", "Composer warms up from 0", when_default("scheduler.warmup_start_ratio")
     ),
-    "scheduler.delay_steps": row(Fit.APPROXIMATE, "none: always 0", "Composer begins at once", when_default("scheduler.delay_steps")),
+    "scheduler.delay_steps": row(
+        Fit.APPROXIMATE, "none: always 0", "Composer begins at once", when_default("scheduler.delay_steps")
+    ),
     "scheduler.total_steps": exact(
         "scheduler.t_max, max_duration", unless("without an end", endless, "the loop decides how long"), to=_total
     ),
     "scheduler.min_lr_ratio": exact(
-        "scheduler.alpha_f", to=lambda cfg, topology: {} if endless(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}}
+        "scheduler.alpha_f",
+        to=lambda cfg, topology: {} if endless(cfg) else {"scheduler": {"alpha_f": cfg.scheduler.min_lr_ratio}},
     ),
     "compile.mode": row(
         Fit.EQUIVALENT,
         "compile_config",
         "the full model is compiled there",
         unless("none or full", lambda cfg: cfg.compile.mode != "per_block"),
-        to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile_config": {"backend": cfg.compile.backend}},
+        to=lambda cfg, topology: (
+            {} if cfg.compile.mode == "none" else {"compile_config": {"backend": cfg.compile.backend}}
+        ),
     ),
     "compile.backend": exact("compile_config.backend"),
 }

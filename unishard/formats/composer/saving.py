@@ -1,4 +1,6 @@
-"""What llm-foundry's keys say about checkpoints, and how they say it (Composer 0.32, utils/misc.py; llm-foundry 0.22)."""
+"""What llm-foundry's keys say about checkpoints, and how they say it (Composer 0.32, utils/misc.py; llm-foundry
+0.22).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def _folder(value: Any, given: Given) -> Meaning:
         who = Undecided(f"save_folder, which {why}: {value}")
         return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"checkpoint.dir": who, **implied})
     fields = {"checkpoint.dir": named, **implied}
-    return Meaning(Fit.EQUIVALENT, f"llm-foundry saves every {_STEPS} updates; {_LAST}", fields) if implied else Meaning(fields=fields)
+    return (
+        Meaning(Fit.EQUIVALENT, f"llm-foundry saves every {_STEPS} updates; {_LAST}", fields)
+        if implied
+        else Meaning(fields=fields)
+    )
 
 
 def _interval(value: Any, given: Given) -> Meaning:
@@ -44,19 +50,29 @@ def _interval(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.EQUIVALENT, _LAST, {"checkpoint.every_minutes": minutes or None})
     steps = updates(value, given)
     if isinstance(steps, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"comes from {steps.who}; call engine.save() there, or set checkpoint.every_steps", kept=True)
+        return Meaning(
+            Fit.NEEDS_INPUT,
+            f"comes from {steps.who}; call engine.save() there, or set checkpoint.every_steps",
+            kept=True,
+        )
     return Meaning(Fit.EQUIVALENT if steps else Fit.EXACT, _LAST, {"checkpoint.every_steps": steps or None})
 
 
 def _kept(value: Any, given: Given) -> Meaning:
     count = integer(-1)(value)
     if not count:
-        return Meaning(Fit.NEEDS_INPUT, "keeps none where they are uploaded; upload in your script, set checkpoint.keep_last", kept=True)
+        return Meaning(
+            Fit.NEEDS_INPUT,
+            "keeps none where they are uploaded; upload in your script, set checkpoint.keep_last",
+            kept=True,
+        )
     return Meaning(fields={"checkpoint.keep_last": None if count < 0 else count})
 
 
 SAVED: Mapping[str, Key] = {
-    "save_folder": Key(_folder, "checkpoint.dir", note=f"llm-foundry saves every {_STEPS} updates where save_interval is not said"),
+    "save_folder": Key(
+        _folder, "checkpoint.dir", note=f"llm-foundry saves every {_STEPS} updates where save_interval is not said"
+    ),
     "save_interval": Key(_interval, "checkpoint.every_steps", Fit.EQUIVALENT, _LAST),
     "save_num_checkpoints_to_keep": Key(_kept, "checkpoint.keep_last", note="-1 keeps all"),
 }
@@ -78,7 +94,11 @@ def _time(cfg: Config, topology: Topology) -> Native:
 
 def _count(cfg: Config, topology: Topology) -> Native:
     all_ = cfg.checkpoint.keep_last is None or keeps_more(cfg)
-    return {"save_num_checkpoints_to_keep": -1 if all_ else cfg.checkpoint.keep_last} if cfg.checkpoint.dir or not all_ else {}
+    return (
+        {"save_num_checkpoints_to_keep": -1 if all_ else cfg.checkpoint.keep_last}
+        if cfg.checkpoint.dir or not all_
+        else {}
+    )
 
 
 _ALL = "Composer keeps the newest or all: all are kept"
@@ -86,7 +106,9 @@ _ALSO = "Composer also saves at the end of the training"
 
 SAVING: Mapping[str, Rule] = {
     "checkpoint.dir": exact("save_folder", to=_place),
-    "checkpoint.every_steps": row(Fit.EQUIVALENT, "save_interval", _ALSO, when_default("checkpoint.every_steps"), to=_time),
+    "checkpoint.every_steps": row(
+        Fit.EQUIVALENT, "save_interval", _ALSO, when_default("checkpoint.every_steps"), to=_time
+    ),
     "checkpoint.every_minutes": row(
         Fit.EQUIVALENT,
         "save_interval",
@@ -108,7 +130,9 @@ SAVING: Mapping[str, Rule] = {
         to=_count,
     ),
     "checkpoint.on_signal": write(
-        "a handler (signal.signal) that sets a flag, and a callback that saves and stops", lambda cfg: not cfg.checkpoint.on_signal, "empty"
+        "a handler (signal.signal) that sets a flag, and a callback that saves and stops",
+        lambda cfg: not cfg.checkpoint.on_signal,
+        "empty",
     ),
 }
 """How each field is said."""

@@ -22,7 +22,12 @@ def current_keys(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Pa
         places[("fsdp_config",)] = ("parallelism_config", "fsdp")
         if rest:
             shaped["parallelism_config"] = rest
-    for old, new in (("optimizers", "optimizer"), ("schedulers", "scheduler"), ("optimizer", "optimizer"), ("scheduler", "scheduler")):
+    for old, new in (
+        ("optimizers", "optimizer"),
+        ("schedulers", "scheduler"),
+        ("optimizer", "optimizer"),
+        ("scheduler", "scheduler"),
+    ):
         _unwrap(shaped, places, old, new)
     return shaped, places
 
@@ -59,7 +64,10 @@ def placed(entry: Entry, written: Mapping[str, Any], places: Mapping[Path, Path]
 
 def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
     """One entry for each list, such as the older `schedulers`, since a list is one value."""
-    lists = {name: [entry for entry in entries if entry.path[0] == name and entry.path[1:] and not entry.assumed] for name in written}
+    lists = {
+        name: [entry for entry in entries if entry.path[0] == name and entry.path[1:] and not entry.assumed]
+        for name in written
+    }
     for name, parts in lists.items():
         if parts and isinstance(written[name], list):
             entries = [

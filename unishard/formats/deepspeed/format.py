@@ -50,7 +50,9 @@ class DeepSpeedFormat(Format):
         return {"deepspeed": source.data}, ()
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the script."""
+        """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the
+        script.
+        """
         said = {**registry.get("deepspeed").script_rules, **RULES}
         rows = {path: row for path, row in said.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
@@ -70,15 +72,25 @@ FORMAT = DeepSpeedFormat()
 def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[str, ...]:
     """The overrides, and the dtype of reductions where one of them decides that of compute."""
     chosen = [text.removeprefix(_FOLLOWS[0]) for text in overrides if text.startswith(_FOLLOWS[0])]
-    said = [(entry.assumed, entry.meaning.fields["precision.reduce"]) for entry in entries if "precision.reduce" in entry.meaning.fields]
+    said = [
+        (entry.assumed, entry.meaning.fields["precision.reduce"])
+        for entry in entries
+        if "precision.reduce" in entry.meaning.fields
+    ]
     open_ = all(assumed or isinstance(value, Undecided) for assumed, value in said) and bool(said)
     stated = any(text.startswith(_FOLLOWS[1]) for text in overrides)
     return (*overrides, f"{_FOLLOWS[1]}{chosen[-1]}") if chosen and open_ and not stated else overrides
 
 
 def _is_left_to_script(path: str, reading: ReadDocument) -> bool:
-    """Whether the source does not say a field: a size that its tool would not fill in, or of an optimizer or scheduler without a name."""
+    """Whether the source does not say a field: a size that its tool would not fill in, or of an optimizer or scheduler
+    without a name.
+    """
     if path in _BY_SCRIPT:
         return not reading.fills_auto and path in reading.unsaid
     section = path.partition(".")[0]
-    return section in ("optimizer", "scheduler") and f"{section}.name" not in reading.decided and path not in reading.decided
+    return (
+        section in ("optimizer", "scheduler")
+        and f"{section}.name" not in reading.decided
+        and path not in reading.decided
+    )

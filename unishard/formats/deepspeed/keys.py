@@ -1,6 +1,8 @@
-"""What DeepSpeed's monitors and prints say about `logging` (0.19.8, monitor/ and runtime/engine.py); the engine's own table has the rest.
+"""What DeepSpeed's monitors and prints say about `logging` (0.19.8, monitor/ and runtime/engine.py); the engine's own
+table has the rest.
 
-Only for a file that a script passes to DeepSpeed: a tool around it, such as transformers' Trainer, logs by its own keys.
+Only for a file that a script passes to DeepSpeed: a tool around it, such as transformers' Trainer, logs by its own
+keys.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def _monitor(name: str) -> Key:
         named = _named(given)
         if name not in named:
             return left("is off")
-        said = destinations([MONITORS[one] for one in named], _folder(given), note=_CSV if name == "csv_monitor" else "")
+        said = destinations(
+            [MONITORS[one] for one in named], _folder(given), note=_CSV if name == "csv_monitor" else ""
+        )
         texts = _texts(value) if name == "wandb" else {}
         return said._replace(fields={**said.fields, **texts} if named[0] == name else texts)
 
@@ -63,7 +67,11 @@ def _texts(value: Mapping[str, Any]) -> dict[str, Any]:
         "logging.wandb_entity": value.get("team"),
         "logging.wandb_group": value.get("group"),
     }
-    return {field: text for field, text in said.items() if isinstance(text, str) and text.strip() and not placeholders_in(text)}
+    return {
+        field: text
+        for field, text in said.items()
+        if isinstance(text, str) and text.strip() and not placeholders_in(text)
+    }
 
 
 def _folder(given: Given) -> str:

@@ -20,7 +20,11 @@ def _to(cfg: Config, topology: Topology) -> Native:
     """The monitors; files go to the folder `output_path`/`job_name`."""
     parent, job = posixpath.split((cfg.logging.dir or "").rstrip("/"))
     files = {"enabled": True, "output_path": parent, "job_name": job}
-    return {name: {"enabled": True} if name == "wandb" else files for name, said in MONITORS.items() if said in cfg.logging.to}
+    return {
+        name: {"enabled": True} if name == "wandb" else files
+        for name, said in MONITORS.items()
+        if said in cfg.logging.to
+    }
 
 
 def _every(cfg: Config, topology: Topology) -> Native:
@@ -28,11 +32,17 @@ def _every(cfg: Config, topology: Topology) -> Native:
 
 
 RULES: Mapping[str, Rule] = {
-    "logging.to": to_row("tensorboard, wandb, csv_monitor", "DeepSpeed", _to, lost={"mlflow": "DeepSpeed has no MLflow"})._replace(
-        note="the loss and the learning rate; csv_monitor for jsonl"
-    ),
+    "logging.to": to_row(
+        "tensorboard, wandb, csv_monitor", "DeepSpeed", _to, lost={"mlflow": "DeepSpeed has no MLflow"}
+    )._replace(note="the loss and the learning rate; csv_monitor for jsonl"),
     "logging.every_steps": interval_row("steps_per_print", _every, "monitors write after each update"),
     "logging.dir": row(Fit.EXACT, "output_path, job_name", "", NOT_LOGGED),
-    **text_rows({"project": {"wandb": "wandb.project"}, "wandb_entity": {"wandb": "wandb.team"}, "wandb_group": {"wandb": "wandb.group"}}),
+    **text_rows(
+        {
+            "project": {"wandb": "wandb.project"},
+            "wandb_entity": {"wandb": "wandb.team"},
+            "wandb_group": {"wandb": "wandb.group"},
+        }
+    ),
 }
 """How each field is said."""

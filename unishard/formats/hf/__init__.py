@@ -15,10 +15,12 @@ _SIGNS = weighted(
         3: "per_device_eval_batch_size",
         2: (
             "lr_scheduler_type num_train_epochs fsdp optim lr_scheduler_kwargs fsdp_transformer_layer_cls_to_wrap "
-            "transformer_layer_cls_to_wrap fsdp_sharding_strategy fsdp_auto_wrap_policy auto_wrap_policy fsdp_state_dict_type "
+            "transformer_layer_cls_to_wrap fsdp_sharding_strategy fsdp_auto_wrap_policy auto_wrap_policy "
+            "fsdp_state_dict_type "
             "reshard_after_forward fsdp_reshard_after_forward cpu_ram_efficient_loading xla_fsdp_v2 xla"
         ),
-        1: "learning_rate output_dir fsdp_config deepspeed max_grad_norm gradient_accumulation_steps fsdp_offload_params",
+        1: "learning_rate output_dir fsdp_config deepspeed max_grad_norm gradient_accumulation_steps "
+        "fsdp_offload_params",
     }
 ) | {f"{name}.{SURE}": 9 for name in ARGUMENTS}
 

@@ -1,4 +1,6 @@
-"""What values TrainingArguments take for arguments that are repeated as they are (transformers 5.23, training_args.py, __post_init__)."""
+"""What values TrainingArguments take for arguments that are repeated as they are (transformers 5.23, training_args.py,
+__post_init__).
+"""
 
 from __future__ import annotations
 

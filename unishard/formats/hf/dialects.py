@@ -16,51 +16,80 @@ from unishard.formats.names import ignored, names
 __all__ = ["DIALECT", "around", "bare", "section_in", "sure", "wrapped"]
 
 _SIGNS = names(
-    "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template stage "
-    "finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules cutoff_len max_length "
-    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation dataset_mixture "
-    "dataset_mixer dataset_splits dataset_config dataset_config_name dataset_train_split dataset_text_field dataset_path "
-    "dataset_id_or_path train_dataset train_file validation_file data_path data_args model_args script_args model_name tokenizer_name "
-    "chat_template chat_template_path max_prompt_length max_completion_length num_generations reward_funcs reward_weights use_vllm beta "
-    "loss_type precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit load_in_8bit "
-    "model_max_length max_source_length max_target_length max_train_samples max_eval_samples preprocessing_num_workers text_column "
+    "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template "
+    "stage "
+    "finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules "
+    "cutoff_len max_length "
+    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation "
+    "dataset_mixture "
+    "dataset_mixer dataset_splits dataset_config dataset_config_name dataset_train_split dataset_text_field "
+    "dataset_path "
+    "dataset_id_or_path train_dataset train_file validation_file data_path data_args model_args script_args model_name "
+    "tokenizer_name "
+    "chat_template chat_template_path max_prompt_length max_completion_length num_generations reward_funcs "
+    "reward_weights use_vllm beta "
+    "loss_type precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit "
+    "load_in_8bit "
+    "model_max_length max_source_length max_target_length max_train_samples max_eval_samples preprocessing_num_workers "
+    "text_column "
     "task_name source_lang image_column_name audio_column_name"
 )
-"""Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the file."""
+"""Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the
+file."""
 
 _GROUPS: Mapping[str, str] = {
     "names the model and how it is loaded, which the training script does": (
-        "model model_name_or_path model_id_or_path model_type model_id model_revision model_name model_author tokenizer_name "
-        "tokenizer_name_or_path trust_remote_code attn_impl attn_implementation flash_attn use_fast_tokenizer rope_scaling "
-        "resize_vocab low_cpu_mem_usage use_v1_kernels use_unsloth enable_liger_kernel image_max_pixels video_max_pixels video_fps "
-        "video_maxlen visual_inputs use_reentrant_gc upcast_layernorm shift_attn mixture_of_depths model_init_kwargs use_liger "
-        "use_flash_attention_2 eos_token pad_token chat_template chat_template_path activation_offloading use_kt use_kv_cache"
+        "model model_name_or_path model_id_or_path model_type model_id model_revision model_name model_author "
+        "tokenizer_name "
+        "tokenizer_name_or_path trust_remote_code attn_impl attn_implementation flash_attn use_fast_tokenizer "
+        "rope_scaling "
+        "resize_vocab low_cpu_mem_usage use_v1_kernels use_unsloth enable_liger_kernel image_max_pixels "
+        "video_max_pixels video_fps "
+        "video_maxlen visual_inputs use_reentrant_gc upcast_layernorm shift_attn mixture_of_depths model_init_kwargs "
+        "use_liger "
+        "use_flash_attention_2 eos_token pad_token chat_template chat_template_path activation_offloading use_kt "
+        "use_kv_cache"
     ),
     "concerns the data, which the training script loads": (
-        "dataset dataset_name dataset_dir datasets eval_dataset val_dataset template cutoff_len max_length max_seq_length max_samples "
-        "overwrite_cache preprocessing_num_workers dataset_num_proc packing neat_packing val_size split_dataset_ratio system "
-        "train_on_prompt mask_history streaming buffer_size tokenized_path dataset_mixture dataset_mixer dataset_splits dataset_configs "
-        "dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_text_field dataset_prompt_column "
-        "dataset_id_or_path dataset_path dataset_kwargs train_dataset train_file validation_file data_path model_max_length "
-        "max_prompt_length max_source_length max_target_length max_train_samples max_eval_samples padding_free packing_strategy "
+        "dataset dataset_name dataset_dir datasets eval_dataset val_dataset template cutoff_len max_length "
+        "max_seq_length max_samples "
+        "overwrite_cache preprocessing_num_workers dataset_num_proc packing neat_packing val_size split_dataset_ratio "
+        "system "
+        "train_on_prompt mask_history streaming buffer_size tokenized_path dataset_mixture dataset_mixer "
+        "dataset_splits dataset_configs "
+        "dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_text_field "
+        "dataset_prompt_column "
+        "dataset_id_or_path dataset_path dataset_kwargs train_dataset train_file validation_file data_path "
+        "model_max_length "
+        "max_prompt_length max_source_length max_target_length max_train_samples max_eval_samples padding_free "
+        "packing_strategy "
         "truncation_mode truncation_side eval_packing pad_to_multiple_of shuffle_dataset system_prompt"
     ),
     "chooses which parameters train, such as LoRA: the training script does that": (
         "finetuning_type tuner_type train_type sft_type adapter lora_r lora_rank lora_alpha lora_dropout lora_target "
-        "lora_target_modules target_modules lora_bias use_rslora use_dora use_peft adapter_name_or_path freeze_vision_tower "
-        "freeze_multi_modal_projector freeze_language_model freeze_vit freeze_aligner freeze_llm tune_mm_proj modules_to_save "
-        "additional_target quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_compute_dtype "
+        "lora_target_modules target_modules lora_bias use_rslora use_dora use_peft adapter_name_or_path "
+        "freeze_vision_tower "
+        "freeze_multi_modal_projector freeze_language_model freeze_vit freeze_aligner freeze_llm tune_mm_proj "
+        "modules_to_save "
+        "additional_target quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type "
+        "bnb_4bit_compute_dtype "
         "bnb_4bit_use_double_quant use_bnb_nested_quant double_quantization lora_modules_to_save lora_task_type "
-        "lora_target_parameters freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro pissa_init "
+        "lora_target_parameters freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro "
+        "pissa_init "
         "pissa_iter pissa_convert oft_rank oft_block_size oft_target"
     ),
     "names the loss or the method, which the training script computes": (
-        "stage rlhf_type pref_beta pref_loss pref_ftx use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha reward_model "
+        "stage rlhf_type pref_beta pref_loss pref_ftx use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha "
+        "reward_model "
         "ref_model beta loss_type loss_weights assistant_only_loss "
-        "completion_only_loss desirable_weight undesirable_weight precompute_ref_log_probs sync_ref_model disable_dropout "
-        "label_smoothing gamma_beta_ratio simpo_gamma reward_funcs reward_weights scale_rewards mask_truncated_completions "
-        "num_generations max_completion_length temperature top_p top_k repetition_penalty use_vllm vllm_mode vllm_device "
-        "vllm_gpu_memory_utilization vllm_server_host vllm_server_port vllm_max_model_len vllm_tensor_parallel_size epsilon epsilon_high "
+        "completion_only_loss desirable_weight undesirable_weight precompute_ref_log_probs sync_ref_model "
+        "disable_dropout "
+        "label_smoothing gamma_beta_ratio simpo_gamma reward_funcs reward_weights scale_rewards "
+        "mask_truncated_completions "
+        "num_generations max_completion_length temperature top_p top_k repetition_penalty use_vllm vllm_mode "
+        "vllm_device "
+        "vllm_gpu_memory_utilization vllm_server_host vllm_server_port vllm_max_model_len vllm_tensor_parallel_size "
+        "epsilon epsilon_high "
         "num_iterations log_completions router_aux_loss_coef"
     ),
     "affects only logs": "plot_loss print_param_status",
@@ -84,7 +113,9 @@ def _dtype(value: Any, given: Given) -> Meaning:
 def _pure(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return Meaning(Fit.IGNORED, "is off", kept=True)
-    return Meaning(fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, kept=True)
+    return Meaning(
+        fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, kept=True
+    )
 
 
 def _recomputes(value: Any, given: Given) -> Meaning:
@@ -95,7 +126,8 @@ def _recomputes(value: Any, given: Given) -> Meaning:
 _SURELY = 5
 _OPTIMIZERS = ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
 _DEGREES = names(
-    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size sequence_parallel_size "
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
+    "sequence_parallel_size "
     "tensor_parallel_size pipeline_parallel_size expert_parallel_size virtual_pipeline_model_parallel_size"
 )
 _WHOLE = "layers or sequences that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
@@ -114,7 +146,9 @@ DIALECT: Mapping[str, Key] = {
     "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
     "zero_hpz_partition_size": drops("goes into the DeepSpeed config"),
     **{
-        f"use_{name.lower().replace('-', '_')}": refuses(f"{name} is not supported; build the optimizer in the training script", off)
+        f"use_{name.lower().replace('-', '_')}": refuses(
+            f"{name} is not supported; build the optimizer in the training script", off
+        )
         for name in _OPTIMIZERS
     },
     **{name: refuses(_WHOLE, _one) for name in _DEGREES},
@@ -148,7 +182,9 @@ def sure(data: Mapping[str, Any], arguments: Iterable[str]) -> bool:
 
 
 def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Mapping[str, Key]) -> Mapping[str, Key]:
-    """Rows for the keys of a wrapped document that are unknown, except those that only misspell an argument that trains."""
+    """Rows for the keys of a wrapped document that are unknown, except those that only misspell an argument that
+    trains.
+    """
     known = [name for name, row in arguments.items() if row.fields]
     strange = [str(key) for key in data if str(key) not in keys]
     row = drops("not a TrainingArguments key: only the script around it reads it", unknown=True)

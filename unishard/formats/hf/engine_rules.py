@@ -1,4 +1,6 @@
-"""What `fsdp_config` and `deepspeed` say: the engine's own words, but for what transformers does not hand on (transformers 5.23)."""
+"""What `fsdp_config` and `deepspeed` say: the engine's own words, but for what transformers does not hand on
+(transformers 5.23).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def _mixed(cfg: Config) -> bool:
 _SCALER = "GradScaler has its defaults; override Trainer.create_accelerator_and_postprocess"
 
 FSDP: Mapping[str, Rule] = {
-    **noted(dict.fromkeys(("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval"), _SCALER)),
+    **noted(
+        dict.fromkeys(
+            ("precision.loss_scale", "precision.initial_loss_scale", "precision.loss_scale_growth_interval"), _SCALER
+        )
+    ),
     "precision.master": exact(
         "bf16, fp16",
         When(
@@ -70,7 +76,9 @@ FSDP: Mapping[str, Rule] = {
             "FSDP2 accumulates unreduced gradients in the reduce dtype (torch 2.13)",
         ),
         when_default("precision.accumulate"),
-        When("else", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "gradients are added up in fp32, which is more exact"),
+        When(
+            "else", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "gradients are added up in fp32, which is more exact"
+        ),
     ),
     "sharding.strategy": exact(
         "fsdp, fsdp_config.reshard_after_forward",
@@ -133,11 +141,19 @@ _RESHARD = "reshard_after_forward"
 def _fsdp(reading: ReadDocument, said: Expressed) -> Expressed:
     cfg = reading.config
     taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
-    words = {name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES}
+    words = {
+        name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES
+    }
     if _RESHARD in taken and cfg.sharding.reshard_group is not None:  # Accelerate takes only true or false
         taken[_RESHARD] = True
-        words[f"sharding.{_RESHARD}"] = FieldResult(RESHARDS_TO_ALL.fit, f"fsdp_config.{_RESHARD}", RESHARDS_TO_ALL.note)
-    document: Native = {"fsdp_config": {key: value for key, value in taken.items() if key != "activation_checkpointing"}} if taken else {}
+        words[f"sharding.{_RESHARD}"] = FieldResult(
+            RESHARDS_TO_ALL.fit, f"fsdp_config.{_RESHARD}", RESHARDS_TO_ALL.note
+        )
+    document: Native = (
+        {"fsdp_config": {key: value for key, value in taken.items() if key != "activation_checkpointing"}}
+        if taken
+        else {}
+    )
     return Expressed(document, words)
 
 
@@ -149,7 +165,9 @@ def _deepspeed(reading: ReadDocument, said: Expressed) -> Expressed:
     for block in ("bf16", "fp16"):
         if block in config:
             config[block] = {**config[block], "enabled": AUTO}
-    of_zero = {name: word for name, word in said.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO}
+    of_zero = {
+        name: word for name, word in said.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO
+    }
     words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
     words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)

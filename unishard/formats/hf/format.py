@@ -67,7 +67,9 @@ class HfFormat(Format):
         return filled_from(key)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or `deepspeed`."""
+        """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or
+        `deepspeed`.
+        """
         return written(reading, topology)
 
 
@@ -105,7 +107,9 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
 _BESIDE = Meaning(Fit.IGNORED, "not a TrainingArguments key: only the script reads it")
 
 
-def entries_of(source: Source, topology: Topology | None, *, own: Mapping[str, Key], silent: Mapping[str, Any]) -> list[Entry]:
+def entries_of(
+    source: Source, topology: Topology | None, *, own: Mapping[str, Key], silent: Mapping[str, Any]
+) -> list[Entry]:
     """The entries of a script's arguments and TrainingArguments in one file.
 
     Args:

@@ -1,4 +1,6 @@
-"""Every argument of TrainingArguments (transformers 5.23, training_args.py), those of older versions, and what each says."""
+"""Every argument of TrainingArguments (transformers 5.23, training_args.py), those of older versions, and what each
+says.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ KEYS: Mapping[str, Key] = {
     "fsdp": _engine("fsdp"),
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),
-    "fsdp_transformer_layer_cls_to_wrap": Key(_classes, "sharding.units", note="transformers 5 reads it in fsdp_config"),
+    "fsdp_transformer_layer_cls_to_wrap": Key(
+        _classes, "sharding.units", note="transformers 5 reads it in fsdp_config"
+    ),
     "fsdp_min_num_params": Key(_least, "", Fit.UNSUPPORTED, "transformers 5 reads it in fsdp_config"),
     **IGNORED,
 }

@@ -31,11 +31,14 @@ _EPOCHS: Mapping[str, tuple[str, float]] = {
 """Formats that Trainer reads in the end: their name of the epochs, and how many they assume."""
 
 _ASSUMED = 0.03
-"""Part of the updates that axolotl warms up over where its file is silent, at most 100 updates (core/builders/base.py)."""
+"""Part of the updates that axolotl warms up over where its file is silent, at most 100 updates
+(core/builders/base.py)."""
 
 
 def lengths_of(reading: ReadDocument) -> Lengths:
-    """What a document for Trainer says instead of numbers of updates, under transformers' names; nothing of any other document."""
+    """What a document for Trainer says instead of numbers of updates, under transformers' names; nothing of any other
+    document.
+    """
     if reading.format not in _EPOCHS:
         return Lengths({}, {})
     data = reading.source.data

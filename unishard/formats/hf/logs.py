@@ -13,7 +13,16 @@ from unishard.contract.rules import Fit, Rule
 from unishard.contract.templates import placeholders_in
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import FOLDER
-from unishard.formats.log_tables import ONLY_LOGS, destinations, interval, interval_row, left, text_key, text_rows, to_row
+from unishard.formats.log_tables import (
+    ONLY_LOGS,
+    destinations,
+    interval,
+    interval_row,
+    left,
+    text_key,
+    text_rows,
+    to_row,
+)
 
 __all__ = ["LOGGED", "LOGS"]
 
@@ -60,8 +69,12 @@ def _named(given: Given) -> bool:
 
 
 LOGGED: Mapping[str, Key] = {
-    "logging_steps": Key(_steps, "", Fit.EQUIVALENT, "logging.every_steps, and logging.to progress where report_to names nothing"),
-    "report_to": Key(_report, "", Fit.EQUIVALENT, "logging.to: tensorboard, wandb, mlflow; logging.dir beside output_dir"),
+    "logging_steps": Key(
+        _steps, "", Fit.EQUIVALENT, "logging.every_steps, and logging.to progress where report_to names nothing"
+    ),
+    "report_to": Key(
+        _report, "", Fit.EQUIVALENT, "logging.to: tensorboard, wandb, mlflow; logging.dir beside output_dir"
+    ),
     "run_name": text_key("logging.run_name", _named, "logging.run_name, for wandb and mlflow"),
 }
 """What each argument says."""
@@ -77,7 +90,9 @@ def _destinations(cfg: Config, topology: Topology) -> Native:
 
 
 LOGS: Mapping[str, Rule] = {
-    "logging.to": to_row("report_to", "Trainer", _destinations, lost={"jsonl": "Trainer writes trainer_state.json instead"}),
+    "logging.to": to_row(
+        "report_to", "Trainer", _destinations, lost={"jsonl": "Trainer writes trainer_state.json instead"}
+    ),
     "logging.every_steps": interval_row("logging_strategy, logging_steps", _interval),
     **text_rows({"run_name": {"wandb": "run_name", "mlflow": "run_name"}}),
 }

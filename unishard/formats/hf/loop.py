@@ -1,4 +1,6 @@
-"""What TrainingArguments say about the loop: batches, formats, memory, compilation, seeds (transformers 5.23, training_args.py)."""
+"""What TrainingArguments say about the loop: batches, formats, memory, compilation, seeds (transformers 5.23,
+training_args.py).
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ LOOP: Mapping[str, Key] = {
     "gradient_accumulation_steps": sets("training.gradient_accumulation_steps", integer(1), silent=1),
     "max_grad_norm": Key(clipping, "training.gradient_clipping", silent=1.0),
     "auto_find_batch_size": refuses("Trainer finds the batch size by trial; write per_device_train_batch_size", off),
-    "average_tokens_across_devices": Key(_tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"),
+    "average_tokens_across_devices": Key(
+        _tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"
+    ),
     "ddp_broadcast_buffers": Key(_buffers, "training.buffers", Fit.EQUIVALENT),
     "bf16": compute("bf16"),
     "fp16": compute("fp16"),

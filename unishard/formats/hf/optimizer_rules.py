@@ -72,7 +72,9 @@ OPTIMIZING: Mapping[str, Rule] = {
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),
     "optimizer.betas": exact("adam_beta1, adam_beta2", to=_betas),
     "optimizer.eps": exact("adam_epsilon, optim_args", to=_eps),
-    "optimizer.amsgrad": write(f"{_PASS} torch.optim.AdamW(..., amsgrad=True)", lambda cfg: not cfg.optimizer.amsgrad, "false"),
+    "optimizer.amsgrad": write(
+        f"{_PASS} torch.optim.AdamW(..., amsgrad=True)", lambda cfg: not cfg.optimizer.amsgrad, "false"
+    ),
     "optimizer.momentum": exact("optim_args", to=_arguments),
     "optimizer.nesterov": exact("optim_args"),
     "optimizer.weight_decay": copied("optimizer.weight_decay", "weight_decay"),

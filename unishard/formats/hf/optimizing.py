@@ -28,7 +28,11 @@ _NAMES: Mapping[str, tuple[str, Fit, str]] = {
     "adamw_torch_npu_fused": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of torch_npu's: the same algorithm"),
     "adamw_hf": ("adamw", Fit.EQUIVALENT, "torch's AdamW; the removed one added eps before the bias correction"),
     "adamw_apex_fused": ("adamw", Fit.EQUIVALENT, "torch's AdamW instead of apex's: the same algorithm"),
-    "adamw_anyprecision": ("adamw", Fit.APPROXIMATE, "state in the dtype of the master weights, without Kahan summation"),
+    "adamw_anyprecision": (
+        "adamw",
+        Fit.APPROXIMATE,
+        "state in the dtype of the master weights, without Kahan summation",
+    ),
     "adamw_torch_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
     "adamw_torch_4bit": ("adamw", Fit.APPROXIMATE, _FOUR),
     "adamw_bnb_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
@@ -47,9 +51,12 @@ _REMOVED = ("adamw_hf", "adamw_apex_fused")
 """Names that transformers 5.23 no longer takes."""
 
 _OTHERS = names(
-    "adafactor ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit "
-    "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise lomo "
-    "adalomo grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw"
+    "adafactor ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit "
+    "rmsprop_bnb_32bit "
+    "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise "
+    "galore_adafactor_layerwise lomo "
+    "adalomo grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise "
+    "stable_adamw"
 )
 
 
@@ -135,7 +142,9 @@ def _arguments(value: Any, given: Given) -> Meaning:
     known = {**_ARGUMENTS.get(name, {})}
     strange = [key for key in pairs if key not in known]
     if strange:
-        return Meaning(Fit.UNSUPPORTED, f"{', '.join(strange)}: not supported; build the optimizer in the training script")
+        return Meaning(
+            Fit.UNSUPPORTED, f"{', '.join(strange)}: not supported; build the optimizer in the training script"
+        )
     return Meaning(fields={known[key][0]: known[key][1](text) for key, text in pairs.items()})
 
 
@@ -185,5 +194,7 @@ OPTIMIZER: Mapping[str, Key] = {
     **_fields_of_optimizer("optim"),
     "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, silent=0.0),
     "optim_target_modules": Key(_targets, "", Fit.UNSUPPORTED, _TARGETS),
-    "adafactor": refuses("adafactor is not supported; build the optimizer in the training script", lambda value: value in (None, False)),
+    "adafactor": refuses(
+        "adafactor is not supported; build the optimizer in the training script", lambda value: value in (None, False)
+    ),
 }

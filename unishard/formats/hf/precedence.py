@@ -28,7 +28,9 @@ def with_precedence(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _beside_deepspeed(entries: Sequence[Entry]) -> list[Entry]:
-    said = {entry.key.removeprefix(f"{DEEPSPEED}.") for entry in entries if entry.path[0] == DEEPSPEED and not entry.assumed}
+    said = {
+        entry.key.removeprefix(f"{DEEPSPEED}.") for entry in entries if entry.path[0] == DEEPSPEED and not entry.assumed
+    }
     # The argument itself sets the engine where DeepSpeed's config could be read.
     read = any(entry.path == (DEEPSPEED,) and "backend" in entry.meaning.fields for entry in entries)
     return [settle for entry in entries for settle in _settle(entry, said)] if read else list(entries)
@@ -48,7 +50,13 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
         fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
         # DeepSpeed's optimizer gets one group of parameters, so nothing is exempt.
         return [entry._replace(meaning=Meaning(Fit.EXACT, "", fields))]
-    if scheduler and entry.key in ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps"):
+    if scheduler and entry.key in (
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "warmup_ratio",
+        "max_steps",
+    ):
         return _ignored(entry, _THEIRS.format("scheduler"))
     return [entry]
 
@@ -56,7 +64,11 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
 def _ignored(entry: Entry, note: str) -> list[Entry]:
     """Nothing where it is only assumed, which makes no difference."""
     taken = _taken(entry)
-    return [] if entry.assumed else [entry._replace(meaning=Meaning(Fit.IGNORED, note, kept=taken, stale=not taken, notable=True))]
+    return (
+        []
+        if entry.assumed
+        else [entry._replace(meaning=Meaning(Fit.IGNORED, note, kept=taken, stale=not taken, notable=True))]
+    )
 
 
 def _taken(entry: Entry) -> bool:

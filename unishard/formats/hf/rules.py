@@ -43,7 +43,11 @@ def _compiled(cfg: Config, topology: Topology) -> Native:
 
 
 def _sent(cfg: Config, topology: Topology) -> Native:
-    return {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"} if without(cfg) and cfg.training.buffers != "sync" else {}
+    return (
+        {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"}
+        if without(cfg) and cfg.training.buffers != "sync"
+        else {}
+    )
 
 
 def _matmul(cfg: Config, topology: Topology) -> Native:
@@ -57,7 +61,9 @@ _BLOCKS = "transformers recomputes full blocks: the same losses, other memory an
 
 _OWN: Mapping[str, Rule] = {
     "backend": exact(
-        "fsdp", unless("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", "DistributedDataParallel"), to=_backend
+        "fsdp",
+        unless("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", "DistributedDataParallel"),
+        to=_backend,
     ),
     "precision.compute": exact(
         "bf16, fp16",
@@ -100,9 +106,13 @@ _OWN: Mapping[str, Rule] = {
         to=_checkpointing,
     ),
     "training.micro_batch_size": copied("training.micro_batch_size", "per_device_train_batch_size"),
-    "training.gradient_accumulation_steps": copied("training.gradient_accumulation_steps", "gradient_accumulation_steps"),
+    "training.gradient_accumulation_steps": copied(
+        "training.gradient_accumulation_steps", "gradient_accumulation_steps"
+    ),
     "training.global_batch_size": exact("per_device_train_batch_size x gradient_accumulation_steps x ranks"),
-    "training.gradient_clipping": exact("max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}),
+    "training.gradient_clipping": exact(
+        "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
+    ),
     "training.nonfinite": unlooked(
         Fit.APPROXIMATE,
         NO_KEY,

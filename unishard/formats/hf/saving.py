@@ -1,4 +1,6 @@
-"""What TrainingArguments say about checkpoints, and how they say it (transformers 5.23, trainer_callback.py and training_args.py)."""
+"""What TrainingArguments say about checkpoints, and how they say it (transformers 5.23, trainer_callback.py and
+training_args.py).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def _directory(value: Any, given: Given) -> Meaning:
     fields = {"checkpoint.dir": text(value)}
     if "save_strategy" in given or "save_steps" in given:
         return Meaning(fields=fields)
-    return Meaning(Fit.EQUIVALENT, f"Trainer saves every {_STEPS} updates; {_LAST}", {**fields, "checkpoint.every_steps": _STEPS})
+    return Meaning(
+        Fit.EQUIVALENT, f"Trainer saves every {_STEPS} updates; {_LAST}", {**fields, "checkpoint.every_steps": _STEPS}
+    )
 
 
 def _strategy(value: Any, given: Given) -> Meaning:
@@ -107,7 +111,9 @@ def _at_signal(value: Any, given: Given) -> Meaning:
 _EXIT = "Trainer saves and returns from train(); here a save exits with code 85"
 
 SAVED: Mapping[str, Key] = {
-    "output_dir": Key(_directory, "checkpoint.dir", note=f"Trainer saves every {_STEPS} updates where nothing else is said"),
+    "output_dir": Key(
+        _directory, "checkpoint.dir", note=f"Trainer saves every {_STEPS} updates where nothing else is said"
+    ),
     "save_strategy": Key(_strategy, "checkpoint.every_steps", note="your loop does epoch and best"),
     "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, _LAST),
     "save_total_limit": Key(limit, "checkpoint.keep_last"),
@@ -142,8 +148,12 @@ SAVING: Mapping[str, Rule] = {
         when_default("checkpoint.every_steps"),
         to=_interval,
     ),
-    "checkpoint.every_minutes": write(f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"),
-    "checkpoint.keep_last": exact("save_total_limit", When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL), to=_kept),
+    "checkpoint.every_minutes": write(
+        f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"
+    ),
+    "checkpoint.keep_last": exact(
+        "save_total_limit", When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL), to=_kept
+    ),
     "checkpoint.on_signal": row(
         Fit.NEEDS_INPUT,
         f"enable_jit_checkpoint, {SCRIPT}",

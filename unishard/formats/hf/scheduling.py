@@ -70,11 +70,16 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
             if not is_placeholder(rate := given.get("learning_rate")):
                 raise
             who = f"the placeholder {rate}"
-            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who}", fields | {"scheduler.min_lr_ratio": Undecided(who)})
+            return Meaning(
+                Fit.NEEDS_INPUT, f"the value comes from {who}", fields | {"scheduler.min_lr_ratio": Undecided(who)}
+            )
     else:
         fields["scheduler.warmup_steps"] = 0 if word == "constant" else warmup(given)
         if word == "inverse_sqrt" and kwargs.get("timescale") not in (None, fields["scheduler.warmup_steps"] or 10_000):
-            return Meaning(Fit.UNSUPPORTED, "only a timescale of warmup_steps is supported (10000 without a warmup); remove timescale")
+            return Meaning(
+                Fit.UNSUPPORTED,
+                "only a timescale of warmup_steps is supported (10000 without a warmup); remove timescale",
+            )
     return Meaning(fields=fields)
 
 
@@ -165,14 +170,18 @@ def _ratio(value: Any, given: Given) -> Meaning:
     meaning = _warmup(value, given)
     if meaning.fit is not Fit.EXACT:
         return meaning
-    return Meaning(meaning.fit, "transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one", meaning.fields)
+    return Meaning(
+        meaning.fit, "transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one", meaning.fields
+    )
 
 
 def _max_steps(value: Any, given: Given) -> Meaning:
     if integer()(value) <= 0:
         return Meaning(Fit.IGNORED, "is off: num_train_epochs counts", kept=True)
     if not _ends(given):
-        return Meaning(Fit.IGNORED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True)
+        return Meaning(
+            Fit.IGNORED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True
+        )
     if _climbs(given):
         return Meaning(Fit.IGNORED, _CLIMBS, kept=True)
     return Meaning(fields={"scheduler.total_steps": integer(1)(value)})
@@ -210,7 +219,13 @@ SCHEDULE: Mapping[str, Key] = {
     "lr_scheduler_type": Key(_type, "scheduler.name, scheduler.total_steps, scheduler.min_lr_ratio", silent="linear"),
     "lr_scheduler_kwargs": Key(_kwargs, "scheduler.min_lr_ratio"),
     "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=0),
-    "warmup_ratio": Key(_ratio, "scheduler.warmup_steps", note="transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one"),
+    "warmup_ratio": Key(
+        _ratio,
+        "scheduler.warmup_steps",
+        note="transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one",
+    ),
     "max_steps": Key(_max_steps, "scheduler.total_steps"),
-    "num_train_epochs": Key(_epochs, "", Fit.IGNORED, "how often the loop goes over the data is the training script's to say"),
+    "num_train_epochs": Key(
+        _epochs, "", Fit.IGNORED, "how often the loop goes over the data is the training script's to say"
+    ),
 }

@@ -1,7 +1,7 @@
 """What scripts around TrainingArguments assume where a file is silent, and transformers does not.
 
-ms-swift 3 and 4: swift/trainers/arguments.py, swift/llm/argument/train_args.py. LLaMA-Factory 0.9: src/llamafactory/model/model_utils/
-checkpointing.py, which checkpoints every layer unless the script forbids it.
+ms-swift 3 and 4: swift/trainers/arguments.py, swift/llm/argument/train_args.py. LLaMA-Factory 0.9:
+src/llamafactory/model/model_utils/ checkpointing.py, which checkpoints every layer unless the script forbids it.
 """
 
 from __future__ import annotations

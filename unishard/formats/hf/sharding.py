@@ -1,4 +1,6 @@
-"""`fsdp` and `fsdp_config` of TrainingArguments, handed on to FSDP's own table (transformers 5.23, `_process_fsdp_args`)."""
+"""`fsdp` and `fsdp_config` of TrainingArguments, handed on to FSDP's own table (transformers 5.23,
+`_process_fsdp_args`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from unishard.formats.source import Source
 __all__ = ["BOTH", "FIRST", "known", "replicated", "sharded", "words_of"]
 
 BOTH = names(
-    "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params cpu_ram_efficient_loading "
+    "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params "
+    "cpu_ram_efficient_loading "
     "state_dict_type activation_checkpointing xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt"
 )
 """Keys of `fsdp_config` that transformers reads for both versions."""
@@ -62,7 +65,12 @@ def words_of(value: Any) -> list[str]:
 
 
 def sharded(
-    value: Any, config: Any, source: Source, topology: Topology | None, where: tuple[str, ...] = ("fsdp_config",), implied: bool = False
+    value: Any,
+    config: Any,
+    source: Source,
+    topology: Topology | None,
+    where: tuple[str, ...] = ("fsdp_config",),
+    implied: bool = False,
 ) -> list[Entry]:
     """The entries of both arguments.
 
@@ -91,7 +99,9 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
     if off(config):
         present = where and where[0] in source.data
         # A word such as `no` would be the path of a file to transformers.
-        return {}, [Entry(where, config, Meaning(Fit.IGNORED, "is empty", kept=not config, stale=bool(config)))] if present else []
+        return {}, [
+            Entry(where, config, Meaning(Fit.IGNORED, "is empty", kept=not config, stale=bool(config)))
+        ] if present else []
     found = config
     if isinstance(config, str):
         found = opened(config, source)
@@ -117,7 +127,12 @@ def _without(value: Any, config: Any, source: Source, where: tuple[str, ...]) ->
 
 
 def _read(
-    value: Any, words: Sequence[str], keys: Mapping[str, Any], topology: Topology | None, where: tuple[str, ...], implied: bool
+    value: Any,
+    words: Sequence[str],
+    keys: Mapping[str, Any],
+    topology: Topology | None,
+    where: tuple[str, ...],
+    implied: bool,
 ) -> list[Entry]:
     plain = {str(key).removeprefix("fsdp_"): (str(key), item) for key, item in keys.items()}
     second = str(plain.get("version", ("", 2))[1]) != "1"
@@ -172,4 +187,6 @@ def _overlooked(where: tuple[str, ...], written: tuple[str, Any], name: str, sec
 
 def replicated() -> Entry:
     """What TrainingArguments mean that switch neither engine on."""
-    return Entry(("fsdp",), False, Meaning(Fit.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True)
+    return Entry(
+        ("fsdp",), False, Meaning(Fit.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True
+    )

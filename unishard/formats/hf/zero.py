@@ -1,4 +1,6 @@
-"""`deepspeed` of TrainingArguments, handed on to DeepSpeed's own table (transformers 5.23, integrations/deepspeed.py)."""
+"""`deepspeed` of TrainingArguments, handed on to DeepSpeed's own table (transformers 5.23,
+integrations/deepspeed.py).
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,20 @@ def _climb(get: Arguments) -> int | None:
     return max(1, int(steps))
 
 
-_OF_THE_FILE = ("sharding.strategy", "precision.compute", "training.gradient_clipping", "optimizer.name", "scheduler.name")
+_OF_THE_FILE = (
+    "sharding.strategy",
+    "precision.compute",
+    "training.gradient_clipping",
+    "optimizer.name",
+    "scheduler.name",
+)
 """What only DeepSpeed's own config says for certain; arguments that are written say the last four as well."""
 
 SILENT: Mapping[str, tuple[str, str]] = {
-    "gradient_clipping": ("max_grad_norm", 'not used: DeepSpeed clips to its default, 1.0; write gradient_clipping: "auto" in its config')
+    "gradient_clipping": (
+        "max_grad_norm",
+        'not used: DeepSpeed clips to its default, 1.0; write gradient_clipping: "auto" in its config',
+    )
 }
 """Keys whose absence from DeepSpeed's config makes an argument ignored."""
 
@@ -101,7 +112,10 @@ def _absent(value: Any, why: str) -> list[Entry]:
     said = Undecided(f"the DeepSpeed config {value}, which was not found", required=True)
     note = f"{why}; its stage, precision, clipping, offload, optimizer and schedule are unknown"
     on = Entry(("deepspeed", "zero_optimization"), None, Meaning(fields={"backend": "deepspeed"}), assumed=True)
-    return [Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said), kept=True)), on]
+    return [
+        Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said), kept=True)),
+        on,
+    ]
 
 
 def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:
@@ -113,7 +127,9 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
         # The product of the other two and the ranks says nothing of its own.
         filled["train_batch_size"] = None
     block = EngineBlock(
-        "deepspeed", ("deepspeed",), native={key: item for key, item in config.items() if key != "train_batch_size" or key not in filled}
+        "deepspeed",
+        ("deepspeed",),
+        native={key: item for key, item in config.items() if key != "train_batch_size" or key not in filled},
     )
     for key, item in filled.items():
         if item is not None:
@@ -129,7 +145,9 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
 
 
 def _mixed(get: Arguments) -> dict[str, bool]:
-    """What Accelerate adds where the config names no format (`DeepSpeedPlugin.set_mixed_precision`, accelerate 1.15.0)."""
+    """What Accelerate adds where the config names no format (`DeepSpeedPlugin.set_mixed_precision`, accelerate
+    1.15.0).
+    """
     return {name: True for name in ("bf16", "fp16") if not off(get(name)) and get(name) != AUTO}
 
 

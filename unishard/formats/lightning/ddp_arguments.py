@@ -26,22 +26,35 @@ def _bucket(value: Any, given: Given) -> Meaning:
 
 DDP: Mapping[str, Key] = {
     **dict.fromkeys(
-        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout", "start_method"), left(_LAUNCH)
+        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout", "start_method"),
+        left(_LAUNCH),
     ),
     **dict.fromkeys(_CHECKS, left("one device a rank, and what ranks check at the start")),
     "checkpoint_io": left("affects only files"),
     **dict.fromkeys(
-        ("precision_plugin", "precision"), refuses("a plugin cannot be read from a file; write precision beside the strategy", off)
+        ("precision_plugin", "precision"),
+        refuses("a plugin cannot be read from a file; write precision beside the strategy", off),
     ),
     "find_unused_parameters": left("parameters that no rank uses are no problem here, and need no search"),
     **dict.fromkeys(
-        ("static_graph", "gradient_as_bucket_view", "bucket_cap_mb_list", "batched_grad_copy", "skip_all_reduce_unused_params"), left(_TIME)
+        (
+            "static_graph",
+            "gradient_as_bucket_view",
+            "bucket_cap_mb_list",
+            "batched_grad_copy",
+            "skip_all_reduce_unused_params",
+        ),
+        left(_TIME),
     ),
-    **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
+    **dict.fromkeys(
+        ("broadcast_buffers", "forward_sync_buffers"), optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)
+    ),
     "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
     **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), refuses(_HOOK, off)),
     "model_averaging_period": refuses("averaging weights instead of gradients is no engine's here; remove it", off),
-    "mixed_precision": refuses("DDP's own mixed precision is not what Lightning's precision says; write precision", off),
+    "mixed_precision": refuses(
+        "DDP's own mixed precision is not what Lightning's precision says; write precision", off
+    ),
     "delay_all_reduce_named_params": refuses("every gradient is reduced here; remove it", off),
     "param_to_hook_all_reduce": refuses("every gradient is reduced here; remove it", off),
     "process_group": refuses("groups are objects of the training script; remove it", off),
@@ -73,5 +86,6 @@ MODEL_PARALLEL: Mapping[str, Key] = {
     "parallelize_fn": left(_WRITTEN),
     **dict.fromkeys(("process_group_backend", "timeout"), left(_LAUNCH)),
 }
-"""The arguments of `ModelParallelStrategy`, Lightning's FSDP2. Fabric's keeps the optimizer on the old parameters where model and optimizer
-are set up together, so that a step moves nothing, and leaves gradients unreduced after `no_backward_sync(enabled=False)` (2.6.6)."""
+"""The arguments of `ModelParallelStrategy`, Lightning's FSDP2. Fabric's keeps the optimizer on the old parameters where
+model and optimizer are set up together, so that a step moves nothing, and leaves gradients unreduced after
+`no_backward_sync(enabled=False)` (2.6.6)."""

@@ -1,4 +1,6 @@
-"""The JSON that Lightning's `DeepSpeedStrategy` (2.6.6, `_create_default_config`) makes of its arguments, leaf by leaf."""
+"""The JSON that Lightning's `DeepSpeedStrategy` (2.6.6, `_create_default_config`) makes of its arguments, leaf by
+leaf.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,33 @@ ARGUMENTS: Mapping[str, Any] = {
 }
 """The arguments that the JSON is made of, and their defaults, several of which are not DeepSpeed's own."""
 
-SCALING: Mapping[str, Any] = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+SCALING: Mapping[str, Any] = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
 """The arguments that become the `fp16` block under a 16-bit precision, and their defaults."""
 
 _ZERO = (
-    *("stage", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter", "allgather_bucket_size"),
+    *(
+        "stage",
+        "contiguous_gradients",
+        "overlap_comm",
+        "allgather_partitions",
+        "reduce_scatter",
+        "allgather_bucket_size",
+    ),
     *("reduce_bucket_size", "sub_group_size"),
 )
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
-_RECOMPUTATION = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "synchronize_checkpoint_boundary")
+_RECOMPUTATION = (
+    "partition_activations",
+    "cpu_checkpointing",
+    "contiguous_memory_optimization",
+    "synchronize_checkpoint_boundary",
+)
 _SAID = ("stage", "overlap_comm", "allgather_bucket_size", "reduce_bucket_size", "sub_group_size")
 """Defaults that are not DeepSpeed's own, so that silence means something else."""
 
@@ -125,7 +145,9 @@ def _true(value: Any) -> bool:
 
 _LAUNCH = "the launcher decides it"
 OWN: Mapping[str, Key] = {
-    **dict.fromkeys(("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout"), left(_LAUNCH)),
+    **dict.fromkeys(
+        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout"), left(_LAUNCH)
+    ),
     "logging_level": left("affects only logs"),
     "remote_device": left("where the parameters lie while the model is made"),
     "load_full_weights": left("affects only how a checkpoint is read"),

@@ -31,11 +31,17 @@ class LightningFormat(Format):
     name = "lightning"
     tool = TOOL
     suffix = ".py"
-    keys: Mapping[str, Key] = {**TRAINER, **OLDER, **BESIDE, **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()}}
+    keys: Mapping[str, Key] = {
+        **TRAINER,
+        **OLDER,
+        **BESIDE,
+        **{f"optimizer.init_args.{name}": row for name, row in OPTIMIZER.items()},
+    }
     rules = FSDP
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
-        """What the arguments say: those of the Trainer or of Fabric, of the strategy, and LightningCLI's keys around them.
+        """What the arguments say: those of the Trainer or of Fabric, of the strategy, and LightningCLI's keys around
+        them.
 
         Raises:
             ConfigError: An override cannot be used.
@@ -54,7 +60,11 @@ class LightningFormat(Format):
     def launch(self, reading: ReadDocument) -> Launch:
         """Devices and nodes of the Trainer; Lightning starts the processes of one node itself."""
         ranks = reading.topology
-        return Launch(ranks.world_size // ranks.local_world_size, ranks.local_world_size) if ranks and ranks.world_size > 1 else Launch()
+        return (
+            Launch(ranks.world_size // ranks.local_world_size, ranks.local_world_size)
+            if ranks and ranks.world_size > 1
+            else Launch()
+        )
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
         """LightningCLI's sections, from which the Python is rendered."""

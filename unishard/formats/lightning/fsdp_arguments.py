@@ -1,4 +1,6 @@
-"""What the arguments of Lightning's `FSDPStrategy` (2.6.6) are called by FSDP itself, and which of them concern only Lightning."""
+"""What the arguments of Lightning's `FSDPStrategy` (2.6.6) are called by FSDP itself, and which of them concern only
+Lightning.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def _formats(value: Any) -> Native:
     formats = found.arguments if found and found.key else value
     if not isinstance(formats, Mapping):
         raise Unreadable(
-            f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) and init_args"
+            f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) "
+            "and init_args"
         )
     known = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
     quiet = ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
@@ -63,7 +66,10 @@ def _wrapping(value: Any) -> Native:
     found = built(value)
     policy = short(found.path) if found else shown(value)
     if found and policy == "size_based_auto_wrap_policy":
-        return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": found.arguments.get("min_num_params", 100_000_000)}
+        return {
+            "auto_wrap_policy": "SIZE_BASED_WRAP",
+            "min_num_params": found.arguments.get("min_num_params", 100_000_000),
+        }
     raise Unreadable(f"must be module classes, got {policy}; write the classes of the model's blocks")
 
 
@@ -78,9 +84,15 @@ _POLICY_CLASSES = ("ModuleWrapPolicy", "transformer_auto_wrap_policy")
 
 
 def _classes(value: Any) -> list[str]:
-    """Names of classes without their modules, from a class, a list of them, or a policy made of them; empty for anything else."""
+    """Names of classes without their modules, from a class, a list of them, or a policy made of them; empty for
+    anything else.
+    """
     if isinstance(value, list | tuple | Set):
-        return [short(item) for item in value if isinstance(item, str)] if all(isinstance(item, str) for item in value) else []
+        return (
+            [short(item) for item in value if isinstance(item, str)]
+            if all(isinstance(item, str) for item in value)
+            else []
+        )
     found = built(value)
     if found is None:
         # YAML's set of names is a mapping to nothing.
@@ -92,7 +104,11 @@ def _classes(value: Any) -> list[str]:
 
 def _mesh(value: Any) -> Native:
     sizes = value if isinstance(value, list | tuple) else None
-    if sizes is None or len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+    if (
+        sizes is None
+        or len(sizes) != 2
+        or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    ):
         raise Unreadable(f"must be [replicas, ranks in each], got {shown(value)}; write such as [2, 8]")
     return {"mesh": {"replicate": sizes[0], "shard": sizes[1]}}
 
@@ -128,11 +144,14 @@ def _timeout(value: Any, given: Given) -> Meaning:
 
 
 OWN: Mapping[str, Key] = {
-    **dict.fromkeys(("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "device_id"), left(_LAUNCH)),
+    **dict.fromkeys(
+        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "device_id"), left(_LAUNCH)
+    ),
     "timeout": Key(_timeout, fit=Fit.IGNORED),
     "checkpoint_io": left("affects only files"),
     **dict.fromkeys(
-        ("precision_plugin", "precision"), refuses("a plugin cannot be read from a file; write precision beside the strategy", off)
+        ("precision_plugin", "precision"),
+        refuses("a plugin cannot be read from a file; write precision beside the strategy", off),
     ),
     "process_group": refuses("process groups are objects; write device_mesh: [replicas, ranks in each]", off),
     "param_init_fn": refuses("a function cannot be read from a file; build the model on the meta device", off),

@@ -43,7 +43,9 @@ def left(why: str) -> Key:
 
 
 def _script(what: str, *idle: Any) -> Key:
-    """Something that the training script must do, unless the value is one of those with which there is nothing to do."""
+    """Something that the training script must do, unless the value is one of those with which there is nothing to
+    do.
+    """
 
     def read(value: Any, given: Given) -> Meaning:
         if off(value) or value in idle:
@@ -69,7 +71,9 @@ def _clipping(value: Any, given: Given) -> Meaning:
     largest = number(0)(value)
     fields = {"training.gradient_clipping": largest or None}
     if str(given.get("gradient_clip_algorithm")).lower() == "value" and largest:
-        return Meaning(Fit.UNSUPPORTED, "only clipping by the global norm is supported; write gradient_clip_algorithm: norm")
+        return Meaning(
+            Fit.UNSUPPORTED, "only clipping by the global norm is supported; write gradient_clip_algorithm: norm"
+        )
     if str(given.get("strategy")).startswith("FSDPStrategy") and largest:
         return Meaning(Fit.EQUIVALENT, _SHARDS, fields)
     return Meaning(fields=fields)
@@ -141,7 +145,14 @@ _TRAINING_CALLBACKS = {
     "LambdaCallback": "what it calls",
 }
 _QUIET_CALLBACKS = (
-    *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor", "ModelSummary", "RichModelSummary"),
+    *(
+        "ModelCheckpoint",
+        "OnExceptionCheckpoint",
+        "LearningRateMonitor",
+        "DeviceStatsMonitor",
+        "ModelSummary",
+        "RichModelSummary",
+    ),
     *("TQDMProgressBar", "RichProgressBar", "ProgressBar", "Timer", "ThroughputMonitor", "SpikeDetection"),
 )
 
@@ -152,7 +163,11 @@ CALLBACKS = (*_TRAINING_CALLBACKS, *_QUIET_CALLBACKS)
 def _callbacks(value: Any, given: Given) -> Meaning:
     items = value if isinstance(value, list | tuple) else [value]
     names = [short(found.path) if (found := built(item)) else shown(item) for item in items if not off(item)]
-    asked = [f"{name} decides {_TRAINING_CALLBACKS.get(name, 'what only its code says')}" for name in names if name not in _QUIET_CALLBACKS]
+    asked = [
+        f"{name} decides {_TRAINING_CALLBACKS.get(name, 'what only its code says')}"
+        for name in names
+        if name not in _QUIET_CALLBACKS
+    ]
     if asked:
         return Meaning(Fit.NEEDS_INPUT, f"your training loop does it: {'; '.join(asked)}", kept=True)
     return Meaning(Fit.IGNORED, "callbacks that only log, report or write files", kept=True)
@@ -202,20 +217,30 @@ def _seed(value: Any, given: Given) -> Meaning:
     if off(value):
         return Meaning(Fit.IGNORED, "is off", kept=True)
     if value is True or str(value).lower() == "true":
-        return Meaning(Fit.IGNORED, "LightningCLI draws a new seed in each run; write training.seed for a fixed one", kept=True)
+        return Meaning(
+            Fit.IGNORED, "LightningCLI draws a new seed in each run; write training.seed for a fixed one", kept=True
+        )
     return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
 _EPOCHS = "your training loop makes this many epochs or updates: {value}"
 TRAINER: Mapping[str, Key] = {
-    "precision": Key(precision, "precision.compute, precision.master, precision.reduce, precision.buffers", silent=DEFAULT),
-    "accumulate_grad_batches": Key(
-        lambda value, given: _accumulation(1 if value is None else value, given), "training.gradient_accumulation_steps", silent=1
+    "precision": Key(
+        precision, "precision.compute, precision.master, precision.reduce, precision.buffers", silent=DEFAULT
     ),
-    "gradient_clip_val": Key(lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, silent=None),
+    "accumulate_grad_batches": Key(
+        lambda value, given: _accumulation(1 if value is None else value, given),
+        "training.gradient_accumulation_steps",
+        silent=1,
+    ),
+    "gradient_clip_val": Key(
+        lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, silent=None
+    ),
     "gradient_clip_algorithm": optional(_algorithm, "training.gradient_clipping"),
     "accelerator": optional(_accelerator, "", Fit.IGNORED, _LAUNCH),
-    "devices": optional(_devices, "launch.processes_per_node, launch.environment", note="a list of indices: CUDA_VISIBLE_DEVICES"),
+    "devices": optional(
+        _devices, "launch.processes_per_node, launch.environment", note="a list of indices: CUDA_VISIBLE_DEVICES"
+    ),
     "num_nodes": optional(_nodes, "launch.nodes"),
     "callbacks": optional(_callbacks, SCRIPT, Fit.NEEDS_INPUT, "your loop does what callbacks do beyond logging"),
     "enable_checkpointing": optional(_saving, "checkpoint.every_steps", note="true leaves it to the callbacks"),
@@ -227,7 +252,11 @@ TRAINER: Mapping[str, Key] = {
         lambda value, given: (
             _OFF
             if value is None or boolean(value)
-            else Meaning(Fit.NEEDS_INPUT, "your script shares the samples out itself: hand engine.batches a loader that does", kept=True)
+            else Meaning(
+                Fit.NEEDS_INPUT,
+                "your script shares the samples out itself: hand engine.batches a loader that does",
+                kept=True,
+            )
         ),
         SCRIPT,
     ),
@@ -243,7 +272,13 @@ TRAINER: Mapping[str, Key] = {
     "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the source of a NaN"),
     **dict.fromkeys(
         (
-            *("limit_val_batches", "limit_test_batches", "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch"),
+            *(
+                "limit_val_batches",
+                "limit_test_batches",
+                "limit_predict_batches",
+                "val_check_interval",
+                "check_val_every_n_epoch",
+            ),
             *("num_sanity_val_steps", "inference_mode"),
         ),
         left(_EVALUATION),
@@ -269,4 +304,5 @@ BESIDE: Mapping[str, Key] = {
     **dict.fromkeys(("print_config", "verbose", "hydra"), left(_LOGS)),
     "defaults": optional(_composed),
 }
-"""LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own classes."""
+"""LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own
+classes."""

@@ -1,4 +1,6 @@
-"""How Lightning's Trainer says the section `launch` (2.6.6): devices and num_nodes; its launcher reads where hosts meet from variables."""
+"""How Lightning's Trainer says the section `launch` (2.6.6): devices and num_nodes; its launcher reads where hosts meet
+from variables.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def _devices(cfg: Config, topology: Topology) -> Native:
 def _nodes(cfg: Config, topology: Topology) -> Native:
     """Those that were asked for count."""
     asked = topology.world_size // topology.local_world_size
-    return trainer(num_nodes=asked if topology.world_size > 1 else cfg.launch.max_nodes) if asked > 1 or cfg.launch.max_nodes > 1 else {}
+    return (
+        trainer(num_nodes=asked if topology.world_size > 1 else cfg.launch.max_nodes)
+        if asked > 1 or cfg.launch.max_nodes > 1
+        else {}
+    )
 
 
 def _argument(name: str, note: str) -> Rule:
@@ -43,7 +49,9 @@ def _argument(name: str, note: str) -> Rule:
 
 
 def _others(cfg: Config) -> bool:
-    return bool(cfg.launch.environment.keys() - {_DEVICES}) or (_DEVICES in cfg.launch.environment and _named(cfg) is None)
+    return bool(cfg.launch.environment.keys() - {_DEVICES}) or (
+        _DEVICES in cfg.launch.environment and _named(cfg) is None
+    )
 
 
 LAUNCHING: Mapping[str, Rule] = {
@@ -58,10 +66,20 @@ LAUNCHING: Mapping[str, Rule] = {
         to=_nodes,
     ),
     "launch.processes_per_node": exact("devices", to=_devices),
-    "launch.endpoint": _argument("endpoint", "set MASTER_ADDR and MASTER_PORT, which Lightning's launcher reads; torchrun sets them"),
-    "launch.max_restarts": _argument("max_restarts", "Lightning's launcher has no restarts; start the script with torchrun --max-restarts"),
+    "launch.endpoint": _argument(
+        "endpoint", "set MASTER_ADDR and MASTER_PORT, which Lightning's launcher reads; torchrun sets them"
+    ),
+    "launch.max_restarts": _argument(
+        "max_restarts", "Lightning's launcher has no restarts; start the script with torchrun --max-restarts"
+    ),
     "launch.environment": exact(
-        "devices", When("other variables", _others, Fit.NEEDS_INPUT, f"export them before the launch; only {_DEVICES} has an argument")
+        "devices",
+        When(
+            "other variables",
+            _others,
+            Fit.NEEDS_INPUT,
+            f"export them before the launch; only {_DEVICES} has an argument",
+        ),
     ),
 }
 """Rows by field, the same for every strategy."""

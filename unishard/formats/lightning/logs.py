@@ -1,4 +1,6 @@
-"""What Lightning's loggers and profilers say, and how it says `logging` (2.6.6, pytorch/loggers and pytorch/profilers)."""
+"""What Lightning's loggers and profilers say, and how it says `logging` (2.6.6, pytorch/loggers and
+pytorch/profilers).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _ROOT = "lightning_logs"
 """Where loggers write if it is not set."""
 _OFF: tuple[Any, ...] = (None, False, "", [], "false", "False")
 _CYCLE = [3, 4, 5]
-"""The steps that PyTorchProfiler records first: it waits for one, warms up for one, and records three, again and again."""
+"""The steps that PyTorchProfiler records first: it waits for one, warms up for one, and records three, again and
+again."""
 
 
 class _Logger(NamedTuple):
@@ -37,8 +40,12 @@ class _Logger(NamedTuple):
 _CLASSES: Mapping[str, _Logger] = {
     "TensorBoardLogger": _Logger("tensorboard", {}),
     "CSVLogger": _Logger("jsonl", {}),
-    "WandbLogger": _Logger("wandb", {"project": "project", "name": "run_name", "entity": "wandb_entity", "group": "wandb_group"}),
-    "MLFlowLogger": _Logger("mlflow", {"experiment_name": "project", "run_name": "run_name", "tracking_uri": "mlflow_uri"}),
+    "WandbLogger": _Logger(
+        "wandb", {"project": "project", "name": "run_name", "entity": "wandb_entity", "group": "wandb_group"}
+    ),
+    "MLFlowLogger": _Logger(
+        "mlflow", {"experiment_name": "project", "run_name": "run_name", "tracking_uri": "mlflow_uri"}
+    ),
 }
 _NESTED = ("TensorBoardLogger", "CSVLogger")
 """Classes that write below `save_dir`/`name`."""
@@ -48,7 +55,12 @@ def _items(value: Any, given: Given) -> list[tuple[str, Built]]:
     """The loggers that a value builds, by the name of their class."""
     if value is True or value in ("true", "True"):
         root = given.get("default_root_dir")
-        return [("TensorBoardLogger", Built("TensorBoardLogger", "", {"save_dir": root} if isinstance(root, str) else {}, {}))]
+        return [
+            (
+                "TensorBoardLogger",
+                Built("TensorBoardLogger", "", {"save_dir": root} if isinstance(root, str) else {}, {}),
+            )
+        ]
     items = value if isinstance(value, list | tuple) else [value]
     return [(short(one.path), one) for item in items if item not in _OFF and (one := built(item))]
 
@@ -80,7 +92,9 @@ def _logger(value: Any, given: Given) -> Meaning:
     items = _items(value, given)
     named = _named(given)
     others = [name for name, _ in items if name not in _CLASSES]
-    said = destinations(named, _folder(items), progress=_shows(given), note=_CSV if "jsonl" in named else "", others=others)
+    said = destinations(
+        named, _folder(items), progress=_shows(given), note=_CSV if "jsonl" in named else "", others=others
+    )
     if not said.fields:
         return said
     fields = dict(said.fields)
@@ -97,10 +111,18 @@ def _texts(name: str, found: Built) -> dict[str, Any]:
     if known is None:
         return {}
     values = {f"logging.{field}": found.arguments.get(argument) for argument, field in known.fields.items()}
-    fields = {field: value for field, value in values.items() if isinstance(value, str) and value.strip() and not placeholders_in(value)}
+    fields = {
+        field: value
+        for field, value in values.items()
+        if isinstance(value, str) and value.strip() and not placeholders_in(value)
+    }
     if known.name == "wandb" and found.arguments.get("offline") in (True, "true"):
         fields["logging.wandb_mode"] = "offline"
-    if known.name == "wandb" and isinstance(found.arguments.get("save_dir"), str) and not placeholders_in(found.arguments["save_dir"]):
+    if (
+        known.name == "wandb"
+        and isinstance(found.arguments.get("save_dir"), str)
+        and not placeholders_in(found.arguments["save_dir"])
+    ):
         fields["logging.dir"] = found.arguments["save_dir"]
     return fields
 
@@ -119,8 +141,17 @@ def _profiler(value: Any, given: Given) -> Meaning:
     folder = found.arguments.get("dirpath")
     fields: dict[str, Any] = {"profile.steps": _CYCLE}
     fields["profile.dir"] = folder if isinstance(folder, str) and not placeholders_in(folder) else _ROOT
-    fields |= {f"profile.{field}": True for argument, field in _ARGUMENTS.items() if found.arguments.get(argument) in (True, "true")}
-    return Meaning(Fit.APPROXIMATE, "Lightning counts micro-batches, and goes on with every fifth; set profile.steps", fields, kept=True)
+    fields |= {
+        f"profile.{field}": True
+        for argument, field in _ARGUMENTS.items()
+        if found.arguments.get(argument) in (True, "true")
+    }
+    return Meaning(
+        Fit.APPROXIMATE,
+        "Lightning counts micro-batches, and goes on with every fifth; set profile.steps",
+        fields,
+        kept=True,
+    )
 
 
 _ARGUMENTS = {"record_shapes": "shapes", "profile_memory": "memory"}
@@ -129,8 +160,12 @@ _WORDS = "logging.to: tensorboard, jsonl, wandb, mlflow; logging.dir and the nam
 LOGGED: Mapping[str, Key] = {
     **dict.fromkeys(("logger", "loggers"), Key(_logger, "", Fit.EQUIVALENT, _WORDS)),
     "log_every_n_steps": Key(_steps, "", Fit.EQUIVALENT, "logging.every_steps"),
-    "enable_progress_bar": Key(lambda value, given: left("counts in logger"), "", Fit.IGNORED, "counts in logger and log_every_n_steps"),
-    "profiler": Key(_profiler, "", Fit.APPROXIMATE, "pytorch: profile.steps [3, 4, 5], of which Lightning repeats every cycle"),
+    "enable_progress_bar": Key(
+        lambda value, given: left("counts in logger"), "", Fit.IGNORED, "counts in logger and log_every_n_steps"
+    ),
+    "profiler": Key(
+        _profiler, "", Fit.APPROXIMATE, "pytorch: profile.steps [3, 4, 5], of which Lightning repeats every cycle"
+    ),
 }
 """What each argument says."""
 
@@ -190,6 +225,9 @@ LOGS: Mapping[str, Rule] = {
     "logging.wandb_group": _argument("group of WandbLogger"),
     "logging.wandb_mode": _argument("offline of WandbLogger"),
     "logging.mlflow_uri": _argument("tracking_uri of MLFlowLogger"),
-    **{f"profile.{name}": row(Fit.IGNORED, NO_KEY, _TRACES, NOT_PROFILED) for name in ("steps", "dir", "ranks", "memory", "shapes")},
+    **{
+        f"profile.{name}": row(Fit.IGNORED, NO_KEY, _TRACES, NOT_PROFILED)
+        for name in ("steps", "dir", "ranks", "memory", "shapes")
+    },
 }
 """How each field is said."""

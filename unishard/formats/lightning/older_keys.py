@@ -13,7 +13,18 @@ from unishard.formats.names import ignored
 
 __all__ = ["OLDER", "place_in", "strategy_in"]
 
-_DISTRIBUTED = ("ddp", "ddp_spawn", "ddp_cpu", "ddp2", "dp", "ddp_sharded", "ddp_sharded_spawn", "deepspeed", "fsdp", "horovod")
+_DISTRIBUTED = (
+    "ddp",
+    "ddp_spawn",
+    "ddp_cpu",
+    "ddp2",
+    "dp",
+    "ddp_sharded",
+    "ddp_sharded_spawn",
+    "deepspeed",
+    "fsdp",
+    "horovod",
+)
 _PLACES = ("accelerator", "distributed_backend")
 """Where Lightning 1 named the strategy, before 1.5."""
 
@@ -22,7 +33,8 @@ _GROUPS: Mapping[str, str] = {
         "num_processes auto_select_gpus prepare_data_per_node distributed_backend"
     ),
     "affects only logs and the screen": (
-        "progress_bar_refresh_rate process_position weights_summary log_gpu_memory flush_logs_every_n_steps track_grad_norm "
+        "progress_bar_refresh_rate process_position weights_summary log_gpu_memory flush_logs_every_n_steps "
+        "track_grad_norm "
         "row_log_interval log_save_interval move_metrics_to_cpu"
     ),
     "affects only files": "checkpoint_callback resume_from_checkpoint weights_save_path",
@@ -52,7 +64,9 @@ def _gpus(value: Any, given: Given) -> Meaning:
 
 OLDER: Mapping[str, Key] = {
     **ignored(_GROUPS),
-    "amp_backend": refuses("Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"),
+    "amp_backend": refuses(
+        "Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"
+    ),
     "tpu_cores": refuses("only CUDA devices and CPUs are supported; write devices", off),
     "ipus": refuses("only CUDA devices and CPUs are supported; write devices", off),
     "gpus": Key(_gpus, "launch.processes_per_node, launch.environment"),
@@ -71,7 +85,9 @@ OLDER: Mapping[str, Key] = {
 
 def place_in(trainer: Mapping[str, Any]) -> str:
     """The argument that names the strategy in a file from before Lightning 1.5; empty where none does."""
-    return next((place for place in _PLACES if isinstance(trainer.get(place), str) and trainer[place] in _DISTRIBUTED), "")
+    return next(
+        (place for place in _PLACES if isinstance(trainer.get(place), str) and trainer[place] in _DISTRIBUTED), ""
+    )
 
 
 def strategy_in(trainer: Mapping[str, Any]) -> Any:

@@ -40,7 +40,10 @@ def word_of(value: Any) -> str:
 
 
 def precision(value: Any, given: Given) -> Meaning:
-    """What `precision` says. Under `strategy` stands what runs; with `mixed` or `fp16` behind it for FSDP with own formats."""
+    """What `precision` says.
+
+    Under `strategy` stands what runs; with `mixed` or `fp16` behind it for FSDP with own formats.
+    """
     word, runs = word_of(value), given.get("strategy")
     true, dtype = word.endswith("true"), _FORMATS[word]
     if str(runs).startswith("FSDPStrategy "):
@@ -57,15 +60,22 @@ def precision(value: Any, given: Given) -> Meaning:
 
 
 def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
-    """With `FSDPStrategy(mixed_precision=...)` the word decides only the dtype of the master weights, autocast and the loss scale."""
-    fields: dict[str, Any] = {"precision.master": dtype if true else "fp32", **({"precision.loss_scale": 1.0} if unscaled else {})}
+    """With `FSDPStrategy(mixed_precision=...)` the word decides only the dtype of the master weights, autocast and the
+    loss scale.
+    """
+    fields: dict[str, Any] = {
+        "precision.master": dtype if true else "fp32",
+        **({"precision.loss_scale": 1.0} if unscaled else {}),
+    }
     if true or dtype == "fp32":
         return Meaning(fields=fields)
     return Meaning(Fit.EQUIVALENT, _AUTOCAST, fields)
 
 
 def precision_section(word: str, scaling: Mapping[str, Any]) -> Native:
-    """What Lightning adds to a DeepSpeed config that has no such block (fabric/strategies/deepspeed.py, `_format_precision_config`)."""
+    """What Lightning adds to a DeepSpeed config that has no such block (fabric/strategies/deepspeed.py,
+    `_format_precision_config`).
+    """
     dtype = _FORMATS[word]
     if dtype == "fp16":
         return {"fp16": {"enabled": True, **scaling}}

@@ -1,7 +1,7 @@
 """How Lightning (2.6.6) says dtypes with `FSDPStrategy` and `DDPStrategy`.
 
-With FSDP the strategy's own `mixed_precision` says them, beside `precision="32-true"`: the word `bf16-mixed` would sum gradients in bf16,
-cast buffers, and run forward under autocast as well.
+With FSDP the strategy's own `mixed_precision` says them, beside `precision="32-true"`: the word `bf16-mixed` would sum
+gradients in bf16, cast buffers, and run forward under autocast as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.flo
 _FSDP = "lightning.pytorch.strategies.FSDPStrategy"
 _FORMATS = "torch.distributed.fsdp.MixedPrecision"
 _SCALERS = {
-    True: ("lightning.pytorch.plugins.FSDPPrecision", {}, "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"),
+    True: (
+        "lightning.pytorch.plugins.FSDPPrecision",
+        {},
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    ),
     False: ("lightning.pytorch.plugins.MixedPrecision", {"device": "cuda"}, "torch.amp.GradScaler"),
 }
 """By whether the parameters are sharded: the precision plugin, what it needs, and the class of its scaler."""
@@ -56,7 +60,10 @@ def _scaling(cfg: Config) -> dict[str, Any]:
     precision = cfg.precision
     start = precision.initial_loss_scale if precision.loss_scale == "dynamic" else precision.loss_scale
     growth = precision.loss_scale_growth_interval if precision.loss_scale == "dynamic" else 2**31 - 1
-    return {**({"init_scale": start} if start != 65536.0 else {}), **({"growth_interval": growth} if growth != 2000 else {})}
+    return {
+        **({"init_scale": start} if start != 65536.0 else {}),
+        **({"growth_interval": growth} if growth != 2000 else {}),
+    }
 
 
 def _precision(cfg: Config, topology: Topology) -> Native:
@@ -126,7 +133,12 @@ PRECISION: Mapping[str, Rule] = {
     "precision.buffers": exact(
         "mixed_precision.buffer_dtype",
         when_default("precision.buffers"),
-        When("without sharding", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "cast the model's floating-point buffers yourself"),
+        When(
+            "without sharding",
+            lambda cfg: not _sharded(cfg),
+            Fit.NEEDS_INPUT,
+            "cast the model's floating-point buffers yourself",
+        ),
         to=_buffers,
     ),
     "precision.loss_scale": exact(

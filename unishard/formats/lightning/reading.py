@@ -58,7 +58,9 @@ class LightningDocument:
     def without_its_class(self, entry: Entry) -> Entry:
         """The same, no more kept if it is an argument of the strategy's class, which another one would not take."""
         depth = len(self.shape.strategy)
-        inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in [(name,) for name in ARGUMENTS]
+        inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in [
+            (name,) for name in ARGUMENTS
+        ]
         return entry._replace(meaning=entry.meaning._replace(kept=False)) if inside else entry
 
     def speaks_for_lightning(self, entry: Entry) -> bool:
@@ -92,7 +94,9 @@ class LightningDocument:
     def _named(self, found: Built | None) -> Entry:
         path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
         if formerly := self._formerly():
-            return Entry((*self.shape.trainer, formerly), self.shape.trainer_in(self.source.data)[formerly], Meaning(stale=True))
+            return Entry(
+                (*self.shape.trainer, formerly), self.shape.trainer_in(self.source.data)[formerly], Meaning(stale=True)
+            )
         written = self.shape.bare or self.shape.apart or "strategy" in self.shape.trainer_in(self.source.data)
         return Entry(path, found.path if found else self._value(), Meaning(), assumed=not written)
 
@@ -130,10 +134,16 @@ class LightningDocument:
         formats = built(own)
         if not own:
             return ""
-        return "fp16" if formats and "16" in str(param := formats.arguments.get("param_dtype")) and "bf" not in str(param) else "mixed"
+        return (
+            "fp16"
+            if formats and "16" in str(param := formats.arguments.get("param_dtype")) and "bf" not in str(param)
+            else "mixed"
+        )
 
     def _beside_class(self) -> Iterator[Entry]:
-        """Keys beside a class and its arguments, which jsonargparse refuses, and sections of arguments that are empty."""
+        """Keys beside a class and its arguments, which jsonargparse refuses, and sections of arguments that are
+        empty.
+        """
         found, value = self._built(), self._value()
         if found is None or not isinstance(value, Mapping):
             return
@@ -159,7 +169,9 @@ class LightningDocument:
         if self.shape.bare:
             found = self._built()
             theirs = {name for name in found.arguments if not found.inside[name]} if found else set()
-            said = {name: item for name, item in said.items() if name not in (*CLASS, *ARGUMENTS) and name not in theirs}
+            said = {
+                name: item for name, item in said.items() if name not in (*CLASS, *ARGUMENTS) and name not in theirs
+            }
         said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
         rows = {**TRAINER, **OLDER, "strategy": _ELSEWHERE}
         if formerly := self._formerly():
@@ -169,29 +181,53 @@ class LightningDocument:
             elsewhere += _RECIPES
             rows |= {**BESIDE, **dict.fromkeys(_RECIPES, _ELSEWHERE)}
         rows |= {word: Key(_target) for word in CLASS if not self.shape.bare}
-        found_entries = interpret(rows, said, tool=TOOL, defaults=_by_plugin(said.get("plugins")), topology=self.topology)
+        found_entries = interpret(
+            rows, said, tool=TOOL, defaults=_by_plugin(said.get("plugins")), topology=self.topology
+        )
         found_entries = [_stale(entry) if entry.path[0] in OLDER else entry for entry in found_entries]
-        entries = [entry.at(*self.shape.trainer, *entry.path) for entry in found_entries if entry.path[0] not in elsewhere]
+        entries = [
+            entry.at(*self.shape.trainer, *entry.path) for entry in found_entries if entry.path[0] not in elsewhere
+        ]
         entries += saving_entries(said.get("callbacks"), (*self.shape.trainer, "callbacks"))
         if self.shape.trainer == self.shape.top:
             entries += self._recipes(said)
         return entries
 
     def _recipes(self, section: Mapping[str, Any]) -> list[Entry]:
-        return [entry for name, read in _RECIPES.items() if name in section for entry in read(section[name], (*self.shape.top, name))]
+        return [
+            entry
+            for name, read in _RECIPES.items()
+            if name in section
+            for entry in read(section[name], (*self.shape.top, name))
+        ]
 
     def _beside(self) -> list[Entry]:
         """LightningCLI's other keys; those that it does not have are arguments of the user's own classes."""
         section = self.shape.beside(self.source.data)
         plain = {str(name): item for name, item in section.items() if name not in _RECIPES}
-        found = interpret({**BESIDE}, {name: item for name, item in plain.items() if name in BESIDE}, tool=TOOL, topology=self.topology)
-        found += [Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True)) for name, item in plain.items() if name not in BESIDE]
-        above = [Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True)) for name, item in self._outside().items()]
+        found = interpret(
+            {**BESIDE},
+            {name: item for name, item in plain.items() if name in BESIDE},
+            tool=TOOL,
+            topology=self.topology,
+        )
+        found += [
+            Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True))
+            for name, item in plain.items()
+            if name not in BESIDE
+        ]
+        above = [
+            Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True)) for name, item in self._outside().items()
+        ]
         return [*(entry.at(*self.shape.top, *entry.path) for entry in found), *self._recipes(section), *above]
 
     def _outside(self) -> Mapping[str, Any]:
         """What stands beside the subcommand."""
-        return {name: item for name, item in self.source.data.items() if name not in self.shape.top} if self.shape.top else {}
+        return (
+            {name: item for name, item in self.source.data.items() if name not in self.shape.top}
+            if self.shape.top
+            else {}
+        )
 
 
 def _stale(entry: Entry) -> Entry:
@@ -210,7 +246,9 @@ def _by_plugin(plugins: Any) -> Mapping[str, Any]:
 
 def _target(value: Any, given: Any) -> Meaning:
     if short(value) not in ("Trainer", "Fabric"):
-        return Meaning(Fit.UNSUPPORTED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer")
+        return Meaning(
+            Fit.UNSUPPORTED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer"
+        )
     return Meaning(Fit.IGNORED, "names the Trainer", kept=True)
 
 

@@ -69,12 +69,18 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
         yield from _all(found, path, Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
         return
     yield Entry(place, found.path, Meaning(fields={"optimizer.name": name}))
-    said = {key: item for key, item in found.arguments.items() if item is not None and not (key in _NOTHING and item == _NOTHING[key])}
+    said = {
+        key: item
+        for key, item in found.arguments.items()
+        if item is not None and not (key in _NOTHING and item == _NOTHING[key])
+    }
     keys = {key: row for key, row in OPTIMIZER.items() if key in said or key == "lr"}
     for entry in interpret(keys, said, tool=f"{short(found.path)} as unishard makes it", defaults=_THEIRS.get(name)):
         yield entry.at(*path, *found.inside.get(entry.path[0], ("init_args",)), *entry.path)
     for key in found.arguments.keys() - said.keys():
-        yield Entry((*path, *found.inside[key], key), found.arguments[key], Meaning(Fit.IGNORED, "is the default", kept=True))
+        yield Entry(
+            (*path, *found.inside[key], key), found.arguments[key], Meaning(Fit.IGNORED, "is the default", kept=True)
+        )
 
 
 _EPOCHS = "LightningCLI steps it each epoch, and here it steps each update; write scheduler.total_steps"
@@ -84,7 +90,8 @@ _OWN = "steps once an epoch there; build one in the training script that steps o
 def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
     """What the scheduler's class and arguments say.
 
-    LightningCLI returns it without an interval, so that it moves once an epoch (pytorch/cli.py, `configure_optimizers`).
+    LightningCLI returns it without an interval, so that it moves once an epoch (pytorch/cli.py,
+    `configure_optimizers`).
     """
     found = built(value)
     if found is None:
@@ -95,7 +102,11 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
         yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
         yield from _all(found, path, Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
         return
-    yield Entry(place, found.path, Meaning(Fit.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}))
+    yield Entry(
+        place,
+        found.path,
+        Meaning(Fit.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}),
+    )
     for key, item in found.arguments.items():
         steps = Undecided(f"T_max ({item} epochs) times the optimizer steps of an epoch")
         meaning = Meaning(Fit.NEEDS_INPUT, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET

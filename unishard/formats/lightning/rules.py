@@ -1,4 +1,6 @@
-"""How Lightning's `FSDPStrategy` and `DDPStrategy` (2.6.6), with the Trainer around them, say each field: one row for each leaf."""
+"""How Lightning's `FSDPStrategy` and `DDPStrategy` (2.6.6), with the Trainer around them, say each field: one row for
+each leaf.
+"""
 
 from __future__ import annotations
 
@@ -63,14 +65,20 @@ def _unnamed(cfg: Config) -> bool:
 
 
 def _units(cfg: Config, topology: Topology) -> Native:
-    return strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units)) if _sharded(cfg) and cfg.sharding.units != "auto" else {}
+    return (
+        strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units))
+        if _sharded(cfg) and cfg.sharding.units != "auto"
+        else {}
+    )
 
 
 def _least(cfg: Config, topology: Topology) -> Native:
     if not _sharded(cfg) or cfg.sharding.units != "auto" or not cfg.sharding.min_unit_params:
         return {}
     policy = "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy"
-    return strategy("fsdp", auto_wrap_policy={"class_path": policy, "init_args": {"min_num_params": cfg.sharding.min_unit_params}})
+    return strategy(
+        "fsdp", auto_wrap_policy={"class_path": policy, "init_args": {"min_num_params": cfg.sharding.min_unit_params}}
+    )
 
 
 def _offload(cfg: Config, topology: Topology) -> Native:
@@ -95,7 +103,11 @@ def _buckets(cfg: Config, topology: Topology) -> Native:
 
 
 def _sent(cfg: Config, topology: Topology) -> Native:
-    return {} if _sharded(cfg) or cfg.training.buffers == "sync" else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
+    return (
+        {}
+        if _sharded(cfg) or cfg.training.buffers == "sync"
+        else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
+    )
 
 
 _NEAREST = "nearest is SHARD_GRAD_OP; FSDP gathers in every forward"
@@ -133,7 +145,9 @@ _OWN: Mapping[str, Rule] = {
         "device_mesh",
         "Lightning makes a device mesh only on CUDA (strategies/fsdp.py, setup_environment)",
         unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
-        when_default("sharding.group_size", "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set"),
+        when_default(
+            "sharding.group_size", "the ranks of a node, which FSDP1 takes without a mesh where auto_wrap_policy is set"
+        ),
         to=_mesh,
     ),
     "sharding.reshard_after_forward": exact("sharding_strategy", RESHARDS_TO_ALL),
@@ -144,7 +158,8 @@ _OWN: Mapping[str, Rule] = {
             "auto with a hybrid strategy",
             lambda cfg: _unnamed(cfg) and cfg.sharding.hybrid and cfg.sharding.group_size is None,
             Fit.NEEDS_INPUT,
-            "name your model's block class in auto_wrap_policy (--set sharding.units=[Block]): Lightning refuses HYBRID_SHARD without one",
+            "name your model's block class in auto_wrap_policy (--set sharding.units=[Block]): Lightning refuses "
+            "HYBRID_SHARD without one",
         ),
         When(
             "auto",
@@ -173,7 +188,12 @@ _OWN: Mapping[str, Rule] = {
         SCRIPT,
         "leave these out of auto_wrap_policy; every rank must use their parameters in each step",
         when_default("sharding.conditional_modules"),
-        When("no_shard", lambda cfg: not _sharded(cfg), Fit.NEEDS_INPUT, "DDPStrategy needs find_unused_parameters=True for them"),
+        When(
+            "no_shard",
+            lambda cfg: not _sharded(cfg),
+            Fit.NEEDS_INPUT,
+            "DDPStrategy needs find_unused_parameters=True for them",
+        ),
     ),
     **moved_together("cpu_offload", _offload),
     "activation_checkpointing": exact(
@@ -205,7 +225,10 @@ _OWN: Mapping[str, Rule] = {
     "training.buffers": BUFFERS._replace(
         key="broadcast_buffers of DDPStrategy",
         to=_sent,
-        when=(*BUFFERS.when, When("rank0 with no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),
+        when=(
+            *BUFFERS.when,
+            When("rank0 with no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, BEFORE_EACH_FORWARD),
+        ),
     ),
     "communication.reduce_bucket_size": row(
         Fit.IGNORED,
@@ -218,7 +241,11 @@ _OWN: Mapping[str, Rule] = {
         Fit.IGNORED,
         NO_KEY,
         f"FSDP1 gathers one unit ahead; {_TIME}",
-        unless("nothing is gathered ahead", lambda cfg: cfg.sharding.within_group != "full_shard", "there is nothing to decide"),
+        unless(
+            "nothing is gathered ahead",
+            lambda cfg: cfg.sharding.within_group != "full_shard",
+            "there is nothing to decide",
+        ),
     ),
     "compile.mode": row(
         Fit.NEEDS_INPUT,
@@ -226,7 +253,9 @@ _OWN: Mapping[str, Rule] = {
         "hand torch.compile(model) to trainer.fit, or compile the blocks in configure_model",
         when_default("compile.mode"),
     ),
-    "compile.backend": row(Fit.NEEDS_INPUT, MODULE, "say it in the call of torch.compile", when_default("compile.mode")),
+    "compile.backend": row(
+        Fit.NEEDS_INPUT, MODULE, "say it in the call of torch.compile", when_default("compile.mode")
+    ),
     "native": row(
         Fit.NEEDS_INPUT,
         SCRIPT,

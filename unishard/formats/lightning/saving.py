@@ -23,7 +23,10 @@ __all__ = ["SAVING", "minutes_of", "saving_entries"]
 _CLASS = "lightning.pytorch.callbacks.ModelCheckpoint"
 _EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
 _ANOTHER = "a second ModelCheckpoint; call engine.save() in your loop where this one saves"
-_BEST = "keeps those whose {} is the best, and your loop evaluates; call engine.save(metric=...) there, and set checkpoint.keep_best"
+_BEST = (
+    "keeps those whose {} is the best, and your loop evaluates; call engine.save(metric=...) there, and set "
+    "checkpoint.keep_best"
+)
 _LOGGER = Undecided("the logger's directory, since ModelCheckpoint has no dirpath")
 _TIME = re.compile(r"(?:(?P<days>\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+(?:\.\d+)?)")
 
@@ -52,7 +55,11 @@ def saving_entries(value: Any, path: Path) -> Iterator[Entry]:
 
 def _arguments(found: Built, place: Path) -> Iterator[Entry]:
     arguments = {name: item for name, item in found.arguments.items() if item is not None}
-    steps, time, top = arguments.get("every_n_train_steps"), arguments.get("train_time_interval"), arguments.get("save_top_k", 1)
+    steps, time, top = (
+        arguments.get("every_n_train_steps"),
+        arguments.get("train_time_interval"),
+        arguments.get("save_top_k", 1),
+    )
 
     def entry(name: str, meaning: Meaning) -> Entry:
         at = (*place, *found.inside.get(name, ()), name)
@@ -67,7 +74,9 @@ def _arguments(found: Built, place: Path) -> Iterator[Entry]:
             yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _EPOCHS))
             return
         if "dirpath" not in arguments:
-            yield entry("dirpath", Meaning(Fit.NEEDS_INPUT, f"the value comes from {_LOGGER.who}", {"checkpoint.dir": _LOGGER}))
+            yield entry(
+                "dirpath", Meaning(Fit.NEEDS_INPUT, f"the value comes from {_LOGGER.who}", {"checkpoint.dir": _LOGGER})
+            )
         if steps:
             yield entry("every_n_train_steps", Meaning(fields={"checkpoint.every_steps": integer(1)(steps)}))
         if time is not None:
@@ -82,7 +91,9 @@ def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
     monitor, top = arguments.get("monitor"), integer(-1)(arguments.get("save_top_k", 1))
     newest = monitor == "step" and arguments.get("mode") == "max"
     if top > 1 and monitor is None:
-        raise Unreadable(f"must be -1, 0 or 1 without a monitor, got save_top_k {top}; or write monitor: step, mode: max")
+        raise Unreadable(
+            f"must be -1, 0 or 1 without a monitor, got save_top_k {top}; or write monitor: step, mode: max"
+        )
     if monitor is not None and not newest and top > 0:
         return entry("monitor", Meaning(Fit.NEEDS_INPUT, _BEST.format(shown(monitor))))  # type: ignore[no-any-return]
     return entry("save_top_k", Meaning(fields={"checkpoint.keep_last": None if top < 0 else top}))  # type: ignore[no-any-return]
@@ -122,7 +133,9 @@ def _callbacks(cfg: Config, topology: Topology) -> Native:
         intervals.append({"train_time_interval": str(timedelta(minutes=asked.every_minutes) or timedelta.resolution)})
     if not intervals:
         return {"trainer": {"enable_checkpointing": False}}
-    made = [{"class_path": _CLASS, "init_args": {"dirpath": asked.dir, **interval, **_top(cfg)}} for interval in intervals]
+    made = [
+        {"class_path": _CLASS, "init_args": {"dirpath": asked.dir, **interval, **_top(cfg)}} for interval in intervals
+    ]
     return {"trainer": {"callbacks": made}}
 
 
@@ -148,7 +161,10 @@ SAVING: Mapping[str, Rule] = {
         to=_callbacks,
     ),
     "checkpoint.every_steps": Rule(
-        Fit.EXACT, "every_n_train_steps of ModelCheckpoint, enable_checkpointing", "null: enable_checkpointing=False", _callbacks
+        Fit.EXACT,
+        "every_n_train_steps of ModelCheckpoint, enable_checkpointing",
+        "null: enable_checkpointing=False",
+        _callbacks,
     ),
     "checkpoint.every_minutes": exact("train_time_interval of ModelCheckpoint", to=_callbacks),
     "checkpoint.keep_last": row(

@@ -1,8 +1,9 @@
 """Where a file has the Trainer's arguments, and where those of its strategy.
 
-LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write only the Trainer's arguments,
-or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the arguments beside it; latent-diffusion and its
-kin say `target` and `params`, and may have the strategy beside the Trainer.
+LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write only the
+Trainer's arguments, or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the
+arguments beside it; latent-diffusion and its kin say `target` and `params`, and may have the strategy beside the
+Trainer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ class Shape(NamedTuple):
         """What stands beside the Trainer's section; nothing where there is no such section."""
         if self.trainer == self.top:
             return {}
-        return {key: value for key, value in _at(data, self.top).items() if (*self.top, key) not in (self.trainer, self.strategy)}
+        return {
+            key: value
+            for key, value in _at(data, self.top).items()
+            if (*self.top, key) not in (self.trainer, self.strategy)
+        }
 
     @property
     def apart(self) -> bool:

@@ -81,13 +81,18 @@ class _Code:
         """A policy with some of its arguments."""
         self.imports.add("from functools import partial")
         name = self.class_(path)
-        return f"partial({', '.join([name, *(f'{key}={self.value(value, indent)}' for key, value in arguments.items())])})"
+        return (
+            f"partial({', '.join([name, *(f'{key}={self.value(value, indent)}' for key, value in arguments.items())])})"
+        )
 
     def argument(self, key: str, value: Any, indent: int) -> str:
         """A value of a keyword that is said in a way of its own."""
         if key in _BLOCKS and isinstance(value, list):
             self.policy = True
-            self.imports |= {"from functools import partial", "from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy"}
+            self.imports |= {
+                "from functools import partial",
+                "from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy",
+            }
             return f"blocks({', '.join(_literal(short(name), 0) for name in value)})"
         if key == "train_time_interval" and isinstance(value, str):
             self.imports.add("from datetime import timedelta")
@@ -128,10 +133,16 @@ def snippet(document: Native, reading: ReadDocument) -> str:
         return f"# Lightning has no strategy for backend {reading.config.backend}.\n"
     shape, code = Shape.of(document), _Code()
     top = shape.beside(document) if shape.trainer != shape.top else document
-    arguments = {key: value for key, value in shape.trainer_in(document).items() if key not in ("seed_everything", *_SECTIONS)}
+    arguments = {
+        key: value for key, value in shape.trainer_in(document).items() if key not in ("seed_everything", *_SECTIONS)
+    }
     strategy = _strategy(code, document if shape.bare else arguments.pop("strategy", None))
     if shape.bare:
-        arguments = {key: value for key, value in arguments.items() if key not in ("class_path", "_target_", "init_args", "dict_kwargs")}
+        arguments = {
+            key: value
+            for key, value in arguments.items()
+            if key not in ("class_path", "_target_", "init_args", "dict_kwargs")
+        }
     parts = [
         strategy,
         *_plugins(code, arguments),
@@ -172,7 +183,9 @@ def _trainer(code: _Code, arguments: Mapping[str, Any], seed: Any) -> str:
     lines = []
     if seed not in (None, False):
         code.imports.add("from lightning.pytorch import seed_everything")
-        lines.append(f"seed_everything({seed if seed is not True else ''}{', ' if seed is not True else ''}workers=True)")
+        lines.append(
+            f"seed_everything({seed if seed is not True else ''}{', ' if seed is not True else ''}workers=True)"
+        )
     call = code.call("Trainer", {"strategy": _Name("strategy"), **arguments}, 4)
     lines.append(f"return {call}")
     inner = "".join(f"    {line}\n" for line in lines)
@@ -184,7 +197,9 @@ def _module(code: _Code, top: Mapping[str, Any], arguments: Mapping[str, Any], s
     methods = []
     found = built(top.get("optimizer"))
     if found and found.key:
-        methods.append(f"\n    def configure_optimizers(self):\n        return {_optimizer(code, found.path, found.arguments)}\n")
+        methods.append(
+            f"\n    def configure_optimizers(self):\n        return {_optimizer(code, found.path, found.arguments)}\n"
+        )
     if arguments.get("gradient_clip_val") and "FSDPStrategy(" in strategy:
         methods.append(_CLIPPING)
     if methods:
@@ -192,7 +207,9 @@ def _module(code: _Code, top: Mapping[str, Any], arguments: Mapping[str, Any], s
 
 
 def _optimizer(code: _Code, path: str, arguments: Mapping[str, Any]) -> str:
-    said = ", ".join(["self.parameters()", *(f"{key}={code.argument(key, value, 8)}" for key, value in arguments.items())])
+    said = ", ".join(
+        ["self.parameters()", *(f"{key}={code.argument(key, value, 8)}" for key, value in arguments.items())]
+    )
     return f"{code.class_(path)}({said})"
 
 

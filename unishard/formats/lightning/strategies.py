@@ -37,7 +37,10 @@ NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "deepspeed_stage_2": ("DeepSpeedStrategy", {"stage": 2}),
     "deepspeed_stage_2_offload": ("DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
     "deepspeed_stage_3": ("DeepSpeedStrategy", {"stage": 3}),
-    "deepspeed_stage_3_offload": ("DeepSpeedStrategy", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
+    "deepspeed_stage_3_offload": (
+        "DeepSpeedStrategy",
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
     "deepspeed_stage_3_offload_nvme": ("DeepSpeedStrategy", _NVME),
 }
 """What each name of the registry runs, and the arguments that it stands for."""
@@ -59,7 +62,10 @@ _NEVER: Mapping[str, str] = {
     "horovod": "Lightning has removed Horovod; write ddp",
     "colossalai": "Colossal-AI is not supported; write deepspeed_stage_3 or fsdp",
     "bagua": "Bagua is not supported; write ddp",
-    **dict.fromkeys(("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu", "tpu_spawn", "hpu_parallel", "hpu_single"), _NO_DEVICE),
+    **dict.fromkeys(
+        ("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu", "tpu_spawn", "hpu_parallel", "hpu_single"),
+        _NO_DEVICE,
+    ),
 }
 
 CLASSES: Mapping[str, str] = {
@@ -95,16 +101,24 @@ def strategy_of(found: Built | None, value: Any, *, fabric: bool) -> Strategy:
     if value is None:
         return Strategy("DDPStrategy", fabric, {})
     if found is None:
-        raise Unreadable(f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args")
+        raise Unreadable(
+            f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args"
+        )
     class_ = short(found.path)
     if class_ in CLASSES:
         return Strategy(CLASSES[class_], fabric or ".fabric." in found.path or "_fabric" in found.path, {})
     name = _FORMER.get(found.path.lower(), found.path.lower())
     if name in NAMES and not found.key:
         runs, stands_for = NAMES[name]
-        return Strategy(runs, fabric or name == "deepspeed_stage_1_offload", stands_for, name if name != found.path.lower() else "")
+        return Strategy(
+            runs, fabric or name == "deepspeed_stage_1_offload", stands_for, name if name != found.path.lower() else ""
+        )
     if name in _NEVER:
         raise Unreadable(f"must be a strategy that is supported: {_NEVER[name]}")
     near = get_close_matches(class_, [*NAMES, *CLASSES], 1, 0.75)
-    hint = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(('ddp', 'fsdp', 'deepspeed_stage_2', *CLASSES))}"
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"write one of {', '.join(('ddp', 'fsdp', 'deepspeed_stage_2', *CLASSES))}"
+    )
     raise Unreadable(f"must be a strategy of Lightning 2.6.6, got {shown(found.path)}; {hint}")

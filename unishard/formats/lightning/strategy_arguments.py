@@ -1,4 +1,6 @@
-"""From a strategy's arguments to entries: the engine's own go through its backend, and come back to where they stand."""
+"""From a strategy's arguments to entries: the engine's own go through its backend, and come back to where they
+stand.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,17 @@ def entries_of(given: StrategyArguments) -> list[Entry]:
     return list(_READERS[given.strategy.runs](given))
 
 
-def _table(keys: Mapping[str, Key], given: StrategyArguments, names: Iterable[str], known: Iterable[str] = ()) -> Iterator[Entry]:
-    """Arguments that only Lightning has; `known` are those of the strategy that others read, for the hint at a misspelt one."""
+def _table(
+    keys: Mapping[str, Key], given: StrategyArguments, names: Iterable[str], known: Iterable[str] = ()
+) -> Iterator[Entry]:
+    """Arguments that only Lightning has; `known` are those of the strategy that others read, for the hint at a misspelt
+    one.
+    """
     written = {name: given.arguments[name] for name in names}
     rows = {**dict.fromkeys(known, _ELSEWHERE), **keys}
-    for entry in interpret(rows, {name: _as_one_value(value) for name, value in written.items()}, tool=TOOL, topology=given.topology):
+    for entry in interpret(
+        rows, {name: _as_one_value(value) for name, value in written.items()}, tool=TOOL, topology=given.topology
+    ):
         name = entry.path[0]
         yield entry._replace(path=(*given.place(name), *entry.path[1:]), value=written.get(name, entry.value))
 
@@ -107,7 +115,14 @@ def _named(given: StrategyArguments, block: EngineBlock) -> Spot:
     named, former = given.named, given.strategy.former
     fields = {"backend": block.engine}
     if former:
-        return Spot(named.path, named.value, named.assumed, Fit.EQUIVALENT, f"a name of Lightning 1; {TOOL} calls it {former}", fields)
+        return Spot(
+            named.path,
+            named.value,
+            named.assumed,
+            Fit.EQUIVALENT,
+            f"a name of Lightning 1; {TOOL} calls it {former}",
+            fields,
+        )
     return Spot(named.path, named.value, named.assumed, fields=fields)
 
 
@@ -129,7 +144,11 @@ def _deepspeed(given: StrategyArguments) -> Iterator[Entry]:
         yield from _configured(given)
         return
     written = {**given.strategy.stands_for, **given.arguments}
-    leaves = list(deepspeed_arguments.leaves_of({name: value for name, value in written.items() if name in deepspeed_arguments.ARGUMENTS}))
+    leaves = list(
+        deepspeed_arguments.leaves_of(
+            {name: value for name, value in written.items() if name in deepspeed_arguments.ARGUMENTS}
+        )
+    )
     block = EngineBlock("deepspeed", given.base, repeats=True)
     for leaf in leaves:
         if not leaf.assumed:
@@ -183,7 +202,9 @@ def _in_trainer(entry: Entry) -> Entry:
 
 
 def _unclipped(given: StrategyArguments) -> Mapping[str, Any]:
-    """The Trainer writes gradient_clip_val or 0.0 where a config has no gradient_clipping; Fabric leaves DeepSpeed's default of 1.0."""
+    """The Trainer writes gradient_clip_val or 0.0 where a config has no gradient_clipping; Fabric leaves DeepSpeed's
+    default of 1.0.
+    """
     return {} if given.strategy.fabric else {"gradient_clipping": 0.0}
 
 
@@ -206,7 +227,9 @@ def _without_precision(given: StrategyArguments, parsed: Iterable[Entry]) -> lis
 
 
 def _is_precision(given: StrategyArguments, entry: Entry) -> bool:
-    """Whether an entry comes from the Trainer's precision: a block's switch, and what none of the arguments says beside it."""
+    """Whether an entry comes from the Trainer's precision: a block's switch, and what none of the arguments says beside
+    it.
+    """
     own = given.arguments.get("config")
     inside = isinstance(own, Mapping) and entry.path[0] in own
     if entry.path[0] not in ("fp16", "bf16") or inside or entry.assumed:
@@ -229,11 +252,17 @@ def _precision_entry(given: StrategyArguments, parsed: Iterable[Entry]) -> Itera
         return
     if not ours:
         config = given.arguments.get("config")
-        plain = not (isinstance(config, Mapping) and any(key in config for key in ("fp16", "bf16", "bfloat16", "torch_autocast")))
+        plain = not (
+            isinstance(config, Mapping) and any(key in config for key in ("fp16", "bf16", "bfloat16", "torch_autocast"))
+        )
         yield given.precision._replace(meaning=Meaning(fields={"precision.compute": "fp32"} if plain else {}))
         return
     if word.endswith("true"):
-        ours.append(Meaning(Fit.EQUIVALENT, f"{word} also rounds the initial weights; DeepSpeed still keeps fp32 master weights"))
+        ours.append(
+            Meaning(
+                Fit.EQUIVALENT, f"{word} also rounds the initial weights; DeepSpeed still keeps fp32 master weights"
+            )
+        )
     spot = Spot(given.precision.path, given.precision.value, given.precision.assumed)
     yield combined(spot, ours, repeats=True)
 
@@ -248,4 +277,9 @@ def _unused(given: StrategyArguments, used: set[str], why: str) -> Iterator[Entr
     yield from _table(deepspeed_arguments.OWN, given, rest, known)
 
 
-_READERS = {"DDPStrategy": _ddp, "FSDPStrategy": _fsdp, "DeepSpeedStrategy": _deepspeed, "ModelParallelStrategy": _model_parallel}
+_READERS = {
+    "DDPStrategy": _ddp,
+    "FSDPStrategy": _fsdp,
+    "DeepSpeedStrategy": _deepspeed,
+    "ModelParallelStrategy": _model_parallel,
+}

@@ -52,7 +52,8 @@ UNCLIPPED = when_default("training.gradient_clipping")
 _NOTHING = "there is nothing to decide"
 TRAINING: Mapping[str, Rule] = {
     "training.gradient_accumulation_steps": exact(
-        "accumulate_grad_batches", to=lambda cfg, topology: trainer(accumulate_grad_batches=cfg.training.gradient_accumulation_steps)
+        "accumulate_grad_batches",
+        to=lambda cfg, topology: trainer(accumulate_grad_batches=cfg.training.gradient_accumulation_steps),
     ),
     "training.gradient_clipping": exact("gradient_clip_val", UNCLIPPED, to=lambda cfg, topology: _clips(cfg)),
     "training.nonfinite": row(
@@ -60,7 +61,11 @@ TRAINING: Mapping[str, Rule] = {
         NO_KEY,
         "Lightning steps with NaN gradients too; check them in on_before_optimizer_step",
         unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore", "is what Lightning does"),
-        unless("skip in fp16", lambda cfg: cfg.training.nonfinite == "skip" and _scaled(cfg), "the gradient scaler skips such updates"),
+        unless(
+            "skip in fp16",
+            lambda cfg: cfg.training.nonfinite == "skip" and _scaled(cfg),
+            "the gradient scaler skips such updates",
+        ),
     ),
     "training.last_window": row(
         Fit.EQUIVALENT,
@@ -99,7 +104,9 @@ def _argument(name: str) -> Rule:
 
 
 def _schedule(what: str) -> Rule:
-    constant = unless("a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, _NOTHING)
+    constant = unless(
+        "a constant rate", lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, _NOTHING
+    )
     return row(Fit.NEEDS_INPUT, MODULE, f"return {what} from configure_optimizers, with interval: step", constant)
 
 
@@ -108,9 +115,14 @@ _SPLIT = "give the optimizer groups of parameters in configure_optimizers"
 _NONE = unless("empty", lambda cfg: not cfg.optimizer.no_decay, _NOTHING)
 RECIPE: Mapping[str, Rule] = {
     "optimizer.name": exact("configure_optimizers", to=_name),
-    **{f"optimizer.{name}": _argument(name) for name in ("lr", "betas", "eps", "amsgrad", "momentum", "nesterov", "weight_decay")},
+    **{
+        f"optimizer.{name}": _argument(name)
+        for name in ("lr", "betas", "eps", "amsgrad", "momentum", "nesterov", "weight_decay")
+    },
     "optimizer.no_decay": row(Fit.NEEDS_INPUT, MODULE, f"{_SPLIT}, these without weight decay", _NONE),
-    "optimizer.groups": row(Fit.NEEDS_INPUT, MODULE, _SPLIT, unless("empty", lambda cfg: not cfg.optimizer.groups, _NOTHING)),
+    "optimizer.groups": row(
+        Fit.NEEDS_INPUT, MODULE, _SPLIT, unless("empty", lambda cfg: not cfg.optimizer.groups, _NOTHING)
+    ),
     "scheduler.name": _schedule(_SCHEDULE),
     "scheduler.warmup_steps": _schedule(f"{_SCHEDULE} (num_warmup_steps)"),
     "scheduler.warmup_type": _schedule(f"{_SCHEDULE} with this warmup shape"),

@@ -45,7 +45,9 @@ def _launch(topology: Topology) -> Native:
 def _decided_rows(reading: ReadDocument, rows: Mapping[str, Rule]) -> Mapping[str, Rule]:
     """The rows of what the source decides; the others write nothing, so that Lightning's own defaults hold."""
     return {
-        path: row if path in reading.decided or path.partition(".")[0] in _ALWAYS else row._replace(to=lambda cfg, topology: {})
+        path: row
+        if path in reading.decided or path.partition(".")[0] in _ALWAYS
+        else row._replace(to=lambda cfg, topology: {})
         for path, row in rows.items()
     }
 
@@ -55,13 +57,17 @@ def _fsdp(reading: ReadDocument, topology: Topology) -> Expressed:
     size = reading.config.sharding.group_size
     if size and topology.world_size % size:
         found = Expressed(
-            found.document, {**found.fields, "sharding.group_size": FieldResult(Fit.NEEDS_INPUT, "device_mesh", _MESH.format(size))}
+            found.document,
+            {**found.fields, "sharding.group_size": FieldResult(Fit.NEEDS_INPUT, "device_mesh", _MESH.format(size))},
         )
     return found
 
 
 _MOVED: Mapping[str, Rule] = {
-    **{path: TRAINING[path] for path in ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")},
+    **{
+        path: TRAINING[path]
+        for path in ("training.gradient_accumulation_steps", "training.gradient_clipping", "training.seed")
+    },
     **{path: row for path, row in FSDP.items() if path.startswith(("checkpoint.", "launch.", "logging.", "profile."))},
 }
 """Rows of the Trainer's arguments, which hold beside every strategy."""
@@ -71,7 +77,9 @@ _CONFIG = "config of DeepSpeedStrategy"
 
 
 def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
-    open_ = frozenset(path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS)
+    open_ = frozenset(
+        path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS
+    )
     undecided = open_ | reading.undecided.keys()
     engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
     rows = _decided_rows(reading, _MOVED)
@@ -80,17 +88,23 @@ def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
     own = without_unishards(engine.document, reading)
     config = _without_auto({key: value for key, value in own.items() if key not in _CARRIED}, keep=_open(asked))
     document = merge(merge(around.document, trainer(precision=_word(config))), strategy("deepspeed", config=config))
-    words = {path: _inside(word, path) for path, word in engine.fields.items()} | {path: around.fields[path] for path in _MOVED}
+    words = {path: _inside(word, path) for path, word in engine.fields.items()} | {
+        path: around.fields[path] for path in _MOVED
+    }
     return Expressed(document, words)
 
 
 def _open(config: Mapping[str, Any]) -> frozenset[str]:
-    """Keys of the optimizer and the schedule whose value only the script knows: left out, they would be DeepSpeed's defaults."""
+    """Keys of the optimizer and the schedule whose value only the script knows: left out, they would be DeepSpeed's
+    defaults.
+    """
     return frozenset(key for key, value in flat(config) if value == AUTO and key.partition(".")[0] in _RECIPE)
 
 
 def _without_auto(config: Mapping[str, Any], keep: frozenset[str]) -> Native:
-    """The config without "auto", which Lightning does not fill in: what it finds absent it takes from the Trainer and the loader."""
+    """The config without "auto", which Lightning does not fill in: what it finds absent it takes from the Trainer and
+    the loader.
+    """
     absent = {name for name in _RECIPE if isinstance(config.get(name), Mapping) and config[name].get("type") == AUTO}
     settings = [(key, value) for key, value in flat(config) if key.partition(".")[0] not in absent]
     return nested({key: value for key, value in settings if value != AUTO or key in keep})
@@ -100,10 +114,14 @@ def _inside(word: FieldResult, path: str) -> FieldResult:
     if word.note == KEPT_AUTO:
         if path.partition(".")[0] in _RECIPE:
             return FieldResult(
-                Fit.NEEDS_INPUT, f"{_CONFIG}: {word.key}", 'kept as "auto", which Lightning does not fill in; write the value'
+                Fit.NEEDS_INPUT,
+                f"{_CONFIG}: {word.key}",
+                'kept as "auto", which Lightning does not fill in; write the value',
             )
         if path.startswith("precision."):
-            return FieldResult(Fit.NEEDS_INPUT, "trainer.precision", f"{_FULL} here, as nothing else is known; write the precision")
+            return FieldResult(
+                Fit.NEEDS_INPUT, "trainer.precision", f"{_FULL} here, as nothing else is known; write the precision"
+            )
         return FieldResult(Fit.EXACT, SCRIPT, "still left to the tool's default")
     if not word.key or word.key in (SCRIPT, MODULE, NO_KEY):
         return word

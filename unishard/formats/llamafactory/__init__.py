@@ -8,6 +8,12 @@ from unishard.formats.signs import Signs, beside, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = weighted({4: "finetuning_type", 3: "cutoff_len neat_packing dataset_dir plot_loss freeze_trainable_layers", 1: "template stage"})
+_SIGNS = weighted(
+    {
+        4: "finetuning_type",
+        3: "cutoff_len neat_packing dataset_dir plot_loss freeze_trainable_layers",
+        1: "template stage",
+    }
+)
 
 FORMAT = Deferred("llamafactory", Signs(_SIGNS, beside(ARGUMENTS.signs, _SIGNS)))

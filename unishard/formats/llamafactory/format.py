@@ -53,11 +53,16 @@ class LlamaFactoryFormat(ScriptFormat):
 
 
 def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:
-    """With `pure_bf16`, "auto" of DeepSpeed's bf16 and fp16 says nothing: both stay off, and the weights are loaded in bf16."""
+    """With `pure_bf16`, "auto" of DeepSpeed's bf16 and fp16 says nothing: both stay off, and the weights are loaded in
+    bf16.
+    """
     if str(data.get("pure_bf16")).lower() != "true":
         return entries
     silent = Meaning(Fit.IGNORED, "pure_bf16 decides instead", kept=True)
-    return [entry._replace(meaning=silent) if entry.path in _SWITCHES and entry.value == AUTO else entry for entry in entries]
+    return [
+        entry._replace(meaning=silent) if entry.path in _SWITCHES and entry.value == AUTO else entry
+        for entry in entries
+    ]
 
 
 FORMAT = LlamaFactoryFormat()

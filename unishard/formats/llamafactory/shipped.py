@@ -10,16 +10,31 @@ from unishard.formats.hf.shipped import Shipped, filled_in
 __all__ = ["SHIPPED"]
 
 _FOLDER = "examples/deepspeed"
-_SCALE = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+_SCALE = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
 _BUCKETS = {"allgather_bucket_size": 5e8, "reduce_bucket_size": 5e8, "round_robin_gradients": True}
-_AUTO = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
+_AUTO = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+)
 _THREE = {**_AUTO, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 _CPU = {"device": "cpu", "pin_memory": True}
 
 
 def _config(stage: int, offloaded: tuple[str, ...] = (), **more: Any) -> Mapping[str, Any]:
     last = {**_THREE, "stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else _BUCKETS
-    zero = {"stage": stage, **dict.fromkeys(offloaded, _CPU), "overlap_comm": False, "contiguous_gradients": True, **last}
+    zero = {
+        "stage": stage,
+        **dict.fromkeys(offloaded, _CPU),
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        **last,
+    }
     return filled_in(zero, fp16=_SCALE, zero_allow_untested_optimizer=True, **more)
 
 

@@ -8,6 +8,12 @@ from unishard.formats.signs import Signs, beside, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = weighted({4: "tuner_type train_type sft_type", 3: "split_dataset_ratio model_id_or_path load_from_cache_file", 1: "model dataset"})
+_SIGNS = weighted(
+    {
+        4: "tuner_type train_type sft_type",
+        3: "split_dataset_ratio model_id_or_path load_from_cache_file",
+        1: "model dataset",
+    }
+)
 
 FORMAT = Deferred("swift", Signs(_SIGNS, beside(ARGUMENTS.signs, _SIGNS)))

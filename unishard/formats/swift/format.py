@@ -48,7 +48,11 @@ class SwiftFormat(ScriptFormat):
         """What the arguments say, with the engines' configs that ms-swift brings along, and what it assumes."""
         written = source.data
         found = super().entries(source._replace(data=_unfolded(written)), topology)
-        entries = [_as_written(entry, written) for entry in found if not (entry.assumed and entry.path[0] in written and _of_engine(entry))]
+        entries = [
+            _as_written(entry, written)
+            for entry in found
+            if not (entry.assumed and entry.path[0] in written and _of_engine(entry))
+        ]
         return entries if _computes(written) or any(key in written for key in _SWITCHES) else _without_a_dtype(entries)
 
     def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
@@ -65,7 +69,9 @@ FORMAT = SwiftFormat()
 
 
 def _computes(data: Mapping[str, Any]) -> str:
-    """The switch that the dtype of the model turns on (base_args/model_args.py); empty where the model's own config says the dtype."""
+    """The switch that the dtype of the model turns on (base_args/model_args.py); empty where the model's own config
+    says the dtype.
+    """
     return _DTYPES.get(str(data.get("torch_dtype")).removeprefix("torch."), "")
 
 

@@ -42,7 +42,11 @@ class TorchtitanFormat(Format):
     suffix = ".toml"
     keys = KEYS
     rules = RULES
-    notice = "this is TOML for torchtitan 0.2 and earlier; later versions are configured in Python (config_registry.py of a model)"
+    notice = (
+        "this is TOML for torchtitan 0.2 and earlier; later versions are configured in Python "
+        "(config_registry.py "
+        "of a model)"
+    )
 
     def ranks(self, source: Source) -> Topology | None:
         """The product of the degrees, where the file names both."""
@@ -70,7 +74,10 @@ class TorchtitanFormat(Format):
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """TOML, with a comment on who reads it."""
-        return f"# For torchtitan 0.2 and earlier; later versions are configured in Python.\n\n{toml_text(document).lstrip()}"
+        return (
+            "# For torchtitan 0.2 and earlier; later versions are configured in "
+            f"Python.\n\n{toml_text(document).lstrip()}"
+        )
 
 
 FORMAT = TorchtitanFormat()
@@ -80,7 +87,11 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
     """What is unknown without the number of ranks is left out, and named."""
     cfg, document, words = reading.config, dict(expressed.document), dict(expressed.fields)
     if cfg.sharding.hybrid:
-        word = FieldResult(Fit.NEEDS_INPUT, _REPLICATE, "the number of replicas depends on the ranks; add --world-size and --gpus-per-node")
+        word = FieldResult(
+            Fit.NEEDS_INPUT,
+            _REPLICATE,
+            "the number of replicas depends on the ranks; add --world-size and --gpus-per-node",
+        )
         words |= {"sharding.strategy": word, "sharding.group_size": word}
     if _STEPS in words and cfg.training.gradient_accumulation_steps > 1 and cfg.training.global_batch_size is None:
         note = "the global batch depends on the number of ranks; add --world-size"
@@ -90,7 +101,9 @@ def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
 
 
 def _with_whole_batches(expressed: Expressed, topology: Topology) -> Expressed:
-    """The document; a global batch size that torchtitan refuses, no multiple of the local ones, is refused or asked for."""
+    """The document; a global batch size that torchtitan refuses, no multiple of the local ones, is refused or asked
+    for.
+    """
     training = expressed.document.get("training", {})
     size, local = training.get("global_batch_size", -1), training.get("local_batch_size")
     each = (local or _LOCAL) * topology.world_size
@@ -98,9 +111,15 @@ def _with_whole_batches(expressed: Expressed, topology: Topology) -> Expressed:
         return expressed
     note = f"must be a multiple of {each} in torchtitan (the local batches of all ranks), got {size}; add --set "
     whole = f"training.global_batch_size={-(-size // each) * each}"
-    found = (Fit.UNSUPPORTED, note + whole) if local else (Fit.NEEDS_INPUT, f"{note}training.micro_batch_size, or {_LOCAL} is assumed")
+    found = (
+        (Fit.UNSUPPORTED, note + whole)
+        if local
+        else (Fit.NEEDS_INPUT, f"{note}training.micro_batch_size, or {_LOCAL} is assumed")
+    )
     word = FieldResult(found[0], "training.global_batch_size", found[1])
-    return expressed._replace(fields={**expressed.fields, **{field: word for field in _BATCHES if field in expressed.fields}})
+    return expressed._replace(
+        fields={**expressed.fields, **{field: word for field in _BATCHES if field in expressed.fields}}
+    )
 
 
 _BATCHES = ("training.global_batch_size", "training.gradient_accumulation_steps")
@@ -166,11 +185,18 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         block.add(key, said.get(own, silent), _spot(own, said))
     yield from block.entries(topology=topology)
     if not mesh:
-        yield from (combined(_spot(key, said), [_ALL]) for key in (_SHARD, _REPLICATE) if key in said and key not in wrong)
+        yield from (
+            combined(_spot(key, said), [_ALL]) for key in (_SHARD, _REPLICATE) if key in said and key not in wrong
+        )
 
 
 _ALL = Meaning(Fit.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
-_DEFAULTS: Mapping[str, Any] = {_SHARD: -1, _REPLICATE: 1, _RESHARD: "default", **{key: silent for key, (_, silent) in ENGINE.items()}}
+_DEFAULTS: Mapping[str, Any] = {
+    _SHARD: -1,
+    _REPLICATE: 1,
+    _RESHARD: "default",
+    **{key: silent for key, (_, silent) in ENGINE.items()},
+}
 
 
 def _mesh(said: Mapping[str, Any]) -> tuple[Native, list[Entry]]:

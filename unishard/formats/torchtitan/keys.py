@@ -1,4 +1,7 @@
-"""The keys of torchtitan 0.2's TOML (torchtitan.config.JobConfig), and a few older names. What a file leaves out, JobConfig fills in."""
+"""The keys of torchtitan 0.2's TOML (torchtitan.config.JobConfig), and a few older names.
+
+What a file leaves out, JobConfig fills in.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ def _field(field: str, convert: Callable[[Any], Any], silent: Any = NOTHING, not
 
 def _betas(value: Any, given: Given) -> Meaning:
     number(0, 1)(value)
-    return Meaning(fields={"optimizer.betas": [number(0, 1)(given.get(f"optimizer.{name}")) for name in ("beta1", "beta2")]})
+    return Meaning(
+        fields={"optimizer.betas": [number(0, 1)(given.get(f"optimizer.{name}")) for name in ("beta1", "beta2")]}
+    )
 
 
 def _ratio(given: Given) -> float | None:
@@ -91,7 +96,10 @@ def _shape(value: Any, given: Given) -> Meaning:
     if _constant(given):
         return Meaning(fields={"scheduler.name": "constant"})
     if name == "sqrt":
-        return Meaning(Fit.UNSUPPORTED, "a sqrt decay is not supported; write linear, or build the scheduler in the training script")
+        return Meaning(
+            Fit.UNSUPPORTED,
+            "a sqrt decay is not supported; write linear, or build the scheduler in the training script",
+        )
     return Meaning(fields={"scheduler.name": name})
 
 
@@ -104,18 +112,27 @@ def _decay(value: Any, given: Given) -> Meaning:
     steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
     if round(steps * ratio) + warmup >= steps:
         return Meaning(Fit.IGNORED, "the rate falls from the end of the warm-up on in any case")
-    return Meaning(Fit.UNSUPPORTED, "a constant phase before the decay is not supported; remove it, or build the scheduler yourself")
+    return Meaning(
+        Fit.UNSUPPORTED,
+        "a constant phase before the decay is not supported; remove it, or build the scheduler yourself",
+    )
 
 
 def _least(value: Any, given: Given) -> Meaning:
     found = number(0, 1)(value)
-    return Meaning(Fit.IGNORED, "the rate does not fall") if _constant(given) else Meaning(fields={"scheduler.min_lr_ratio": found})
+    return (
+        Meaning(Fit.IGNORED, "the rate does not fall")
+        if _constant(given)
+        else Meaning(fields={"scheduler.min_lr_ratio": found})
+    )
 
 
 def _steps(value: Any, given: Given) -> Meaning:
     total = integer(1)(value)
     if _constant(given) or str(given.get("lr_scheduler.decay_type")).lower() not in ("linear", "cosine"):
-        return Meaning(Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True)
+        return Meaning(
+            Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True
+        )
     return Meaning(Fit.EXACT, "", {"scheduler.total_steps": total})
 
 
@@ -124,7 +141,9 @@ def _clip(value: Any, given: Given) -> Meaning:
     if limit <= 0:
         raise Unreadable(f"must be above 0, got {shown(value)}; write inf for no clipping")
     if _steps_early(given):
-        return Meaning(Fit.IGNORED, "clips nothing: early_step_in_backward has made the update, and no gradient is left")
+        return Meaning(
+            Fit.IGNORED, "clips nothing: early_step_in_backward has made the update, and no gradient is left"
+        )
     return Meaning(fields={"training.gradient_clipping": None if math.isinf(limit) else limit})
 
 
@@ -215,7 +234,9 @@ def _early(value: Any, given: Given) -> Meaning:
     if not boolean(value):
         return Meaning(Fit.IGNORED, "is off", kept=True)
     if "training.global_batch_size" in given and given.get("training.global_batch_size") != -1:
-        return Meaning(Fit.UNSUPPORTED, "it updates after each micro-batch, not once a batch; remove it, or global_batch_size")
+        return Meaning(
+            Fit.UNSUPPORTED, "it updates after each micro-batch, not once a batch; remove it, or global_batch_size"
+        )
     return Meaning(Fit.EQUIVALENT, _EARLY, {"training.gradient_clipping": None})
 
 
@@ -230,18 +251,26 @@ _TIME = drops("affects only time")
 _REST: Mapping[str, str] = {
     "launcher setting": "memory_estimation",
     "timeouts and the flight recorder of the process group; set torch's variables for it in launch.environment": "comm",
-    "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import experimental.custom_model_path",
-    "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type training.checkpoint_folder",
+    "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import "
+    "experimental.custom_model_path",
+    "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type "
+    "training.checkpoint_folder",
     "affects only evaluation": "validation eval inference",
     "is only read with a converter of that name": "mx quantize",
-    "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name "
-    "float8.filter_fqns float8.moe_fqns_prototype float8.emulate float8.force_recompute_fp8_weight_in_bwd float8.scaling_type_input "
+    "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp "
+    "float8.recipe_name "
+    "float8.filter_fqns float8.moe_fqns_prototype float8.emulate float8.force_recompute_fp8_weight_in_bwd "
+    "float8.scaling_type_input "
     "float8.scaling_type_weight float8.scaling_type_grad_output",
-    "only used with fault-tolerant replica groups (torchft)": "fault_tolerance.process_group fault_tolerance.process_group_timeout_ms "
-    "fault_tolerance.replica_id fault_tolerance.group_size fault_tolerance.min_replica_size fault_tolerance.semi_sync_method "
-    "fault_tolerance.sync_steps fault_tolerance.num_fragments fault_tolerance.should_quantize fault_tolerance.fragment_sync_delay "
+    "only used with fault-tolerant replica groups (torchft)": "fault_tolerance.process_group "
+    "fault_tolerance.process_group_timeout_ms "
+    "fault_tolerance.replica_id fault_tolerance.group_size fault_tolerance.min_replica_size "
+    "fault_tolerance.semi_sync_method "
+    "fault_tolerance.sync_steps fault_tolerance.num_fragments fault_tolerance.should_quantize "
+    "fault_tolerance.fragment_sync_delay "
     "fault_tolerance.fragment_update_alpha",
-    "concerns the model, which the training script builds": "model.name model.flavor model.tokenizer_path model.hf_assets_path "
+    "concerns the model, which the training script builds": "model.name model.flavor model.tokenizer_path "
+    "model.hf_assets_path "
     "model.norm_type model.print_after_conversion training.seq_len liger_kernel training.img_size training.guidance "
     "training.classifier_free_guidance_prob training.classifer_free_guidance_prob",
     "concerns the data, which the training script loads": "training.dataset training.dataset_path",
@@ -249,15 +278,22 @@ _REST: Mapping[str, str] = {
     "parallelism.pipeline_parallel_split_points parallelism.pipeline_parallel_microbatch_size "
     "parallelism.pipeline_parallel_layers_per_stage parallelism.module_fqns_per_model_part "
     "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
-    "experimental.pipeline_parallel_schedule experimental.pipeline_parallel_schedule_csv experimental.pipeline_parallel_split_points "
-    "experimental.pipeline_parallel_microbatches training.pipeline_parallel_split_points training.pipeline_parallel_schedule",
-    "belongs to tensor, context or expert parallelism": "parallelism.enable_async_tensor_parallel parallelism.disable_loss_parallel "
-    "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree training.enable_loss_parallel "
+    "experimental.pipeline_parallel_schedule experimental.pipeline_parallel_schedule_csv "
+    "experimental.pipeline_parallel_split_points "
+    "experimental.pipeline_parallel_microbatches training.pipeline_parallel_split_points "
+    "training.pipeline_parallel_schedule",
+    "belongs to tensor, context or expert parallelism": "parallelism.enable_async_tensor_parallel "
+    "parallelism.disable_loss_parallel "
+    "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree "
+    "training.enable_loss_parallel "
     "training.disable_loss_parallel experimental.context_parallel_rotate_method",
-    "affects only time and memory": "training.gc_freq training.gc_debug optimizer.implementation parallelism.enable_compiled_autograd "
-    "compile.components activation_checkpoint.selective_ac_option activation_checkpoint.preserve_rng_state activation_checkpoint.debug "
+    "affects only time and memory": "training.gc_freq training.gc_debug optimizer.implementation "
+    "parallelism.enable_compiled_autograd "
+    "compile.components activation_checkpoint.selective_ac_option activation_checkpoint.preserve_rng_state "
+    "activation_checkpoint.debug "
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns activation_checkpoint.early_stop "
-    "activation_checkpoint.memory_budget activation_checkpoint.determinism_check activation_checkpoint.visualize_memory_budget_pareto",
+    "activation_checkpoint.memory_budget activation_checkpoint.determinism_check "
+    "activation_checkpoint.visualize_memory_budget_pareto",
 }
 
 KEYS: Mapping[str, Key] = {
@@ -295,7 +331,9 @@ KEYS: Mapping[str, Key] = {
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
     "parallelism.expert_parallel_degree": _only_1("expert"),
-    **dict.fromkeys(("float8.enable_float8_linear", "training.enable_float8_linear", "training.enable_fp8_linear"), _FLOAT8),
+    **dict.fromkeys(
+        ("float8.enable_float8_linear", "training.enable_float8_linear", "training.enable_fp8_linear"), _FLOAT8
+    ),
     "training.fp8_linear": _FLOAT8,
     "training.data_parallel_type": refuses(
         "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1", _sharded

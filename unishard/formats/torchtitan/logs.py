@@ -1,4 +1,6 @@
-"""What torchtitan's [metrics] and [profiling] say, and how they say it (torchtitan 0.2, components/metrics.py and tools/profiling.py)."""
+"""What torchtitan's [metrics] and [profiling] say, and how they say it (torchtitan 0.2, components/metrics.py and
+tools/profiling.py).
+"""
 
 from __future__ import annotations
 
@@ -72,17 +74,28 @@ def _profiling(value: Any, given: Given) -> Meaning:
         return left("is off")
     every = int(integer(1)(given.get("profiling.profile_freq") or _FREQUENCY))
     active = min(int(integer(1)(given.get("profiling.profiler_active") or _ACTIVE)), every)
-    folder = ("profiling.save_traces_folder", "profile_traces") if traces else ("profiling.save_memory_snapshot_folder", "memory_snapshot")
-    fields: dict[str, Any] = {"profile.steps": consecutive(every - active + 1, active), "profile.dir": _below(given, *folder)}
+    folder = (
+        ("profiling.save_traces_folder", "profile_traces")
+        if traces
+        else ("profiling.save_memory_snapshot_folder", "memory_snapshot")
+    )
+    fields: dict[str, Any] = {
+        "profile.steps": consecutive(every - active + 1, active),
+        "profile.dir": _below(given, *folder),
+    }
     fields |= {"profile.ranks": "all"} | ({"profile.memory": True} if snapshots else {})
     return Meaning(Fit.APPROXIMATE, _AGAIN, fields, kept=True)
 
 
 _PART = "counts in profiling.enable_profiling"
 LOGGED: Mapping[str, Key] = {
-    "metrics.log_freq": Key(lambda value, given: interval(value, _named(given)), "", Fit.EQUIVALENT, "logging.every_steps"),
+    "metrics.log_freq": Key(
+        lambda value, given: interval(value, _named(given)), "", Fit.EQUIVALENT, "logging.every_steps"
+    ),
     **{key: _switch(name) for name, key in _SWITCHES.items()},
-    "metrics.save_tb_folder": Key(lambda value, given: left("counts in metrics.enable_tensorboard"), "", Fit.IGNORED, "logging.dir"),
+    "metrics.save_tb_folder": Key(
+        lambda value, given: left("counts in metrics.enable_tensorboard"), "", Fit.IGNORED, "logging.dir"
+    ),
     **{
         f"metrics.{name}": without_field(_CONSOLE, lambda value: value in (False, "false"))
         for name in ("disable_color_printing", "enable_color_printing", "rank_0_only", "save_for_all_ranks")
@@ -127,7 +140,15 @@ def _profiler(cfg: Config, topology: Topology) -> Native:
     last = first + count - 1
     snapshot = {"enable_memory_snapshot": True} if cfg.profile.memory else {}
     warmup = min(3, first - 1)
-    return {"profiling": {"enable_profiling": True, "profile_freq": last, "profiler_active": count, "profiler_warmup": warmup, **snapshot}}
+    return {
+        "profiling": {
+            "enable_profiling": True,
+            "profile_freq": last,
+            "profiler_active": count,
+            "profiler_warmup": warmup,
+            **snapshot,
+        }
+    }
 
 
 def _traces(cfg: Config, topology: Topology) -> Native:

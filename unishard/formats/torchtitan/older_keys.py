@@ -9,14 +9,24 @@ from unishard.contract.entries import Entry
 
 __all__ = ["current_keys", "placed"]
 
-_DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree")
+_DEGREES = (
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "data_parallel_shard_degree",
+    "data_parallel_replicate_degree",
+)
 _MOVED: Mapping[str, str] = {
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
     **{f"training.{name}": f"parallelism.{name}" for name in _DEGREES},
     **{
         f"experimental.{name}": f"parallelism.{name}"
-        for name in ("pipeline_parallel_degree", "context_parallel_degree", "enable_async_tensor_parallel", "enable_compiled_autograd")
+        for name in (
+            "pipeline_parallel_degree",
+            "context_parallel_degree",
+            "enable_async_tensor_parallel",
+            "enable_compiled_autograd",
+        )
     },
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "optimizer.fused": "optimizer.implementation",
@@ -24,7 +34,9 @@ _MOVED: Mapping[str, str] = {
 
 
 def current_keys(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The document with its older keys at their new places, and the older key at each of these; a key that stands there already stays."""
+    """The document with its older keys at their new places, and the older key at each of these; a key that stands there
+    already stays.
+    """
     tables = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
     moved: dict[str, str] = {}
     for old, new in _MOVED.items():

@@ -10,7 +10,15 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import NO_INVERSE_SQRT, RESHARDS_TO_ALL, endless, lost, moved_together, none, started_elsewhere
+from unishard.contract.field_rows import (
+    NO_INVERSE_SQRT,
+    RESHARDS_TO_ALL,
+    endless,
+    lost,
+    moved_together,
+    none,
+    started_elsewhere,
+)
 from unishard.contract.rules import Fit, Holds, Rule, When, unless
 from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 from unishard.formats.torchtitan.logs import LOGS
@@ -63,7 +71,9 @@ def _global_batch(cfg: Config, topology: Topology) -> Native:
 
 
 def _optimizer(**values: Callable[[Config], Any]) -> Callable[[Config, Topology], Native]:
-    return lambda cfg, topology: {"optimizer": {key: value(cfg) for key, value in values.items()}} if cfg.optimizer.name in _ADAM else {}
+    return lambda cfg, topology: (
+        {"optimizer": {key: value(cfg) for key, value in values.items()}} if cfg.optimizer.name in _ADAM else {}
+    )
 
 
 def _constant(cfg: Config) -> bool:
@@ -77,7 +87,9 @@ def _shape(cfg: Config, topology: Topology) -> Native:
 def _same_warmup(cfg: Config) -> bool:
     """Whether torchtitan's climb is this one: without a fall, one update longer and from one part of it."""
     steps = cfg.scheduler.warmup_steps
-    return _constant(cfg) and cfg.scheduler.warmup_type == "linear" and cfg.scheduler.warmup_start_ratio == 1 / (steps + 1)
+    return (
+        _constant(cfg) and cfg.scheduler.warmup_type == "linear" and cfg.scheduler.warmup_start_ratio == 1 / (steps + 1)
+    )
 
 
 def _warmup(cfg: Config, topology: Topology) -> Native:
@@ -119,12 +131,20 @@ _OWN: Mapping[str, Rule] = {
             Fit.APPROXIMATE,
             f"fsdp_reshard_after_forward never is the nearest; {_BETWEEN}",
         ),
-        to=lambda cfg, topology: {"parallelism": _degrees(cfg, topology)["parallelism"] | _reshard(cfg, topology).get("parallelism", {})},
+        to=lambda cfg, topology: {
+            "parallelism": _degrees(cfg, topology)["parallelism"] | _reshard(cfg, topology).get("parallelism", {})
+        },
     ),
-    "sharding.group_size": Rule(Fit.EXACT, "parallelism.data_parallel_shard_degree", "a divisor of the ranks (--world-size)"),
+    "sharding.group_size": Rule(
+        Fit.EXACT, "parallelism.data_parallel_shard_degree", "a divisor of the ranks (--world-size)"
+    ),
     "sharding.reshard_after_forward": exact("parallelism.fsdp_reshard_after_forward", RESHARDS_TO_ALL, to=_reshard),
-    "sharding.units": _code("shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"),
-    "sharding.conditional_modules": _code("leave modules of these classes out", lambda cfg: not cfg.sharding.conditional_modules, "empty"),
+    "sharding.units": _code(
+        "shard modules of these classes", lambda cfg: cfg.sharding.units == "auto", "auto", "the model's blocks"
+    ),
+    "sharding.conditional_modules": _code(
+        "leave modules of these classes out", lambda cfg: not cfg.sharding.conditional_modules, "empty"
+    ),
     "precision.compute": exact(
         "training.mixed_precision_param",
         When("fp16", lambda cfg: cfg.precision.compute == "fp16", Fit.UNSUPPORTED, _NO_FP16),
@@ -165,13 +185,16 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT, "training.global_batch_size", "-1 for one micro-batch of each rank", _global_batch
     ),
     "training.global_batch_size": exact(
-        "training.global_batch_size", to=lambda cfg, topo: _global_batch(cfg, topo) if cfg.training.global_batch_size else {}
+        "training.global_batch_size",
+        to=lambda cfg, topo: _global_batch(cfg, topo) if cfg.training.global_batch_size else {},
     ),
     "training.gradient_clipping": Rule(
         Fit.EXACT,
         "training.max_norm",
         "inf for no clipping",
-        lambda cfg, topology: _training(max_norm=math.inf if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping),
+        lambda cfg, topology: _training(
+            max_norm=math.inf if cfg.training.gradient_clipping is None else cfg.training.gradient_clipping
+        ),
     ),
     "training.last_window": none("torchtitan's data begin again and do not end"),
     "training.seed": copied("training.seed", "debug.seed"),
@@ -188,15 +211,24 @@ _OWN: Mapping[str, Rule] = {
         to=_optimizer(beta1=lambda cfg: cfg.optimizer.betas[0], beta2=lambda cfg: cfg.optimizer.betas[1]),
     ),
     "optimizer.eps": exact("optimizer.eps", to=_optimizer(eps=lambda cfg: cfg.optimizer.eps)),
-    "optimizer.amsgrad": lost("torchtitan has no such setting; write false", lambda cfg: not cfg.optimizer.amsgrad, "false"),
+    "optimizer.amsgrad": lost(
+        "torchtitan has no such setting; write false", lambda cfg: not cfg.optimizer.amsgrad, "false"
+    ),
     "optimizer.momentum": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.momentum, "0"),
     "optimizer.nesterov": lost(_NO_OPTIMIZER, lambda cfg: not cfg.optimizer.nesterov, "false"),
-    "optimizer.weight_decay": exact("optimizer.weight_decay", to=_optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)),
+    "optimizer.weight_decay": exact(
+        "optimizer.weight_decay", to=_optimizer(weight_decay=lambda cfg: cfg.optimizer.weight_decay)
+    ),
     "optimizer.no_decay": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.no_decay, "empty"),
     "optimizer.groups": lost(_NO_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": exact("lr_scheduler.decay_type, lr_scheduler.decay_ratio", NO_INVERSE_SQRT, to=_shape),
     "scheduler.warmup_steps": row(
-        Fit.APPROXIMATE, "lr_scheduler.warmup_steps", _WARMUP, unless("0", _no_warmup), unless("the same warmup", _same_warmup), to=_warmup
+        Fit.APPROXIMATE,
+        "lr_scheduler.warmup_steps",
+        _WARMUP,
+        unless("0", _no_warmup),
+        unless("the same warmup", _same_warmup),
+        to=_warmup,
     ),
     "scheduler.warmup_type": row(
         Fit.APPROXIMATE, "none: always linear", "torchtitan warms up linearly", when_default("scheduler.warmup_type")
@@ -208,13 +240,19 @@ _OWN: Mapping[str, Rule] = {
         when_default("scheduler.warmup_start_ratio"),
         unless("the same warmup", _same_warmup),
     ),
-    "scheduler.delay_steps": row(Fit.APPROXIMATE, "none: always 0", "torchtitan begins at once", when_default("scheduler.delay_steps")),
+    "scheduler.delay_steps": row(
+        Fit.APPROXIMATE, "none: always 0", "torchtitan begins at once", when_default("scheduler.delay_steps")
+    ),
     "scheduler.total_steps": copied(
-        "scheduler.total_steps", "training.steps", when=(unless("without an end", endless, "the loop decides how long"),)
+        "scheduler.total_steps",
+        "training.steps",
+        when=(unless("without an end", endless, "the loop decides how long"),),
     ),
     "scheduler.min_lr_ratio": exact(
         "lr_scheduler.min_lr_factor",
-        to=lambda cfg, topology: {} if endless(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}},
+        to=lambda cfg, topology: (
+            {} if endless(cfg) else {"lr_scheduler": {"min_lr_factor": cfg.scheduler.min_lr_ratio}}
+        ),
     ),
     "compile.mode": row(
         Fit.EQUIVALENT,
@@ -224,7 +262,8 @@ _OWN: Mapping[str, Rule] = {
         to=lambda cfg, topology: {"compile": {"enable": cfg.compile.mode != "none"}},
     ),
     "compile.backend": exact(
-        "compile.backend", to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}}
+        "compile.backend",
+        to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"compile": {"backend": cfg.compile.backend}},
     ),
 }
 

@@ -1,4 +1,6 @@
-"""What torchtitan's TOML says about checkpoints, and how it says it (torchtitan 0.2, components/checkpoint.py and config/job_config.py)."""
+"""What torchtitan's TOML says about checkpoints, and how it says it (torchtitan 0.2, components/checkpoint.py and
+config/job_config.py).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from unishard.formats.fallbacks import exact, row, when_default
 __all__ = ["SAVED", "SAVING"]
 
 _DUMP, _FOLDER = "job.dump_folder", "checkpoint.folder"
-_SILENT: Mapping[str, Any] = {_DUMP: "./outputs", _FOLDER: "checkpoint", "checkpoint.interval": 500, "checkpoint.keep_latest_k": 10}
+_SILENT: Mapping[str, Any] = {
+    _DUMP: "./outputs",
+    _FOLDER: "checkpoint",
+    "checkpoint.interval": 500,
+    "checkpoint.keep_latest_k": 10,
+}
 _LAST = "torchtitan also saves at the end of the training; call engine.save() there"
 _OFF = "only used when checkpoint.enable is true"
 _LEAST = 2
@@ -73,7 +80,8 @@ def _mode(given: Given) -> Mapping[str, Any]:
 
 _JOB = "config_file description use_for_integration_test print_args print_config save_config_file custom_config_module"
 _OTHERS = (
-    "interval_type initial_load_path initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized last_save_model_only "
+    "interval_type initial_load_path initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized "
+    "last_save_model_only "
     "last_save_in_hf model_weights_only export_dtype create_seed_checkpoint load_step load_only exclude_from_loading "
     "enable_first_step_checkpoint enable_ft_dataloader_checkpoints"
 )
@@ -81,9 +89,13 @@ _OTHERS = (
 SAVED: Mapping[str, Key] = {
     _DUMP: _key("checkpoint.dir", _directory, "with checkpoint.folder below it"),
     **{f"job.{name}": drops("launcher setting") for name in _JOB.split()},
-    "checkpoint.enable": Key(_enabled, "checkpoint.dir, checkpoint.every_steps, checkpoint.keep_last", Fit.EQUIVALENT, _LAST),
+    "checkpoint.enable": Key(
+        _enabled, "checkpoint.dir, checkpoint.every_steps, checkpoint.keep_last", Fit.EQUIVALENT, _LAST
+    ),
     _FOLDER: _key("checkpoint.dir", _directory, "below job.dump_folder"),
-    "checkpoint.interval": _key("checkpoint.every_steps", _interval, "checkpoint.every_minutes where interval_type is seconds"),
+    "checkpoint.interval": _key(
+        "checkpoint.every_steps", _interval, "checkpoint.every_minutes where interval_type is seconds"
+    ),
     "checkpoint.keep_latest_k": _key("checkpoint.keep_last", _limit, "0 keeps all"),
     "checkpoint.async_mode": _key("checkpoint.async_save", _mode),
     **{f"checkpoint.{name}": drops("affects only the files of checkpoints") for name in _OTHERS.split()},
@@ -107,7 +119,9 @@ def _place(cfg: Config, topology: Topology) -> Native:
 
 
 def _steps(cfg: Config, topology: Topology) -> Native:
-    return _checkpoint(enable=True, interval=cfg.checkpoint.every_steps) if _automatic(cfg) else _checkpoint(enable=False)
+    return (
+        _checkpoint(enable=True, interval=cfg.checkpoint.every_steps) if _automatic(cfg) else _checkpoint(enable=False)
+    )
 
 
 def _count(cfg: Config, topology: Topology) -> Native:
@@ -123,7 +137,10 @@ def _async(cfg: Config, topology: Topology) -> Native:
 
 _ALL = "torchtitan keeps the newest or all: all are kept"
 _UNASKED = When(
-    "without every_steps", lambda cfg: not _automatic(cfg), Fit.IGNORED, "torchtitan saves every so many updates, or not at all"
+    "without every_steps",
+    lambda cfg: not _automatic(cfg),
+    Fit.IGNORED,
+    "torchtitan saves every so many updates, or not at all",
 )
 
 SAVING: Mapping[str, Rule] = {

@@ -1,4 +1,6 @@
-"""YAML of TRL's command line: SFTConfig, DPOConfig, GRPOConfig and the like, which are TrainingArguments, and ModelConfig beside them."""
+"""YAML of TRL's command line: SFTConfig, DPOConfig, GRPOConfig and the like, which are TrainingArguments, and
+ModelConfig beside them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ __all__ = ["FORMAT"]
 _SIGNS = weighted(
     {
         3: (
-            "assistant_only_loss completion_only_loss dataset_mixture dataset_mixer packing_strategy use_peft reward_funcs "
-            "num_generations max_completion_length max_prompt_length precompute_ref_log_probs desirable_weight dataset_text_field "
+            "assistant_only_loss completion_only_loss dataset_mixture dataset_mixer packing_strategy use_peft "
+            "reward_funcs "
+            "num_generations max_completion_length max_prompt_length precompute_ref_log_probs desirable_weight "
+            "dataset_text_field "
             "center_rewards_coefficient chat_template_path model_init_kwargs"
         ),
         1: "dataset_train_split dataset_config attn_implementation model_name_or_path dataset_name",

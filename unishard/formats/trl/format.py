@@ -17,12 +17,14 @@ __all__ = ["FORMAT"]
 _LOADED = drops("the dtype in which the training script loads the model")
 _KINDS: Mapping[float, tuple[str, ...]] = {
     1e-6: names(
-        "reward_funcs num_generations max_completion_length max_prompt_length precompute_ref_log_probs desirable_weight beta "
+        "reward_funcs num_generations max_completion_length max_prompt_length precompute_ref_log_probs "
+        "desirable_weight beta "
         "undesirable_weight reference_free sync_ref_model use_vllm"
     ),
     1e-4: names("center_rewards_coefficient"),
 }
-"""Keys by which it shows that a file is not for SFT, by the learning rate that its config assumes (TRL 1.10, trainer/*_config.py)."""
+"""Keys by which it shows that a file is not for SFT, by the learning rate that its config assumes (TRL 1.10,
+trainer/*_config.py)."""
 _SFT = 2e-5
 
 

@@ -51,7 +51,9 @@ class UnishardFormat(Format):
         undecided = dict(_placeholders(source.data))
         config = _checked(source, undecided)
         written = list(_written(source.data, config, undecided))
-        reading = assemble(self.name, source, [*written, *_defaults(config, written)], overrides=overrides, topology=topology)
+        reading = assemble(
+            self.name, source, [*written, *_defaults(config, written)], overrides=overrides, topology=topology
+        )
         return reading if topology else reading._replace(topology=_launched(reading.config))
 
     def explained(self, source: Source) -> Explained:
@@ -85,7 +87,10 @@ class UnishardFormat(Format):
             words[path] = FieldResult(fit, path, note)
         for path, _ in leaves(Config):
             if found := placeholders_in(str(value_at(config, path))):
-                note = f"holds {' and '.join(found)}, which unishard does not fill in; write the value, or add --set {path}=..."
+                note = (
+                    f"holds {' and '.join(found)}, which unishard does not fill in; write the value, or add --set "
+                    f"{path}=..."
+                )
                 words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
         for path in reading.undecided:
             words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
@@ -122,7 +127,9 @@ def _checked(source: Source, undecided: Mapping[str, Undecided]) -> Config:
     return config
 
 
-def _validated(source: Source, undecided: Collection[str], stand_ins: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
+def _validated(
+    source: Source, undecided: Collection[str], stand_ins: Mapping[str, Any]
+) -> tuple[Config | None, list[Problem]]:
     document = without_own_sections(from_mapping(_filled(source.data, undecided, stand_ins)))
     found = document.findings
     config = None
@@ -130,10 +137,14 @@ def _validated(source: Source, undecided: Collection[str], stand_ins: Mapping[st
         config = Config.parse(document.data)
     except ValidationError as error:
         found += findings_of(error, document.data)
-    return None if found else config, [Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found]
+    return None if found else config, [
+        Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found
+    ]
 
 
-def _filled(data: Mapping[str, Any], undecided: Collection[str], stand_ins: Mapping[str, Any], prefix: str = "") -> Native:
+def _filled(
+    data: Mapping[str, Any], undecided: Collection[str], stand_ins: Mapping[str, Any], prefix: str = ""
+) -> Native:
     filled = {}
     for name, value in data.items():
         path = f"{prefix}{name}"
@@ -144,8 +155,12 @@ def _filled(data: Mapping[str, Any], undecided: Collection[str], stand_ins: Mapp
     return filled
 
 
-def _written(data: Mapping[str, Any], config: Config, undecided: Mapping[str, Undecided], above: Path = ()) -> Iterator[Entry]:
-    """One entry for each value of the file, and one for each field that a short form such as `offload: cpu` stands for."""
+def _written(
+    data: Mapping[str, Any], config: Config, undecided: Mapping[str, Undecided], above: Path = ()
+) -> Iterator[Entry]:
+    """One entry for each value of the file, and one for each field that a short form such as `offload: cpu` stands
+    for.
+    """
     for name, value in data.items():
         path = (*above, name)
         key = ".".join(path)
@@ -192,11 +207,18 @@ def _defaults(config: Config, written: Iterable[Entry]) -> Iterator[Entry]:
     said = {field for entry in written for field in entry.meaning.fields} | {"native"}
     for path in _LEAVES:
         if path not in said:
-            yield Entry(tuple(path.split(".")), value_at(config, path), Meaning(fields={path: value_at(config, path)}), assumed=True)
+            yield Entry(
+                tuple(path.split(".")),
+                value_at(config, path),
+                Meaning(fields={path: value_at(config, path)}),
+                assumed=True,
+            )
 
 
 def _document(reading: ReadDocument) -> Native:
-    """The engine, and what the source decides; a field that is only assumed and equals the schema's default is left out."""
+    """The engine, and what the source decides; a field that is only assumed and equals the schema's default is left
+    out.
+    """
     assumed = {field for entry in reading.entries if entry.assumed for field in entry.meaning.fields}
     values = {path: value_at(reading.config, path) for path, _ in leaves(Config)}
     document: Native = {"backend": reading.config.backend}

@@ -26,7 +26,9 @@ def described(document: Mapping[str, Any], undecided: Mapping[str, str]) -> str:
     return "\n".join(_lines(Config, document, undecided, "")).lstrip("\n") + ("\n" if document else "")
 
 
-def _lines(section: type[Section], document: Mapping[str, Any], undecided: Mapping[str, str], prefix: str) -> Iterator[str]:
+def _lines(
+    section: type[Section], document: Mapping[str, Any], undecided: Mapping[str, str], prefix: str
+) -> Iterator[str]:
     indent, descriptions = "  " * prefix.count("."), section.descriptions()
     for name, field in section.model_fields.items():
         if name not in document:
@@ -42,7 +44,9 @@ def _lines(section: type[Section], document: Mapping[str, Any], undecided: Mappi
         else:
             who = undecided.get(prefix + name)
             yield f"{indent}{name}: " + (
-                f"{document[name]}  # needs your decision: the value comes from {who}" if who else value_text(document[name])
+                f"{document[name]}  # needs your decision: the value comes from {who}"
+                if who
+                else value_text(document[name])
             )
 
 
@@ -50,7 +54,9 @@ def _comment(text: str | None, indent: str) -> list[str]:
     """The first sentence."""
     words = " ".join((text or "").split())
     sentence = words.partition(". ")[0].rstrip(".") + "."
-    return textwrap.wrap(sentence, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_long_words=False)
+    return textwrap.wrap(
+        sentence, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_long_words=False
+    )
 
 
 def value_text(value: Any) -> str:

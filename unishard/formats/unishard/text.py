@@ -18,7 +18,9 @@ _SCRIPTS = ("training.micro_batch_size", "optimizer.name", "optimizer.lr", "sche
 
 
 def text_of(document: Native, reading: ReadDocument) -> str:
-    """YAML of the document, with a comment wherever a decision is needed, and a header that names what was left to the script."""
+    """YAML of the document, with a comment wherever a decision is needed, and a header that names what was left to the
+    script.
+    """
     commented = _commented(document)
     for path, undecided in reading.undecided.items():
         *above, name = path.split(".")

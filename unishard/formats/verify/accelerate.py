@@ -24,7 +24,10 @@ _WORDS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def settings_of(text: str, folder: Path | None, ranks: int) -> dict[str, Any]:
-    """The settings with which Accelerate would train; what it leaves to the script is left out. Raises what Accelerate raises."""
+    """The settings with which Accelerate would train; what it leaves to the script is left out.
+
+    Raises what Accelerate raises.
+    """
     with TemporaryDirectory() as place, _inside(folder):
         path = Path(place) / "accelerate.yaml"
         path.write_text(text, encoding="utf-8")

@@ -103,19 +103,27 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
 
 
 def _in_the_file(outcome: Outcome) -> dict[str, Any]:
-    """What the translation says itself, as unishard reads it: neither what its tool assumes, nor what the script decides."""
+    """What the translation says itself, as unishard reads it: neither what its tool assumes, nor what the script
+    decides.
+    """
     try:
         back = read_back(catalog.get(outcome.to), outcome.document, outcome.reading)
     except ConfigError:
         return {}
-    said = {field for entry in back.entries if not entry.assumed for field in entry.meaning.fields} - back.undecided.keys()
+    said = {
+        field for entry in back.entries if not entry.assumed for field in entry.meaning.fields
+    } - back.undecided.keys()
     return {field: value for field, value in of_config(back.config).items() if field in said}
 
 
 def _unchanged(outcome: Outcome) -> bool:
     """Whether the file is repeated character by character."""
     source = outcome.reading.source
-    return outcome.to == outcome.reading.format and source.folder is not None and text_of(Path(source.name)) == outcome.text
+    return (
+        outcome.to == outcome.reading.format
+        and source.folder is not None
+        and text_of(Path(source.name)) == outcome.text
+    )
 
 
 def _in_one_group(outcome: Outcome) -> bool:
@@ -144,7 +152,9 @@ def _differ(field: str, one: Any, other: Any) -> bool:
 
 
 def _reported(outcome: Outcome, overrides: Iterable[str]) -> set[str]:
-    """The fields of which a line of the report says that they are not kept as they are, or that were asked to change."""
+    """The fields of which a line of the report says that they are not kept as they are, or that were asked to
+    change.
+    """
     found = {text.partition("=")[0].strip() for text in overrides}
     for section in [field for field in found if "." not in field]:
         found |= {field for field in of_config(outcome.reading.config) if field.startswith(f"{section}.")}

@@ -44,15 +44,24 @@ def _around_transformers(name: str) -> _Consumer:
 
 
 _CONSUMERS: Mapping[str, _Consumer] = {
-    "deepspeed": _Consumer("DeepSpeed", "deepspeed", lambda at, document, text, reading, ranks: at.settings_of(document, ranks)),
+    "deepspeed": _Consumer(
+        "DeepSpeed", "deepspeed", lambda at, document, text, reading, ranks: at.settings_of(document, ranks)
+    ),
     "accelerate": _Consumer(
-        "Accelerate", "accelerate", lambda at, document, text, reading, ranks: at.settings_of(text, reading.source.folder, ranks)
+        "Accelerate",
+        "accelerate",
+        lambda at, document, text, reading, ranks: at.settings_of(text, reading.source.folder, ranks),
     ),
     "hf": _Consumer(
-        "transformers", "transformers", lambda at, document, text, reading, ranks: at.settings_of(document, reading.source.folder)
+        "transformers",
+        "transformers",
+        lambda at, document, text, reading, ranks: at.settings_of(document, reading.source.folder),
     ),
     "lightning": _Consumer(
-        "Lightning", "lightning", lambda at, document, text, reading, ranks: at.settings_of(text, ranks), reads_sources=False
+        "Lightning",
+        "lightning",
+        lambda at, document, text, reading, ranks: at.settings_of(text, ranks),
+        reads_sources=False,
     ),
     **{name: _around_transformers(name) for name in ("llamafactory", "swift", "trl")},
 }
@@ -64,9 +73,13 @@ def of_source(outcome: Outcome) -> Effective:
     consumer = _CONSUMERS.get(reading.format)
     found = Effective({}, "", missing="no other reader of it is known")
     if consumer and consumer.reads_sources:
-        found = _asked(reading.format, consumer, reading.source.data, json.dumps(reading.source.data, default=str), outcome)
+        found = _asked(
+            reading.format, consumer, reading.source.data, json.dumps(reading.source.data, default=str), outcome
+        )
     if not found.settings:
-        said = {field: AUTO if field in reading.undecided else value for field, value in of_config(reading.config).items()}
+        said = {
+            field: AUTO if field in reading.undecided else value for field, value in of_config(reading.config).items()
+        }
         own = {field: value for field, value in said.items() if field in reading.decided or field == "sharding.units"}
         return found._replace(settings=own, consumer="unishard")
     return found
@@ -81,7 +94,8 @@ def read_settings(outcome: Outcome) -> Effective:
         return Effective(
             {},
             outcome.to,
-            missing=f"{catalog.get(outcome.to).tool} cannot be verified here: unishard cannot ask it what it makes of a file",
+            missing=f"{catalog.get(outcome.to).tool} cannot be verified here: unishard cannot ask it what it makes of "
+            "a file",
         )
     if not consumer.reads_sources and outcome.document == outcome.reading.source.data:
         return Effective({}, consumer.tool, missing=f"{consumer.tool} cannot be asked about a file that stays as it is")

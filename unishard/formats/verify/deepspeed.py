@@ -32,7 +32,8 @@ _NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad",
 def settings_of(document: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """The settings with which DeepSpeed would train.
 
-    Values that a training script fills in ("auto") are left out for DeepSpeed, and `AUTO` in the result. Raises what DeepSpeed raises.
+    Values that a training script fills in ("auto") are left out for DeepSpeed, and `AUTO` in the result. Raises what
+    DeepSpeed raises.
     """
     with redirect_stdout(StringIO()):
         from deepspeed.runtime.config import DeepSpeedConfig
@@ -43,7 +44,11 @@ def settings_of(document: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     zero = config.zero_config
     found: dict[str, Any] = {
         "sharding.strategy": _strategy(zero),
-        "precision.compute": "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else "fp32",
+        "precision.compute": "bf16"
+        if config.bfloat16_config.enabled
+        else "fp16"
+        if config.float16_config.enabled
+        else "fp32",
         "offload.params": _device(zero.offload_param if zero.stage == _SHARDS_PARAMS else None),
         "offload.optimizer": _device(zero.offload_optimizer),
         "training.micro_batch_size": config.train_micro_batch_size_per_gpu,
@@ -83,7 +88,9 @@ _DECIDES: Mapping[str, tuple[str, ...]] = {
 
 
 def _completed(document: Mapping[str, Any], open_: set[str], ranks: int) -> Native:
-    """What DeepSpeed can be given in one process: one micro-batch where nothing says how many, and one rank's share of the global batch."""
+    """What DeepSpeed can be given in one process: one micro-batch where nothing says how many, and one rank's share of
+    the global batch.
+    """
     given = nested({key: value for key, value in flat(document) if key not in open_})
     if isinstance(given.get("aio"), dict):
         given["aio"] = {key: value for key, value in given["aio"].items() if key != "use_gds"}  # which needs a GPU
@@ -124,7 +131,11 @@ def _optimizer(config: Any, *, top_is_open: bool) -> dict[str, Any]:
         if config.scheduler_name.startswith("Warmup"):
             found["scheduler.warmup_steps"] = max(2, params.get("warmup_num_steps", 1000))
             top = params.get("warmup_max_lr", 0.001 if config.scheduler_name != "WarmupCosineLR" else None)
-            if top is not None and not (top_is_open and "optimizer.lr" in found) and config.scheduler_name != "WarmupCosineLR":
+            if (
+                top is not None
+                and not (top_is_open and "optimizer.lr" in found)
+                and config.scheduler_name != "WarmupCosineLR"
+            ):
                 found["optimizer.lr"] = top
         if "total_num_steps" in params:
             found["scheduler.total_steps"] = params["total_num_steps"]

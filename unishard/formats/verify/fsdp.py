@@ -26,11 +26,15 @@ def settings_of(plugin: Any, *, replicated: bool = False) -> dict[str, Any]:
         replicated: Whether a mesh of two axes makes groups of ranks.
     """
     if plugin.fsdp_version == 2:
-        strategy = kept_after_forward("hybrid_shard" if replicated else "full_shard", reshards=bool(plugin.reshard_after_forward))
+        strategy = kept_after_forward(
+            "hybrid_shard" if replicated else "full_shard", reshards=bool(plugin.reshard_after_forward)
+        )
     else:
         strategy = _OLD.get(getattr(plugin.sharding_strategy, "name", ""), str(plugin.sharding_strategy))
     offload = plugin.cpu_offload
-    on_host = offload is True or getattr(offload, "offload_params", False) or type(offload).__name__ == "CPUOffloadPolicy"
+    on_host = (
+        offload is True or getattr(offload, "offload_params", False) or type(offload).__name__ == "CPUOffloadPolicy"
+    )
     place = "cpu" if on_host else "none"
     return {
         "sharding.strategy": strategy,

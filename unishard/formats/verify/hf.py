@@ -25,7 +25,16 @@ _SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
     "warmup_stable_decay": "warmup_stable_decay",
 }
-_WHOLE = {"output_dir", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps", "bf16", "fp16", "optim"}
+_WHOLE = {
+    "output_dir",
+    "learning_rate",
+    "per_device_train_batch_size",
+    "num_train_epochs",
+    "max_steps",
+    "bf16",
+    "fp16",
+    "optim",
+}
 """A file without any of these holds a part of the arguments; the others are in the script."""
 _ENGINES = {"fsdp", "deepspeed"}
 _OF_ENGINES = ("sharding.", "offload.")
@@ -37,7 +46,10 @@ _NAMES = {"adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
 
 
 def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """The settings with which the Trainer would train. Raises what transformers raises; keys that are no arguments are left out."""
+    """The settings with which the Trainer would train.
+
+    Raises what transformers raises; keys that are no arguments are left out.
+    """
     from transformers import TrainingArguments
 
     known = {field.name for field in fields(TrainingArguments)}
@@ -47,7 +59,11 @@ def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, A
         found = _settings(built)
         if given.keys() & _WHOLE:
             return found
-        return {field: value for field, value in found.items() if field.startswith(_OF_ENGINES)} if given.keys() & _ENGINES else {}
+        return (
+            {field: value for field, value in found.items() if field.startswith(_OF_ENGINES)}
+            if given.keys() & _ENGINES
+            else {}
+        )
 
 
 def _settings(built: Any) -> dict[str, Any]:
@@ -61,7 +77,9 @@ def _settings(built: Any) -> dict[str, Any]:
         "optimizer.name": _NAMES.get(optim, optim),
         "optimizer.lr": built.learning_rate,
         "optimizer.weight_decay": built.weight_decay,
-        "scheduler.name": _SCHEDULES.get(str(getattr(built.lr_scheduler_type, "value", built.lr_scheduler_type)), "another"),
+        "scheduler.name": _SCHEDULES.get(
+            str(getattr(built.lr_scheduler_type, "value", built.lr_scheduler_type)), "another"
+        ),
     }
     if optim in ("adamw", "lion"):
         found["optimizer.betas"] = (built.adam_beta1, built.adam_beta2)
@@ -85,7 +103,9 @@ def _fsdp(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _fresh(folder: Path | None) -> Iterator[None]:
-    """Transformers and Accelerate keep what they were told last, some of it in the environment; a config that is named lies here."""
+    """Transformers and Accelerate keep what they were told last, some of it in the environment; a config that is named
+    lies here.
+    """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     before, directory = dict(os.environ), Path.cwd()

@@ -50,7 +50,10 @@ def _checked(logger: type) -> Any:
 
 
 def _bound(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments with its defaults: it cannot be built for another device than there is. Raises TypeError for a wrong one."""
+    """The Trainer's arguments with its defaults: it cannot be built for another device than there is.
+
+    Raises TypeError for a wrong one.
+    """
     from lightning.pytorch import Trainer
 
     bound = inspect.signature(Trainer).bind(**arguments)
@@ -67,7 +70,9 @@ def _of_strategy(strategy: Any, ranks: int) -> dict[str, Any]:
         place = "cpu" if strategy.cpu_offload.offload_params else "none"
         name = strategy.sharding_strategy.name
         mixed = strategy.mixed_precision_config
-        compute = {"precision.compute": _DTYPES.get(str(mixed.param_dtype), "fp32")} if mixed and mixed.param_dtype else {}
+        compute = (
+            {"precision.compute": _DTYPES.get(str(mixed.param_dtype), "fp32")} if mixed and mixed.param_dtype else {}
+        )
         return compute | {
             "sharding.strategy": _SHARDING.get(name, name),
             "offload.params": place,

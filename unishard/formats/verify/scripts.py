@@ -1,4 +1,6 @@
-"""What transformers makes of the TrainingArguments in a file of LLaMA-Factory, ms-swift or TRL, which hand theirs on to it."""
+"""What transformers makes of the TrainingArguments in a file of LLaMA-Factory, ms-swift or TRL, which hand theirs on to
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _DTYPE = "torch_dtype"
 
 
 def settings_of(document: Mapping[str, Any], folder: Path | None, tool: str) -> dict[str, Any]:
-    """The settings with which the tool's trainer would train, without those that the tool itself assumes. Raises what transformers raises.
+    """The settings with which the tool's trainer would train, without those that the tool itself assumes.
+
+    Raises what transformers raises.
 
     Args:
         document: The file.

@@ -55,7 +55,9 @@ def of_config(config: Config) -> dict[str, Any]:
     """What a config of unishard says."""
     found = {path: value_at(config, path) for path in _FIELDS}
     sharding = config.sharding
-    found["sharding.strategy"] = kept_after_forward(sharding.strategy, reshards=sharding.reshard_after_forward is not False)
+    found["sharding.strategy"] = kept_after_forward(
+        sharding.strategy, reshards=sharding.reshard_after_forward is not False
+    )
     if config.precision.compute == "fp16":
         found["precision.loss_scale"] = config.precision.loss_scale
     if config.scheduler.min_lr_ratio == 1:

@@ -42,7 +42,10 @@ class JsonLines:
         self._file.flush()
 
     def resume(self, step: int) -> None:
-        """Drop the lines of later steps, and a last line that a killed run left incomplete. Replaces the file at once."""
+        """Drop the lines of later steps, and a last line that a killed run left incomplete.
+
+        Replaces the file at once.
+        """
         self.close()
         if self._path.is_file():
             kept = self._path.with_suffix(".kept")

@@ -14,7 +14,8 @@ from unishard.observe.destinations.writer import Values
 __all__ = ["FILE", "MLflow"]
 
 FILE = "mlflow.db"
-"""The SQLite database in `logging.dir`, where no `logging.mlflow_uri` names another place: MLflow 3.17 refuses files."""
+"""The SQLite database in `logging.dir`, where no `logging.mlflow_uri` names another place: MLflow 3.17 refuses
+files."""
 
 
 class MLflow:
@@ -44,7 +45,10 @@ class MLflow:
             self._client.log_batch(self._run, metrics=metrics)
 
     def resume(self, step: int) -> None:
-        """Continue the run whose id is in `logging.dir`. MLflow cannot drop steps, so those that it has are not written again."""
+        """Continue the run whose id is in `logging.dir`.
+
+        MLflow cannot drop steps, so those that it has are not written again.
+        """
         self._run = self._file.read()
         if self._run is not None:
             names = self._client.get_run(self._run).data.metrics

@@ -22,7 +22,8 @@ _logger = logging.getLogger("unishard")
 class Destinations:
     """Writes records to what `logging.to` names. Other ranks than the first have none.
 
-    A record is written when the next update begins, so that it also has what the script logs after `step()`, such as an evaluation.
+    A record is written when the next update begins, so that it also has what the script logs after `step()`, such as an
+    evaluation.
     """
 
     def __init__(self, cfg: Config, rank: int) -> None:
@@ -99,4 +100,6 @@ class Destinations:
             act(self._writers[name])
         except Exception as error:  # a library may raise anything
             del self._writers[name]
-            _logger.warning("logging.to: %s failed, and nothing more is written to it: %s: %s", name, type(error).__name__, error)
+            _logger.warning(
+                "logging.to: %s failed, and nothing more is written to it: %s: %s", name, type(error).__name__, error
+            )

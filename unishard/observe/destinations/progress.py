@@ -1,4 +1,6 @@
-"""Writes a line for each record on standard error: in a terminal one that is updated in place, elsewhere plain lines."""
+"""Writes a line for each record on standard error: in a terminal one that is updated in place, elsewhere plain
+lines.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ class RunFile:
 
     def read(self) -> str | None:
         """The id of the run before; None if there was none."""
-        return self._path.read_text(encoding="utf-8").strip() if self._path is not None and self._path.is_file() else None
+        return (
+            self._path.read_text(encoding="utf-8").strip() if self._path is not None and self._path.is_file() else None
+        )
 
     def write(self, run_id: str) -> None:
         """Remember an id."""

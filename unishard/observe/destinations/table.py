@@ -55,4 +55,6 @@ def _missing(cfg: Config) -> Iterator[Problem]:
     for name in cfg.logging.to:
         package = WRITERS[name].package
         if package and find_spec(package) is None:
-            yield Problem("logging.to", f"{name} needs the package {package}; pip install 'unishard[{package}]', or remove {name}")
+            yield Problem(
+                "logging.to", f"{name} needs the package {package}; pip install 'unishard[{package}]', or remove {name}"
+            )

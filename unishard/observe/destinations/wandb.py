@@ -13,7 +13,9 @@ __all__ = ["Wandb"]
 
 
 class Wandb:
-    """One run, with the config of the training; started with the first record, so that a resumed training can continue it."""
+    """One run, with the config of the training; started with the first record, so that a resumed training can continue
+    it.
+    """
 
     def __init__(self, cfg: Config) -> None:
         import wandb

@@ -1,4 +1,6 @@
-"""All features that are compared with plain torch, by area: one file per area, whose cells run in the same processes."""
+"""All features that are compared with plain torch, by area: one file per area, whose cells run in the same
+processes.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ __all__ = ["FEATURES"]
 _SCALED, _ZEROED, _SINGLE = "blocks.0.up.weight", "blocks.1.down.bias", "blocks.2.scale"
 """Parameters of the MLP; the last has one element, so most ranks hold an empty shard."""
 _DROPPED = {2: "inside", 6: "forward", 11: "end", 15: "reduced"}
-"""Discarded windows, and where: after the first micro-batch, after a forward, at the end, at the end after reading a gradient."""
+"""Discarded windows, and where: after the first micro-batch, after a forward, at the end, at the end after reading a
+gradient."""
 
 Read = Callable[[str], Tensor]
 Write = Callable[[str, Tensor], object]
@@ -131,7 +132,8 @@ def _dropping_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg:
 FEATURES = (
     Feature(
         "edited_gradients",
-        "between backward and step one gradient is tripled, one zeroed, one made noisy; `engine.grad`, `engine.set_grad`",
+        "between backward and step one gradient is tripled, one zeroed, one made noisy; `engine.grad`, "
+        "`engine.set_grad`",
         loop=_gradients_loop,
         reference=_gradients_reference,
     ),
@@ -168,7 +170,8 @@ FEATURES = (
     ),
     Feature(
         "discarded_windows",
-        "windows are discarded after a micro-batch, after a forward, at the end, or after reading a gradient; `engine.discard`",
+        "windows are discarded after a micro-batch, after a forward, at the end, or after reading a gradient; "
+        "`engine.discard`",
         loop=_dropping_loop,
         reference=_dropping_reference,
         steps_in_suite=20,

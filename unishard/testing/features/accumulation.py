@@ -33,7 +33,9 @@ def _sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the cross entropies of all labels that are not ignored; causal models predict the next token."""
     if logits.dim() == 3:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum", ignore_index=-100)
+    return functional.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum", ignore_index=-100
+    )
 
 
 def _count(labels: torch.Tensor) -> torch.Tensor:
@@ -65,10 +67,15 @@ def _weighted_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Ce
 
 def _weighted_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
     uneven = [
-        [_uneven(batch, update * cell.accumulation + index // cell.world, index % cell.world) for index, batch in enumerate(window)]
+        [
+            _uneven(batch, update * cell.accumulation + index // cell.world, index % cell.world)
+            for index, batch in enumerate(window)
+        ]
         for update, window in enumerate(data)
     ]
-    return oracle.train(model, uneven, cfg, world=cell.world, summed=oracle.Summed(_loss, lambda batch: int(_count(batch["labels"]))))
+    return oracle.train(
+        model, uneven, cfg, world=cell.world, summed=oracle.Summed(_loss, lambda batch: int(_count(batch["labels"])))
+    )
 
 
 def _lengths(cell: Cell) -> list[int]:
@@ -100,11 +107,17 @@ def _cut(batches: list[dict[str, Any]], cell: Cell) -> Iterator[list[dict[str, A
 FEATURES = (
     Feature(
         "items",
-        "losses are sums over labels that are unevenly distributed over micro-batches and ranks; `backward(loss_sum, num_items=n)`",
+        "losses are sums over labels that are unevenly distributed over micro-batches and ranks; `backward(loss_sum, "
+        "num_items=n)`",
         models=MODELS,
         loop=_weighted_loop,
         reference=_weighted_reference,
         accumulation=3,
     ),
-    Feature("changing_windows", "windows of 1, 2 and 3 micro-batches in turn", loop=_changing_loop, reference=_changing_reference),
+    Feature(
+        "changing_windows",
+        "windows of 1, 2 and 3 micro-batches in turn",
+        loop=_changing_loop,
+        reference=_changing_reference,
+    ),
 )

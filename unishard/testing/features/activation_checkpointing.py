@@ -11,7 +11,11 @@ _LLAMA = {"llama": MODELS["llama"]}
 
 FEATURES = (
     Feature(
-        "recompute_full", "every block recomputes its forward", {"activation_checkpointing": "full"}, models=_LLAMA, precisions=("fp32",)
+        "recompute_full",
+        "every block recomputes its forward",
+        {"activation_checkpointing": "full"},
+        models=_LLAMA,
+        precisions=("fp32",),
     ),
     Feature(
         "recompute_selective",
@@ -22,7 +26,10 @@ FEATURES = (
     ),
     # A compile backend without code generation: the rest is the same, and the test is faster.
     Feature(
-        "compile_per_block", "torch.compile of each block", {"compile": {"mode": "per_block", "backend": "aot_eager"}}, precisions=("fp32",)
+        "compile_per_block",
+        "torch.compile of each block",
+        {"compile": {"mode": "per_block", "backend": "aot_eager"}},
+        precisions=("fp32",),
     ),
     Feature(
         "compile_full_and_recompute",

@@ -18,7 +18,9 @@ _GROUPS = {"sharding": {"group_size": 2}}
 
 
 def _with(feature: Feature, name: str, about: str, sections: dict[str, Any], **changes: Any) -> Feature:
-    return replace(feature, name=name, about=f"{feature.about}; {about}", sections=merge(feature.sections, sections), **changes)
+    return replace(
+        feature, name=name, about=f"{feature.about}; {about}", sections=merge(feature.sections, sections), **changes
+    )
 
 
 FEATURES = (

@@ -117,7 +117,10 @@ def _pictures() -> nn.Module:
 
 
 def _sample(index: int) -> dict[str, Tensor]:
-    """A sample by index. Every fifth pair (a rank's micro-batch) has pictures, so that ranks differ and some steps have none."""
+    """A sample by index.
+
+    Every fifth pair (a rank's micro-batch) has pictures, so that ranks differ and some steps have none.
+    """
     generator = torch.Generator().manual_seed(500 + index)
     x = torch.randn(_WIDTH, generator=generator)
     return {"x": x, "labels": x[:_CLASSES].argmax(), "picture": torch.tensor(int(index // 2 % 5 == 0))}

@@ -1,4 +1,6 @@
-"""Validation during training: forwards in evaluation mode and loops of different length, which must not affect training."""
+"""Validation during training: forwards in evaluation mode and loops of different length, which must not affect
+training.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def _evaluating_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: 
 FEATURES = (
     Feature(
         "evaluation",
-        "between forward and backward the ranks evaluate different numbers of batches in `engine.lockstep()`, and one more after each step",
+        "between forward and backward the ranks evaluate different numbers of batches in `engine.lockstep()`, and one "
+        "more after each step",
         loop=_evaluating_loop,
     ),
 )

@@ -56,7 +56,8 @@ SCHEDULE: dict[int, tuple[tuple[str, bool], ...]] = {
     9: (("blocks.1.up", False), ("*.scale", True)),
     14: (("*", True),),
 }
-"""By optimizer step, the parameters that are frozen or unfrozen before it: some train for the first time at 5, 9 or 14, some again."""
+"""By optimizer step, the parameters that are frozen or unfrozen before it: some train for the first time at 5, 9 or 14,
+some again."""
 
 
 def _unfreezing(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
@@ -108,21 +109,32 @@ def _towers() -> nn.Module:
 
 
 def _used_in_turns(index: int) -> dict[str, Tensor]:
-    """The first windows do not use the second tower, then every third does; all samples of a window agree for up to 4 ranks."""
+    """The first windows do not use the second tower, then every third does; all samples of a window agree for up to 4
+    ranks.
+    """
     return MODELS["mlp"].sample(index) | {"use": torch.tensor(index // 16 % 3 == 1)}
 
 
 _ADAMW = {"optimizer": {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 
 FEATURES = (
-    Feature("lora", "fp32 adapters on a frozen fp32 base", models={"llama": TestModel(lora, MODELS["llama"].sample)}, precisions=("fp32",)),
+    Feature(
+        "lora",
+        "fp32 adapters on a frozen fp32 base",
+        models={"llama": TestModel(lora, MODELS["llama"].sample)},
+        precisions=("fp32",),
+    ),
     Feature(
         "lora_bf16_base",
         "fp32 adapters on a frozen base in bf16",
         models={"llama": TestModel(_bf16_base, MODELS["llama"].sample)},
         precisions=("bf16",),
     ),
-    Feature("frozen_layers", "some layers and a bias are frozen", models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)}),
+    Feature(
+        "frozen_layers",
+        "some layers and a bias are frozen",
+        models={"mlp": TestModel(_frozen_layers, MODELS["mlp"].sample)},
+    ),
     Feature(
         "unfreezing",
         "parameters are frozen and unfrozen during training",
@@ -146,6 +158,8 @@ FEATURES = (
         "a tower that most steps do not use",
         sections=_ADAMW,
         models={"mlp": TestModel(_towers, _used_in_turns)},
-        strategies=STRATEGIES[1:],  # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters
+        strategies=STRATEGIES[
+            1:
+        ],  # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters
     ),
 )

@@ -98,12 +98,16 @@ class _Plain:
         self.curve: list[tuple[float, float, float]] = []
         self._parameters = list(model.parameters())
         chosen = cfg.optimizer
-        self._optimizer = torch.optim.SGD(self._parameters, chosen.lr, momentum=chosen.momentum, weight_decay=chosen.weight_decay)
+        self._optimizer = torch.optim.SGD(
+            self._parameters, chosen.lr, momentum=chosen.momentum, weight_decay=chosen.weight_decay
+        )
         self._seen = 0
 
     def learn(self, loss: Tensor) -> None:
         window = self.cfg.training.gradient_accumulation_steps
-        for parameter, gradient in zip(self._parameters, torch.autograd.grad(loss / window, self._parameters), strict=True):
+        for parameter, gradient in zip(
+            self._parameters, torch.autograd.grad(loss / window, self._parameters), strict=True
+        ):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._seen += 1
         self.losses[-1] += loss.item() / window
@@ -123,7 +127,10 @@ def _turns(data: list[list[dict[str, Any]]], world: int, device: torch.device) -
     """Yields the concatenated micro-batches of all ranks, one by one."""
     for window in data:
         for start in range(0, len(window), world):
-            yield {name: torch.cat([batch[name] for batch in window[start : start + world]]).to(device) for name in window[0]}
+            yield {
+                name: torch.cat([batch[name] for batch in window[start : start + world]]).to(device)
+                for name in window[0]
+            }
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -153,6 +160,8 @@ def _plain_play(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config,
 FEATURES = (
     Feature("init_meta", prepare=_prepare_inside_init),
     # Only in fp32: there is no bf16 reference for two models.
-    Feature("frozen_teacher", prepare=_prepare_with_teacher, loop=_distil, reference=_plain_distil, precisions=("fp32",)),
+    Feature(
+        "frozen_teacher", prepare=_prepare_with_teacher, loop=_distil, reference=_plain_distil, precisions=("fp32",)
+    ),
     Feature("gan", prepare=_prepare_with_generator, loop=_play_against, reference=_plain_play, precisions=("fp32",)),
 )

@@ -11,8 +11,16 @@ _PARAMS, _OPTIMIZER, _BOTH = {"params": "cpu"}, {"optimizer": "cpu"}, {"params":
 _GROUPS = {"group_size": 2}
 
 FEATURES = (
-    Feature("offload", "parameters and optimizer in host memory", {"offload": _BOTH}, strategies=("full_shard",), worlds=(1, 2, 4)),
-    Feature("offload_adamw", "the same with AdamW", {"offload": _BOTH, "optimizer": _ADAMW}, strategies=("full_shard",)),
+    Feature(
+        "offload",
+        "parameters and optimizer in host memory",
+        {"offload": _BOTH},
+        strategies=("full_shard",),
+        worlds=(1, 2, 4),
+    ),
+    Feature(
+        "offload_adamw", "the same with AdamW", {"offload": _BOTH, "optimizer": _ADAMW}, strategies=("full_shard",)
+    ),
     Feature("offload_optimizer", "the optimizer in host memory", {"offload": _OPTIMIZER}, strategies=STRATEGIES[1:]),
     Feature(
         "offload_optimizer_adamw",
@@ -21,12 +29,7 @@ FEATURES = (
         strategies=STRATEGIES[1:],
         worlds=(1, 4),
     ),
-    Feature(
-        "offload_params",
-        "only the parameters in host memory",
-        {"offload": _PARAMS},
-        strategies=("full_shard",),
-    ),
+    Feature("offload_params", "only the parameters in host memory", {"offload": _PARAMS}, strategies=("full_shard",)),
     Feature(
         "offload_hybrid",
         "both, with hybrid sharding in groups of 2 ranks",

@@ -55,7 +55,9 @@ def _with_scheduler(model: nn.Module, cfg: Config) -> unishard.Engine:
 
 
 def _with_scheduler_function(model: nn.Module, cfg: Config) -> unishard.Engine:
-    return unishard.prepare(model, cfg, scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, _linear))
+    return unishard.prepare(
+        model, cfg, scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, _linear)
+    )
 
 
 def _object(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
@@ -88,7 +90,14 @@ FEATURES = (
     Feature(
         "adagrad",
         "Adagrad with another learning rate for the head",
-        {"optimizer": {"name": "adagrad", "lr": 1e-2, "weight_decay": 0.1, "groups": [{"params": ["^head"], "lr": 1e-3}]}},
+        {
+            "optimizer": {
+                "name": "adagrad",
+                "lr": 1e-2,
+                "weight_decay": 0.1,
+                "groups": [{"params": ["^head"], "lr": 1e-3}],
+            }
+        },
     ),
     Feature(
         "lion",
@@ -107,14 +116,24 @@ FEATURES = (
                 "nesterov": True,
                 "weight_decay": 0.1,
                 "no_decay": ["bias", "norm", "scale"],
-                "groups": [{"params": [r"^blocks\.[01]\."], "lr": 0.02}, {"params": ["^head"], "lr": 0.05, "weight_decay": 0.2}],
+                "groups": [
+                    {"params": [r"^blocks\.[01]\."], "lr": 0.02},
+                    {"params": ["^head"], "lr": 0.05, "weight_decay": 0.2},
+                ],
             }
         },
     ),
     Feature(
         "llama_no_decay",
         "AdamW on a Llama, norms without weight decay, another learning rate for the embedding",
-        {"optimizer": {"lr": 3e-3, "weight_decay": 0.1, "no_decay": ["norm"], "groups": [{"params": ["embed"], "lr": 1e-3}]}},
+        {
+            "optimizer": {
+                "lr": 3e-3,
+                "weight_decay": 0.1,
+                "no_decay": ["norm"],
+                "groups": [{"params": ["embed"], "lr": 1e-3}],
+            }
+        },
         models={"llama": MODELS["llama"]},
         strategies=("shard_optimizer", "full_shard"),
         precisions=("fp32",),

@@ -1,4 +1,6 @@
-"""Other precisions than fp32 and bf16 with fp32 master weights: fp16, models loaded in bf16, and training without master weights."""
+"""Other precisions than fp32 and bf16 with fp32 master weights: fp16, models loaded in bf16, and training without
+master weights.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,16 @@ FEATURES = (
         steps_in_suite=20,
     ),
     Feature(
-        "fp16_static_scale", "fp16 with a constant loss scale", {"precision": {"loss_scale": 128}}, precisions=("fp16",), accumulation=1
+        "fp16_static_scale",
+        "fp16 with a constant loss scale",
+        {"precision": {"loss_scale": 128}},
+        precisions=("fp16",),
+        accumulation=1,
     ),
     Feature("bf16_loaded", "a model loaded in bf16, trained with fp32 master weights", models=_LOADED),
-    # One micro-batch per window, since each engine has its own order of summing bf16 gradients over ranks and micro-batches.
-    # AdamW, whose fused kernel rounds once; torch's SGD on the CPU rounds the last elements of a tensor differently.
+    # One micro-batch per window, since each engine has its own order of summing bf16 gradients over ranks and
+    # micro-batches. AdamW, whose fused kernel rounds once; torch's SGD on the CPU rounds the last elements of a tensor
+    # differently.
     Feature(
         "pure_bf16",
         "weights and optimizer state in bf16, no master weights",

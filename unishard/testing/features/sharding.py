@@ -15,7 +15,15 @@ _HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 _GROUPS = {"sharding": {"group_size": 2}}
 
 FEATURES = (
-    Feature("hybrid", "hybrid sharding in groups of 2 ranks", _GROUPS, models=MODELS, strategies=_HYBRID, worlds=(4,), accumulation=3),
+    Feature(
+        "hybrid",
+        "hybrid sharding in groups of 2 ranks",
+        _GROUPS,
+        models=MODELS,
+        strategies=_HYBRID,
+        worlds=(4,),
+        accumulation=3,
+    ),
     Feature(
         "one_group",
         "hybrid sharding with one group of all ranks",

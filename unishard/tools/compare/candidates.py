@@ -57,7 +57,8 @@ class Variant(NamedTuple):
 
 
 def candidates_of(cfg: Config, backends: str | None, strategies: str | None) -> list[Variant]:
-    """Every combination, in the order given; without one, all installed backends, the config's own first, and the config's own strategy.
+    """Every combination, in the order given; without one, all installed backends, the config's own first, and the
+    config's own strategy.
 
     Args:
         cfg: The config.
@@ -68,7 +69,9 @@ def candidates_of(cfg: Config, backends: str | None, strategies: str | None) -> 
         ConfigError: A name is unknown.
     """
     wanted = strategies_of(strategies) or [cfg.sharding.strategy]
-    return list(dict.fromkeys(Variant(backend, strategy) for backend in backends_of(cfg, backends) for strategy in wanted))
+    return list(
+        dict.fromkeys(Variant(backend, strategy) for backend in backends_of(cfg, backends) for strategy in wanted)
+    )
 
 
 def backends_of(cfg: Config, names: str | None) -> list[str]:
@@ -81,7 +84,9 @@ def backends_of(cfg: Config, names: str | None) -> list[str]:
     found = _words(names) or [cfg.backend, *(name for name in installed if name != cfg.backend)]
     unknown = [name for name in found if name not in installed]
     if unknown:
-        raise ConfigError([Problem("--backends", f"{name!r} is unknown; write {' or '.join(installed)}") for name in unknown])
+        raise ConfigError(
+            [Problem("--backends", f"{name!r} is unknown; write {' or '.join(installed)}") for name in unknown]
+        )
     return found
 
 
@@ -106,7 +111,9 @@ def _strategy(word: str) -> str:
         raise ConfigError([Problem("--strategies", problem.what) for problem in error.problems]) from None
 
 
-def overrides_of(cfg: Config, candidate: ComparedRow, folder: Path, changes: Sequence[str], module_steps: Sequence[int] = ()) -> list[str]:
+def overrides_of(
+    cfg: Config, candidate: ComparedRow, folder: Path, changes: Sequence[str], module_steps: Sequence[int] = ()
+) -> list[str]:
     """The overrides of a candidate's run: it logs each step to `folder`, and saves and traces nothing outside it.
 
     Args:

@@ -1,7 +1,8 @@
 """Why two runs differ, found from how their curves differ and from their configs. Pure.
 
-The first loss and the first norm are of the same weights, so what differs there is the data, the weights, the dtype, or the scale of the
-loss. What is the same there and differs later is the update: learning rate, clipping, weight decay, the optimizer's other settings.
+The first loss and the first norm are of the same weights, so what differs there is the data, the weights, the dtype, or
+the scale of the loss. What is the same there and differs later is the update: learning rate, clipping, weight decay,
+the optimizer's other settings.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class _Pair(NamedTuple):
 
     def ratio(self, values: str) -> float:
         """Of the first values; NaN where one is missing or zero."""
-        one, other = (getattr(run.course, values)[place] for run, place in zip((self.found, self.expected), self.first, strict=True))
+        one, other = (
+            getattr(run.course, values)[place]
+            for run, place in zip((self.found, self.expected), self.first, strict=True)
+        )
         return one / other if one and other else math.nan
 
 
@@ -85,7 +89,9 @@ def _configured(pair: _Pair) -> Iterator[LikelyCause]:
             if under and path not in told and path in pair.expected.facts and value != pair.expected.facts[path]:
                 told.add(path)
                 yield LikelyCause(
-                    name, f"{path} is {_shown(value)} in {pair.found.name}, {_shown(pair.expected.facts[path])} in {pair.expected.name}"
+                    name,
+                    f"{path} is {_shown(value)} in {pair.found.name}, {_shown(pair.expected.facts[path])} in "
+                    f"{pair.expected.name}",
                 )
 
 
@@ -93,14 +99,17 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-# -- signs: each says its cause, or None ------------------------------------------------------------------------------------------
+# -- signs: each says its cause, or None
+# ------------------------------------------------------------------------------------------
 
 
 def _accumulation(pair: _Pair) -> LikelyCause | None:
     one, other = (run.course.samples[place] for run, place in zip((pair.found, pair.expected), pair.first, strict=True))
     if one is None or other is None or abs(one - other) < 0.5:
         return None
-    return LikelyCause("accumulation", f"an update takes {one} samples in {pair.found.name}, {other} in {pair.expected.name}")
+    return LikelyCause(
+        "accumulation", f"an update takes {one} samples in {pair.found.name}, {other} in {pair.expected.name}"
+    )
 
 
 def _scale(pair: _Pair) -> LikelyCause | None:
@@ -109,13 +118,18 @@ def _scale(pair: _Pair) -> LikelyCause | None:
     if not abs(norm - 1) > _SLIGHT or not (abs(loss / norm - 1) < 1e-3 or abs(loss - 1) < 1e-3):
         return None
     what = "loss and norm are both" if abs(loss - 1) > _SLIGHT else "the loss agrees, but its gradients are"
-    return LikelyCause("scale", f"{what} {norm:.4g} times those expected: a loss that is divided twice or not at all, or a sum for a mean")
+    return LikelyCause(
+        "scale",
+        f"{what} {norm:.4g} times those expected: a loss that is divided twice or not at all, or a sum for a mean",
+    )
 
 
 def _dtype(pair: _Pair) -> LikelyCause | None:
     loss, norm = abs(pair.ratio("losses") - 1), abs(pair.ratio("norms") - 1)
     if _at_start(pair) and max(loss, 0 if math.isnan(norm) else norm) <= _SLIGHT:
-        return LikelyCause("dtype", f"the first values differ, but by only {pair.at.relative:.0e}: precision, or another kernel")
+        return LikelyCause(
+            "dtype", f"the first values differ, but by only {pair.at.relative:.0e}: precision, or another kernel"
+        )
     return None
 
 
@@ -123,9 +137,13 @@ def _data_order(pair: _Pair) -> LikelyCause | None:
     if _scale(pair) or _accumulation(pair) or _dtype(pair):
         return None
     if _at_start(pair):
-        return LikelyCause("data order", "the first values differ much: another order of the data, or other initial weights (seed)")
+        return LikelyCause(
+            "data order", "the first values differ much: another order of the data, or other initial weights (seed)"
+        )
     if pair.at.name == "loss" and pair.at.relative > _SUDDEN and not _rate(pair) and not _clipping(pair):
-        return LikelyCause("data order", f"all agrees before step {pair.at.step}, where the loss jumps: other data from there")
+        return LikelyCause(
+            "data order", f"all agrees before step {pair.at.step}, where the loss jumps: other data from there"
+        )
     return None
 
 
@@ -134,7 +152,10 @@ def _rate(pair: _Pair) -> LikelyCause | None:
     other = dict(zip(pair.expected.course.steps, pair.expected.course.lrs, strict=True))
     for step, rate in zip(pair.found.course.steps, pair.found.course.lrs, strict=True):
         if step <= pair.at.step and other.get(step) is not None and relative(rate, other[step]) > 1e-6:
-            return LikelyCause("learning rate", f"lr at step {step} is {rate} in {pair.found.name}, {other[step]} in {pair.expected.name}")
+            return LikelyCause(
+                "learning rate",
+                f"lr at step {step} is {rate} in {pair.found.name}, {other[step]} in {pair.expected.name}",
+            )
     return None
 
 
@@ -144,9 +165,15 @@ def _clipping(pair: _Pair) -> LikelyCause | None:
     limit = min((limit for limit in limits if limit is not None), default=None)
     if limit is None or _at_start(pair) or _rate(pair):
         return None
-    norms = [(step, norm) for step, norm in zip(pair.expected.course.steps, pair.expected.course.norms, strict=True) if norm is not None]
+    norms = [
+        (step, norm)
+        for step, norm in zip(pair.expected.course.steps, pair.expected.course.norms, strict=True)
+        if norm is not None
+    ]
     above, norm = next(((step, norm) for step, norm in norms if norm > limit), (None, 0.0))
-    if above is None or not above < pair.at.step <= above + 2:  # Adam's first update does not depend on the gradients' scale
+    if (
+        above is None or not above < pair.at.step <= above + 2
+    ):  # Adam's first update does not depend on the gradients' scale
         return None
     if pair.found.facts.get("optimizer.name") == "sgd" and _less_than_clipping(pair, above, norm, limit):
         return None
@@ -154,7 +181,9 @@ def _clipping(pair: _Pair) -> LikelyCause | None:
 
 
 def _less_than_clipping(pair: _Pair, step: int, norm: float, limit: float) -> bool:
-    """Whether a loss differs by much less than clipping this norm changes it: lr x (norm - limit) x norm, for the same data."""
+    """Whether a loss differs by much less than clipping this norm changes it: lr x (norm - limit) x norm, for the same
+    data.
+    """
     rate = dict(zip(pair.expected.course.steps, pair.expected.course.lrs, strict=True)).get(step)
     known = rate is not None and pair.at.name == "loss" and pair.at.found is not None and pair.at.expected is not None
     return known and abs(pair.at.found - pair.at.expected) < _FAINT * rate * (norm - limit) * norm  # type: ignore[operator]
@@ -163,7 +192,10 @@ def _less_than_clipping(pair: _Pair, step: int, norm: float, limit: float) -> bo
 def _decay(pair: _Pair) -> LikelyCause | None:
     if _at_start(pair) or _rate(pair) or pair.at.relative > _SUDDEN:
         return None
-    return LikelyCause("weight decay", f"the first values agree and step {pair.at.step} drifts: weight decay, or the optimizer's options")
+    return LikelyCause(
+        "weight decay",
+        f"the first values agree and step {pair.at.step} drifts: weight decay, or the optimizer's options",
+    )
 
 
 def _at_start(pair: _Pair) -> bool:
@@ -171,5 +203,13 @@ def _at_start(pair: _Pair) -> bool:
     return pair.at.step == pair.found.course.steps[pair.first[0]] and pair.at.name != "lr"
 
 
-_SIGNS: tuple[Callable[[_Pair], LikelyCause | None], ...] = (_accumulation, _scale, _dtype, _rate, _clipping, _data_order, _decay)
+_SIGNS: tuple[Callable[[_Pair], LikelyCause | None], ...] = (
+    _accumulation,
+    _scale,
+    _dtype,
+    _rate,
+    _clipping,
+    _data_order,
+    _decay,
+)
 """In the order of how much each proves."""

@@ -52,7 +52,9 @@ def distance_to(found: Course, expected: Course) -> Distance:
     """Compare all common steps."""
     pairs = list(_pairs(found, expected))
     losses = [relative(found.losses[one], expected.losses[other]) for one, other in pairs]
-    norms = [relative(found.norms[one], expected.norms[other]) for one, other in pairs if expected.norms[other] is not None]
+    norms = [
+        relative(found.norms[one], expected.norms[other]) for one, other in pairs if expected.norms[other] is not None
+    ]
     return Distance(max(losses, default=None), max(norms, default=None), len(pairs))
 
 
@@ -60,7 +62,12 @@ def first_divergence(found: Course, expected: Course, tolerance: Tolerance) -> D
     """The first value beyond its tolerance, by step and then loss, norm, learning rate; None if there is none."""
     for turn, (one, other) in enumerate(_pairs(found, expected)):
         values = (
-            ("loss", found.losses[one], expected.losses[other], tolerance.first_losses if turn < _FIRST else tolerance.losses),
+            (
+                "loss",
+                found.losses[one],
+                expected.losses[other],
+                tolerance.first_losses if turn < _FIRST else tolerance.losses,
+            ),
             ("grad_norm", found.norms[one], expected.norms[other], tolerance.norms if turn else tolerance.first_norm),
             ("lr", found.lrs[one], expected.lrs[other], _RATES),
         )

@@ -47,7 +47,10 @@ def golden_text(records: Sequence[Record], cfg: Config, modules: str = "") -> st
     course = Course.of(records)
     lines: list[dict[str, Any]] = [{"unishard_golden": 1, "config": facts_of(cfg)}]
     rows = zip(course.steps, course.losses, course.norms, course.lrs, course.samples, strict=True)
-    lines += [{"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples": samples} for step, loss, norm, lr, samples in rows]
+    lines += [
+        {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples": samples}
+        for step, loss, norm, lr, samples in rows
+    ]
     return "".join(json.dumps(line) + "\n" for line in lines) + module_lines(modules)
 
 
@@ -60,13 +63,19 @@ def read_golden(path: Path) -> ComparedRun:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise ConfigError([Problem("", f"cannot be opened ({error.strerror}); name a golden file, or a log.jsonl", str(path))]) from None
+        raise ConfigError(
+            [Problem("", f"cannot be opened ({error.strerror}); name a golden file, or a log.jsonl", str(path))]
+        ) from None
     if size > _LARGEST or not path.is_file():
-        raise ConfigError([Problem("", f"is no file of at most {_LARGEST} bytes; name a golden file, or a log.jsonl", str(path))])
+        raise ConfigError(
+            [Problem("", f"is no file of at most {_LARGEST} bytes; name a golden file, or a log.jsonl", str(path))]
+        )
     text = path.read_text(encoding="utf-8", errors="replace")
     records = records_in(text)
     if not records:
-        what = 'has no losses; write it with --write-golden, or name a log.jsonl: lines such as {"step": 1, "loss": 2.5}'
+        what = (
+            'has no losses; write it with --write-golden, or name a log.jsonl: lines such as {"step": 1, "loss": 2.5}'
+        )
         raise ConfigError([Problem("", what, str(path))])
     return ComparedRun(path.name, Course.of(records), _config_in(text))
 

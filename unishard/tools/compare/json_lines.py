@@ -22,7 +22,11 @@ def lines_in(text: str) -> Iterator[dict[str, Any]]:
             found = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and isinstance(found.get("step"), int) and all(map(_is_sound, found, found.values())):
+        if (
+            isinstance(found, dict)
+            and isinstance(found.get("step"), int)
+            and all(map(_is_sound, found, found.values()))
+        ):
             yield found
 
 

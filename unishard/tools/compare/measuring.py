@@ -25,7 +25,9 @@ _ENDS = 60.0
 _WARM_UP = 3
 """Steps that are not timed: allocations, autotuning, first collectives."""
 _RAISED = re.compile(r"^unishard: rank \d+ of \d+ raised (.*)$", re.MULTILINE)
-_ERROR = re.compile(r"^(?:\[?rank\d+\]?: ?)?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Failure): .*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(?:\[?rank\d+\]?: ?)?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Failure): .*)$", re.MULTILINE
+)
 
 
 class Task(NamedTuple):
@@ -60,7 +62,9 @@ class Measured:
     @property
     def timed(self) -> tuple[Record, ...]:
         """The records of all rounds without those of the warm-up: 3 steps of each, and at most half of all."""
-        return tuple(record for each in (self.records, *self.repeats) for record in each[min(_WARM_UP, len(each) // 2) :])
+        return tuple(
+            record for each in (self.records, *self.repeats) for record in each[min(_WARM_UP, len(each) // 2) :]
+        )
 
     def again(self, later: Self) -> Self:
         """The same with another round, or failed as it has."""
@@ -106,7 +110,9 @@ class Measured:
 
 
 def in_turns(candidates: int, rounds: int) -> list[tuple[int, int]]:
-    """The order of runs, as candidate and round: every second round backward, so that a machine that gets slower is no disadvantage."""
+    """The order of runs, as candidate and round: every second round backward, so that a machine that gets slower is no
+    disadvantage.
+    """
     order = list(range(candidates))
     return [(at, turn) for turn in range(rounds) for at in (order[::-1] if turn % 2 else order)]
 

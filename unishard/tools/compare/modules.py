@@ -11,7 +11,16 @@ from unishard.contract.tolerances import Tolerance
 from unishard.tools.compare.distance import relative
 from unishard.tools.compare.json_lines import lines_in
 
-__all__ = ["FILE", "FirstModule", "Located", "MeasuredModules", "first_module", "lines_of", "module_lines", "modules_in"]
+__all__ = [
+    "FILE",
+    "FirstModule",
+    "Located",
+    "MeasuredModules",
+    "first_module",
+    "lines_of",
+    "module_lines",
+    "modules_in",
+]
 
 FILE = "modules.jsonl"
 """Its name beside `log.jsonl`."""
@@ -71,8 +80,11 @@ def module_lines(text: str) -> str:
     return "".join(f"{line}\n" for line in text.splitlines() if '"module"' in line or '"parameter"' in line)
 
 
-def first_module(found: Mapping[int, MeasuredModules], expected: Mapping[int, MeasuredModules], tolerance: Tolerance) -> Located:
-    """Compare all common steps: outputs in the order of the forward, their gradients in that of the backward, gradients of weights.
+def first_module(
+    found: Mapping[int, MeasuredModules], expected: Mapping[int, MeasuredModules], tolerance: Tolerance
+) -> Located:
+    """Compare all common steps: outputs in the order of the forward, their gradients in that of the backward, gradients
+    of weights.
 
     Args:
         found: The run.
@@ -92,7 +104,11 @@ def first_module(found: Mapping[int, MeasuredModules], expected: Mapping[int, Me
         return Located(None, ("no module was measured in both runs",))
     note = f"all modules agree: the largest difference is {most.relative:.1e}, of {_subject(most)}"
     return Located(
-        None, (f"{note}; so what differs is computed outside the model, such as a loss in the script", *_unseen(found, expected))
+        None,
+        (
+            f"{note}; so what differs is computed outside the model, such as a loss in the script",
+            *_unseen(found, expected),
+        ),
     )
 
 
@@ -145,12 +161,20 @@ def _weights_before(found: MeasuredModules, expected: MeasuredModules, first: Fi
 def _unseen(found: Mapping[int, MeasuredModules], expected: Mapping[int, MeasuredModules]) -> Sequence[str]:
     names: list[set[str]] = [{name for step in side.values() for name in step.modules} for side in (found, expected)]
     missing = sorted(names[0] ^ names[1])
-    return (f"only one of the runs has {', '.join(missing[:3])}" + (" and others" if len(missing) > 3 else ""),) if missing else ()
+    return (
+        (f"only one of the runs has {', '.join(missing[:3])}" + (" and others" if len(missing) > 3 else ""),)
+        if missing
+        else ()
+    )
 
 
 def _subject(first: FirstModule) -> str:
     name = first.module or "the model itself"
-    kind = {"output": "the output of", "gradient": "the gradient of the output of", "weights": "a gradient of weights of"}[first.what]
+    kind = {
+        "output": "the output of",
+        "gradient": "the gradient of the output of",
+        "weights": "a gradient of weights of",
+    }[first.what]
     return f"{kind} {name}"
 
 
@@ -159,7 +183,11 @@ def lines_of(located: Located) -> Iterator[str]:
     first = located.first
     if first is not None:
         name = first.module or "the model itself"
-        what = {"output": "its output", "gradient": "the gradient of its output", "weights": "the gradient of its weights"}[first.what]
+        what = {
+            "output": "its output",
+            "gradient": "the gradient of its output",
+            "weights": "the gradient of its weights",
+        }[first.what]
         phase = "forward" if first.what == "output" else "backward"
         values = f"{first.value} of {what} is {_shown(first.found)}, not {_shown(first.expected)}"
         if first.what == "weights":

@@ -35,7 +35,10 @@ def page_of(rows: Sequence[Measured], title: str, peak_tflops: float | None = No
 
 def _page(rows: Sequence[Measured], title: str, peak_tflops: float | None) -> Iterator[str]:
     yield "<!doctype html>"
-    yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>'
+    yield (
+        '<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>'
+    )
     yield f"<h1>{escape(title)}</h1>"
     yield from _table(rows, distances(rows), peak_tflops)
     run = [row for row in rows if not row.failure]
@@ -48,13 +51,28 @@ def _page(rows: Sequence[Measured], title: str, peak_tflops: float | None) -> It
 
 
 def _table(rows: Sequence[Measured], far: Sequence[Distance | None], peak_tflops: float | None) -> Iterator[str]:
-    heads = ["", "step s", "tokens/s", "samples/s", "TFLOP/s", "MFU", "memory GiB", "sent GiB", "first step s", "loss diff", "norm diff"]
+    heads = [
+        "",
+        "step s",
+        "tokens/s",
+        "samples/s",
+        "TFLOP/s",
+        "MFU",
+        "memory GiB",
+        "sent GiB",
+        "first step s",
+        "loss diff",
+        "norm diff",
+    ]
     yield "<table><tr>" + "".join(f"<th>{name}</th>" for name in heads) + "</tr>"
     best = min((seconds for row in rows if (seconds := row.median("step_seconds")) is not None), default=None)
     for row, distance in zip(rows, far, strict=True):
         name = escape(str(row.candidate))
         if row.failure:
-            yield f'<tr><td>{name}</td><td class="text" colspan="{len(heads) - 1}">failed: {escape(row.failure)}</td></tr>'
+            yield (
+                f'<tr><td>{name}</td><td class="text" colspan="{len(heads) - 1}">failed: '
+                f"{escape(row.failure)}</td></tr>"
+            )
             continue
         seconds = row.median("step_seconds")
         cells = [
@@ -72,7 +90,9 @@ def _table(rows: Sequence[Measured], far: Sequence[Distance | None], peak_tflops
         ]
         own = ' class="best"' if seconds is not None and seconds == best else ""
         yield f"<tr{own}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    yield "</table><p>sent: what one rank sends in a step by the formulas of <code>unishard plan</code>, not counted</p>"
+    yield (
+        "</table><p>sent: what one rank sends in a step by the formulas of <code>unishard plan</code>, not counted</p>"
+    )
 
 
 def _bars(rows: Sequence[Measured]) -> Iterator[str]:
@@ -82,13 +102,18 @@ def _bars(rows: Sequence[Measured]) -> Iterator[str]:
     for at, (row, seconds) in enumerate(timed):
         top, width = at * _BAR, (_WIDTH - _LABEL - 80) * seconds / most
         yield f'<text x="{_LABEL - 8}" y="{top + 15}" text-anchor="end">{escape(str(row.candidate))}</text>'
-        yield f'<rect x="{_LABEL}" y="{top + 3}" width="{width:.1f}" height="{_BAR - 6}" fill="{_COLORS[at % len(_COLORS)]}"/>'
+        yield (
+            f'<rect x="{_LABEL}" y="{top + 3}" width="{width:.1f}" height="{_BAR - 6}" '
+            f'fill="{_COLORS[at % len(_COLORS)]}"/>'
+        )
         yield f'<text x="{_LABEL + width + 6:.1f}" y="{top + 15}">{seconds:.4g}</text>'
     yield "</svg>"
 
 
 def _curves(rows: Sequence[Measured]) -> Iterator[str]:
-    points = [[(record["step"], record["loss"]) for record in row.records if record.get("loss") is not None] for row in rows]
+    points = [
+        [(record["step"], record["loss"]) for record in row.records if record.get("loss") is not None] for row in rows
+    ]
     steps, losses = ([point[at] for curve in points for point in curve] for at in (0, 1))
     if not steps:
         return
@@ -100,7 +125,8 @@ def _curves(rows: Sequence[Measured]) -> Iterator[str]:
     for at, (row, curve) in enumerate(zip(rows, points, strict=True)):
         color = _COLORS[at % len(_COLORS)]
         path = " ".join(
-            f"{60 + (_WIDTH - 70) * (step - left) / across:.1f},{8 + (_HIGH - 20) * (high - loss) / up:.1f}" for step, loss in curve
+            f"{60 + (_WIDTH - 70) * (step - left) / across:.1f},{8 + (_HIGH - 20) * (high - loss) / up:.1f}"
+            for step, loss in curve
         )
         # Curves that lie on each other are all seen: the later ones are thinner.
         yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{max(1.5, 5 - 1.5 * at)}"/>'

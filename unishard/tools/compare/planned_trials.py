@@ -35,7 +35,10 @@ class PlannedModelFacts:
         if word not in self._known:
             try:
                 self._known[word] = by_micro_batch(
-                    lambda size, length: self._model.activations(size, length, word if isinstance(word, str) else list(word)), self._seq_len
+                    lambda size, length: self._model.activations(
+                        size, length, word if isinstance(word, str) else list(word)
+                    ),
+                    self._seq_len,
                 )
             except ModelError as error:
                 self._known[word] = None

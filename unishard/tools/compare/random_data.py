@@ -26,13 +26,19 @@ def main() -> None:
     model, batch, loss = BuiltModel(given.model, PlannedModel(given.model, cfg).folder).build()
     if batch is None:
         raise unishard.ModelError(
-            f"--model {given.model}: its inputs are not known; let the factory return (model, batch), where batch(micro_batch_size, "
+            f"--model {given.model}: its inputs are not known; let the factory return (model, batch), where "
+            "batch(micro_batch_size, "
             "seq_len) returns the keyword arguments of forward, or give a script"
         )
     with unishard.prepare(model, cfg) as engine:
         while True:
             inputs = _inputs(batch, cfg.training.micro_batch_size, given.seq_len, getattr(model, "config", None))
-            out = engine(**{name: value.to(engine.device) if isinstance(value, Tensor) else value for name, value in inputs.items()})
+            out = engine(
+                **{
+                    name: value.to(engine.device) if isinstance(value, Tensor) else value
+                    for name, value in inputs.items()
+                }
+            )
             engine.backward(loss(out))
             engine.step()
 

@@ -17,7 +17,9 @@ Record = Mapping[str, Any]
 
 
 def records_in(text: str) -> list[Record]:
-    """The records of a file's text, in order of their steps; lines that are no record, such as a last half one, are left out."""
+    """The records of a file's text, in order of their steps; lines that are no record, such as a last half one, are
+    left out.
+    """
     by_step: dict[int, dict[str, Any]] = {}
     for record in lines_in(text):
         if not record.keys() & {"module", "parameter"}:
@@ -61,4 +63,8 @@ def _samples(record: Record) -> int | None:
     """The samples of a step: given in a golden file, else what was measured."""
     rate, seconds = record.get("samples_per_second"), record.get("step_seconds")
     known = record.get("samples")
-    return known if known is not None or not rate or not seconds or not math.isfinite(rate * seconds) else round(rate * seconds)
+    return (
+        known
+        if known is not None or not rate or not seconds or not math.isfinite(rate * seconds)
+        else round(rate * seconds)
+    )

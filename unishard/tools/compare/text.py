@@ -38,7 +38,8 @@ def lines_of(rows: Sequence[Measured], peak_tflops: float | None = None) -> Iter
         loss, norm = (None, None) if found is None else (found.loss, found.norm)
         yield (
             f"{row.candidate!s:<25}{number(row.median('step_seconds'), '.4g'):>8}{number(rate, ',.0f'):>10}"
-            f"{number(row.memory_gib, '.2f'):>7}{number(row.first_step, '.1f'):>9}{number(loss, '.1e'):>10}{number(norm, '.1e'):>10}"
+            f"{number(row.memory_gib, '.2f'):>7}{number(row.first_step, '.1f'):>9}"
+            f"{number(loss, '.1e'):>10}{number(norm, '.1e'):>10}"
         )
     run = [row for row in rows if not row.failure]
     yield from _work(run, peak_tflops)

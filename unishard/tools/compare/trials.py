@@ -38,7 +38,9 @@ class Trial(NamedTuple):
     @property
     def folder(self) -> str:
         """The name of its folder."""
-        return f"{self.backend}-{self.strategy}-{self._word}-{self.micro_batch_size}x{self.accumulation}".replace(" ", "")
+        return f"{self.backend}-{self.strategy}-{self._word}-{self.micro_batch_size}x{self.accumulation}".replace(
+            " ", ""
+        )
 
     @property
     def _word(self) -> str:
@@ -46,10 +48,15 @@ class Trial(NamedTuple):
 
     def changes(self, cfg: Config) -> list[str]:
         """The overrides that differ from a config, as for `unishard set`."""
-        changes = [change for change in strategy_changes(cfg, self.backend, self.strategy) if not _says_nothing(cfg, change)]
+        changes = [
+            change for change in strategy_changes(cfg, self.backend, self.strategy) if not _says_nothing(cfg, change)
+        ]
         if _own_word(cfg) != self.recomputation:
             changes.append(f"activation_checkpointing={json.dumps(self.recomputation)}")
-        for name, value in (("micro_batch_size", self.micro_batch_size), ("gradient_accumulation_steps", self.accumulation)):
+        for name, value in (
+            ("micro_batch_size", self.micro_batch_size),
+            ("gradient_accumulation_steps", self.accumulation),
+        ):
             if getattr(cfg.training, name) != value:
                 changes.append(f"training.{name}={value}")
         return changes
@@ -98,7 +105,13 @@ class _Choices(NamedTuple):
 def own_trial(cfg: Config) -> Trial:
     """The config as it is."""
     training = cfg.training
-    return Trial(cfg.backend, cfg.sharding.strategy, _own_word(cfg), training.micro_batch_size, training.gradient_accumulation_steps)
+    return Trial(
+        cfg.backend,
+        cfg.sharding.strategy,
+        _own_word(cfg),
+        training.micro_batch_size,
+        training.gradient_accumulation_steps,
+    )
 
 
 def words_of(cfg: Config, known: Iterable[str]) -> list[Recomputation]:
@@ -131,7 +144,9 @@ def trials_of(
     choices = _Choices(backends, strategies, words, _micro_batches(cfg))
     own = own_trial(cfg)
     found = [_judged(cfg, trial, topology, facts) for trial in _combinations(cfg, choices)]
-    dropped = [Dropped(trial, reason, _bytes_of(planned)) for trial, reason, planned in found if reason and trial != own]
+    dropped = [
+        Dropped(trial, reason, _bytes_of(planned)) for trial, reason, planned in found if reason and trial != own
+    ]
     fitting = [(trial, planned) for trial, reason, planned in found if not reason]
     useless = [drop for drop in _useless(fitting, words, facts) if drop.trial != own]
     dropped += useless
@@ -139,7 +154,9 @@ def trials_of(
     others = [each for each in fitting if each[0] != own and each[0] not in left]
     ranked = sorted(others, key=lambda each: _price(each[0], each[1], words, topology, facts))
     names = [own, *(trial for trial, _ in ranked)]
-    dropped += [Dropped(trial, f"beyond the {most} that the plan expects to be fastest; raise --most") for trial in names[most:]]
+    dropped += [
+        Dropped(trial, f"beyond the {most} that the plan expects to be fastest; raise --most") for trial in names[most:]
+    ]
     return Trials(names[:most], dropped)
 
 
@@ -158,7 +175,9 @@ def _combinations(cfg: Config, choices: _Choices) -> Iterator[Trial]:
                     yield Trial(backend, strategy, word, size, samples // size)
 
 
-def _judged(cfg: Config, trial: Trial, topology: Topology, facts: PlannedFacts | None) -> tuple[Trial, str, Candidate | None]:
+def _judged(
+    cfg: Config, trial: Trial, topology: Topology, facts: PlannedFacts | None
+) -> tuple[Trial, str, Candidate | None]:
     """A trial, why it cannot run, and its plan."""
     try:
         chosen = cfg.override(*changes) if (changes := trial.changes(cfg)) else cfg
@@ -172,7 +191,9 @@ def _judged(cfg: Config, trial: Trial, topology: Topology, facts: PlannedFacts |
     if planned.peak is None:
         return trial, planned.refusal, planned
     if facts.device is not None and not planned.fits(facts.device.memory):
-        needed = f"needs {with_unit(planned.peak.nbytes)} of {with_unit(facts.device.memory)} in the {planned.peak.where}"
+        needed = (
+            f"needs {with_unit(planned.peak.nbytes)} of {with_unit(facts.device.memory)} in the {planned.peak.where}"
+        )
         return trial, f"does not fit: {needed}", planned
     return trial, "", planned
 
@@ -198,7 +219,11 @@ def _useless(
 
 
 def _price(
-    trial: Trial, planned: Candidate | None, words: Sequence[Recomputation], topology: Topology, facts: PlannedFacts | None
+    trial: Trial,
+    planned: Candidate | None,
+    words: Sequence[Recomputation],
+    topology: Topology,
+    facts: PlannedFacts | None,
 ) -> tuple[int, float, int]:
     """The least recomputation first, then the least time on the wire, then the largest micro-batch."""
     seconds = 0.0

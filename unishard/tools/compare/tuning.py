@@ -77,12 +77,17 @@ def tuned(cfg: Config, measured: Sequence[Measured], dropped: Sequence[Dropped])
         return Tuned(rows, dropped, None, (), f"no candidate could be measured; the config as it is: {rows[0].failure}")
     own = rows[0]
     if len(timed) < 2:
-        reason = f"only {next(iter(timed))} could be measured, which is no comparison; repair what failed, or name other candidates"
+        reason = (
+            f"only {next(iter(timed))} could be measured, which is no comparison; repair what failed, or name "
+            "other candidates"
+        )
         return Tuned(rows, dropped, None, (), f"{reason}: {_OPTIONS}")
     best = min((row for row in rows if row.candidate in timed), key=lambda row: timed[row.candidate])
     count = f"the fastest of {len(timed)} that were measured"
     if own.failure:
-        reason = f"{best.candidate}: {timed[best.candidate]:.4g} s a step, {count}; the config as it is fails: {own.failure}"
+        reason = (
+            f"{best.candidate}: {timed[best.candidate]:.4g} s a step, {count}; the config as it is fails: {own.failure}"
+        )
         return Tuned(rows, dropped, best, tuple(best.candidate.changes(cfg)), reason)
     faster = timed[own.candidate] / timed[best.candidate]
     if faster < _NOISE:
@@ -99,7 +104,9 @@ def _of_the_same_samples(measured: Sequence[Measured]) -> list[Measured]:
     expected: int | None = None
     rows: list[Measured] = []
     for row in measured:
-        samples = None if row.failure else next((each for each in Course.of(row.records).samples if each is not None), None)
+        samples = (
+            None if row.failure else next((each for each in Course.of(row.records).samples if each is not None), None)
+        )
         expected = samples if expected is None else expected
         if samples is not None and samples != expected:
             what = f"an update took {samples} samples, not {expected}"
@@ -150,7 +157,10 @@ def comment_of(found: Tuned, ranks: int, steps: int) -> list[str]:
         ranks: On how many it was measured.
         steps: Optimizer steps of each run.
     """
-    said = f"{found.reason}; {count_of(ranks, 'rank')}, {count_of(steps, 'step')} each; {len(found.dropped)} left out by the plan"
+    said = (
+        f"{found.reason}; {count_of(ranks, 'rank')}, {count_of(steps, 'step')} each; {len(found.dropped)} left out "
+        "by the plan"
+    )
     return wrap(said, 120, initial_indent=_MARK, subsequent_indent="#   ")
 
 

@@ -63,7 +63,10 @@ def verdict_of(found: ComparedRun, expected: ComparedRun, compute: str) -> Verdi
     """
     distance = distance_to(found.course, expected.course)
     if not distance.steps:
-        raise BackendError(f"{found.name} and {expected.name} have no step in common; write the golden file with at least as many --steps")
+        raise BackendError(
+            f"{found.name} and {expected.name} have no step in common; write the golden file with at least as many "
+            "--steps"
+        )
     at = first_divergence(found.course, expected.course, TOLERANCES[compute])
     return Verdict(found, expected, distance, at, [] if at is None else causes_of(found, expected, at))
 
@@ -77,7 +80,9 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
         far = f"the largest relative difference of losses is {distance.loss:.1e}{norms}"
         yield from wrap(f"same: {names} in {distance.steps} steps; {far}", _WIDTH, subsequent_indent="  ")
         return
-    values = f"{at.name} is {at.found}, not {at.expected} (relative difference {at.relative:.1e}, allowed {at.allowed:.0e})"
+    values = (
+        f"{at.name} is {at.found}, not {at.expected} (relative difference {at.relative:.1e}, allowed {at.allowed:.0e})"
+    )
     yield from wrap(f"different: {names} at step {at.step}: {values}", _WIDTH, subsequent_indent="  ")
     for word, cause in zip(("likely cause", *["or"] * len(verdict.causes)), verdict.causes, strict=False):
         yield from wrap(f"{word}: {cause.name}: {cause.why}", _WIDTH, subsequent_indent="  ")

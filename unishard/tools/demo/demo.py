@@ -40,11 +40,15 @@ def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
 
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    runs = [train(backend, out / f"{backend}.json", world_size=world_size, steps=steps, console=console) for backend in BACKENDS]
+    runs = [
+        train(backend, out / f"{backend}.json", world_size=world_size, steps=steps, console=console)
+        for backend in BACKENDS
+    ]
     gap = CurveGap.between(runs[0], runs[1])
     console.print(_table(runs))
     console.print(
-        f"largest difference of the two curves: {gap.absolute:.1e} ({gap.relative:.1e} of the loss) at step {gap.step} of {steps}",
+        f"largest difference of the two curves: {gap.absolute:.1e} ({gap.relative:.1e} of the loss) at step {gap.step} "
+        f"of {steps}",
         highlight=False,
         soft_wrap=True,
     )
@@ -54,7 +58,8 @@ def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
     if not gap.relative <= TOLERANCE:  # also when it is not a number
         losses = " and ".join(f"{run.backend} has loss {run.losses[gap.step - 1]:.6f}" for run in runs)
         raise DemoError(
-            f"the curves should agree, but at step {gap.step} {losses}; in fp32 they may differ by {TOLERANCE:.0e} of the "
+            f"the curves should agree, but at step {gap.step} {losses}; in fp32 they may differ by {TOLERANCE:.0e} of "
+            "the "
             "loss. One of the engines does not do what the config asks for: please report it with the two JSON files"
         )
 
@@ -65,5 +70,11 @@ def _table(runs: list[TrainingCurve]) -> Table:
         table.add_column(heading, justify="left" if heading == "backend" else "right")
     for run in runs:
         memory = ", ".join(f"{size / 2**20:.0f}" for size in run.peak_memory_bytes) + " MiB"
-        table.add_row(run.backend, f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", f"{1e3 * run.median_step_seconds:.0f} ms", memory)
+        table.add_row(
+            run.backend,
+            f"{run.losses[0]:.6f}",
+            f"{run.losses[-1]:.6f}",
+            f"{1e3 * run.median_step_seconds:.0f} ms",
+            memory,
+        )
     return table

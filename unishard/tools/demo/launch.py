@@ -22,8 +22,9 @@ _GRACE = 40.0
 def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
     """Run a command in a new session, with stdout and stderr as one stream of text.
 
-    Leaving the block waits for the command to exit. On an exception, including Ctrl-C, the command and its children are terminated first.
-    SIGTERM and SIGHUP to this process become such an exception: `SystemExit` with 128 plus the signal number.
+    Leaving the block waits for the command to exit. On an exception, including Ctrl-C, the command and its children are
+    terminated first. SIGTERM and SIGHUP to this process become such an exception: `SystemExit` with 128 plus the signal
+    number.
     """
     # A new session, so that only we signal torchrun, and not the terminal too while it terminates its ranks.
     with (
@@ -57,10 +58,14 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _handling(signals: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
-    """Install a handler for signals, except those that this process was started to ignore (nohup); restores the previous handlers."""
+    """Install a handler for signals, except those that this process was started to ignore (nohup); restores the
+    previous handlers.
+    """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in signals if signal.getsignal(number) is not signal.SIG_IGN}
+        before = {
+            number: signal.getsignal(number) for number in signals if signal.getsignal(number) is not signal.SIG_IGN
+        }
     for number in before:
         signal.signal(number, handler)
     try:

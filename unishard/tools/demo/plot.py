@@ -15,7 +15,8 @@ _WIDE, _THIN = "#f4a261", "#1d3557"
 
 
 def plot(one: TrainingCurve, other: TrainingCurve, path: Path) -> None:
-    """Write a PNG: the curves on each other, the first wide and light, the second thin and dark; below, their difference.
+    """Write a PNG: the curves on each other, the first wide and light, the second thin and dark; below, their
+    difference.
 
     Args:
         one: The run that is drawn wide.

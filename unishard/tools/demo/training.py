@@ -54,7 +54,10 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
     log = result.with_suffix(".log")
     ranks = count_of(world_size, "rank")
     try:
-        with console.status(f"{backend}: starting {ranks}") as status, log.open("w", buffering=1, encoding="utf-8") as file:
+        with (
+            console.status(f"{backend}: starting {ranks}") as status,
+            log.open("w", buffering=1, encoding="utf-8") as file,
+        ):
 
             def show(line: str, step: str | None) -> None:
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -63,10 +66,16 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
             code, lines = _stream([*launcher, str(script), *arguments], world_size, show, file)
     except (KeyboardInterrupt, SystemExit):
         result.unlink(missing_ok=True)
-        sys.stderr.write(f"interrupted while training on {backend}: {result} is not written, the output so far is in {log}\n")
+        sys.stderr.write(
+            f"interrupted while training on {backend}: {result} is not written, the output so far is in {log}\n"
+        )
         raise
     if code:
-        raise DemoError("\n".join([f"training on {backend} failed with exit code {code}; its last lines (all are in {log}):", *lines]))
+        raise DemoError(
+            "\n".join(
+                [f"training on {backend} failed with exit code {code}; its last lines (all are in {log}):", *lines]
+            )
+        )
     try:
         run = TrainingCurve.read(result)
     except (OSError, TypeError, json.JSONDecodeError) as error:
@@ -76,7 +85,9 @@ def train(backend: str, result: Path, *, world_size: int, steps: int, console: C
     return run
 
 
-def _stream(command: list[str], world_size: int, show: Callable[[str, str | None], None], log: TextIO) -> tuple[int, list[str]]:
+def _stream(
+    command: list[str], world_size: int, show: Callable[[str, str | None], None], log: TextIO
+) -> tuple[int, list[str]]:
     """Run a command, show its progress line by line, log everything, and return its exit code and last lines.
 
     `show` takes a line of progress, and the step if it is about one.
@@ -109,5 +120,6 @@ def _find(path: str) -> Path:
         if place.is_file():
             return place
     raise DemoError(
-        f"cannot find {name}, looked in {', '.join(str(place.parent) for place in places)}; reinstall unishard, or run from a checkout"
+        f"cannot find {name}, looked in {', '.join(str(place.parent) for place in places)}; reinstall unishard, or run "
+        "from a checkout"
     )

@@ -1,4 +1,7 @@
-"""The checks of `unishard doctor`: whether this environment can train, and what to do if not. Importing it needs no torch."""
+"""The checks of `unishard doctor`: whether this environment can train, and what to do if not.
+
+Importing it needs no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Checks whether the hosts of a run reach each other, and runs its script: `python -m unishard.tools.doctor.before_script [-m] SCRIPT ARGS`.
+"""Checks whether the hosts of a run reach each other, and runs its script: `python -m
+unishard.tools.doctor.before_script [-m] SCRIPT ARGS`.
 
-`unishard launch` starts the ranks of several hosts so, unless `--no-check` is given. One rank of each host takes part. The check says
-nothing when all is well, and never ends a run: it names what is wrong before the script waits for it.
+`unishard launch` starts the ranks of several hosts so, unless `--no-check` is given. One rank of each host takes part.
+The check says nothing when all is well, and never ends a run: it names what is wrong before the script waits for it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ _SECONDS = 5.0
 """How long each of arriving and connecting may take."""
 _BYTES = 2**20
 _SLOW_BYTES, _SLOW_SECONDS = 10e6, 0.1
-"""Below this rate in bytes per second, and above this time of a small message, a training of several hosts mostly waits."""
+"""Below this rate in bytes per second, and above this time of a small message, a training of several hosts mostly
+waits."""
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_HINT = "see a firewall, the address of each host's name, and GLOO_SOCKET_IFNAME; unishard doctor says more, --no-check leaves this out"
+_HINT = (
+    "see a firewall, the address of each host's name, and GLOO_SOCKET_IFNAME; unishard doctor says more, "
+    "--no-check leaves this out"
+)
 
 
 def main(words: Sequence[str]) -> None:
@@ -72,7 +77,9 @@ def check(environ: Mapping[str, str], seconds: float = _SECONDS) -> str:
     here = f"host {rank} of {hosts} ({socket.gethostname()})"
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
     try:
-        store = connect(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=limit, wait_for_workers=False)
+        store = connect(
+            environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=limit, wait_for_workers=False
+        )
     except RuntimeError as error:
         return f"{here} does not reach {where}: {one_line(error)}; {_HINT}"
     life = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -92,7 +99,10 @@ def check(environ: Mapping[str, str], seconds: float = _SECONDS) -> str:
 
 
 def _all_here(store: Any, rank: int, hosts: int, limit: timedelta) -> bool:
-    """Whether each host arrives in time. One that is late lets all go on without the check: its script may only take long to start."""
+    """Whether each host arrives in time.
+
+    One that is late lets all go on without the check: its script may only take long to start.
+    """
     store.set(f"here/{rank}", "1")
     try:
         store.wait([f"here/{other}" for other in range(hosts)], limit)
@@ -119,7 +129,10 @@ def _slow(here: str, rank: int, hosts: int) -> str:
     latency, rate = times[1], _BYTES / max(times[2], 1e-9)
     if rank or (latency < _SLOW_SECONDS and rate > _SLOW_BYTES):
         return ""
-    return f"the network between the {hosts} hosts is slow ({latency * 1e3:.0f} ms for 4 bytes, {rate / 1e6:.1f} MB/s over gloo); {_HINT}"
+    return (
+        f"the network between the {hosts} hosts is slow ({latency * 1e3:.0f} ms for 4 bytes, {rate / 1e6:.1f} MB/s "
+        f"over gloo); {_HINT}"
+    )
 
 
 if __name__ == "__main__":

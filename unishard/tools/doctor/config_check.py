@@ -1,4 +1,7 @@
-"""What `prepare` would refuse of a config on this machine, before there is a model. Needs torch only where a field does."""
+"""What `prepare` would refuse of a config on this machine, before there is a model.
+
+Needs torch only where a field does.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ __all__ = ["notes_on", "refusals_of"]
 
 
 def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
-    """Yield what `prepare` and the first save would refuse, whatever the model is. Imports an engine only where a field needs it."""
+    """Yield what `prepare` and the first save would refuse, whatever the model is.
+
+    Imports an engine only where a field needs it.
+    """
     yield from _raised_by(lambda: check_batch(cfg.training, topology.world_size))
     yield from _raised_by(lambda: check_groups(cfg, topology))
     unknown = list(_raised_by(lambda: require_installed(cfg)))
@@ -103,7 +109,9 @@ def _checkpoint_refusals(cfg: Checkpoint) -> Iterator[Problem]:
         return
     place = next(each for each in (root, *root.parents) if each.exists())
     if not os.access(place, os.W_OK | os.X_OK):
-        yield Problem("checkpoint.dir", f"{root}: cannot create a checkpoint here (Permission denied); choose a writable folder")
+        yield Problem(
+            "checkpoint.dir", f"{root}: cannot create a checkpoint here (Permission denied); choose a writable folder"
+        )
     newest = finding.latest(root)
     if newest is not None and cfg.on_existing == "resume":
         yield from _raised_by(lambda: manifest.read(newest), "checkpoint.on_existing")

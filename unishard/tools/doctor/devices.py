@@ -57,7 +57,13 @@ def _accelerators(torch: Any, count: int, warned: list[str]) -> Check:
         return Check("accelerators", Status.OK, f"{count}; {of}" if torch.version.cuda else str(count), details=details)
     if here and not build:
         why = f"none: this torch is a CPU build, but the machine has an NVIDIA driver ({here})"
-        return Check("accelerators", Status.WARN, why, "install a CUDA build of torch (https://pytorch.org/get-started/locally)", details)
+        return Check(
+            "accelerators",
+            Status.WARN,
+            why,
+            "install a CUDA build of torch (https://pytorch.org/get-started/locally)",
+            details,
+        )
     if here:
         why = f"none: {of}" + (f"; torch says: {warned[0]}" if warned else "")
         instead = "update the driver or install a torch built for an older CUDA; look at CUDA_VISIBLE_DEVICES"
@@ -74,7 +80,9 @@ def _device(torch: Any, index: int) -> Check:
             torch.ones(8, device=f"cuda:{index}").sum().item()
     except Exception as error:  # torch raises RuntimeError and its subclasses, drivers raise others
         built = ", ".join(torch.cuda.get_arch_list())
-        return Check(name, Status.FAIL, f"cannot compute: {one_line(error)}", f"install a torch built for it (this one: {built})")
+        return Check(
+            name, Status.FAIL, f"cannot compute: {one_line(error)}", f"install a torch built for it (this one: {built})"
+        )
     return Check(name, Status.OK, model, details={"name": model})
 
 
@@ -82,4 +90,6 @@ def _exported(value: str, right: str) -> Check:
     """Check DS_ACCELERATOR, which DeepSpeed trusts over what torch finds."""
     if value == right:
         return Check("DS_ACCELERATOR", Status.OK, value)
-    return Check("DS_ACCELERATOR", Status.FAIL, f"exported as {value!r}, but torch computes on {right}", "unset DS_ACCELERATOR")
+    return Check(
+        "DS_ACCELERATOR", Status.FAIL, f"exported as {value!r}, but torch computes on {right}", "unset DS_ACCELERATOR"
+    )

@@ -28,7 +28,9 @@ def found() -> tuple[list[Backend], list[Check]]:
             usable.append(registry.get(name))
         except Exception as error:  # a third party's backend can raise anything
             owner = point.dist.name if point.dist else "unishard"
-            broken.append(Check(f"backend {name}", Status.FAIL, f"cannot be imported: {one_line(error)}", f"reinstall {owner}"))
+            broken.append(
+                Check(f"backend {name}", Status.FAIL, f"cannot be imported: {one_line(error)}", f"reinstall {owner}")
+            )
     return usable, broken
 
 
@@ -44,7 +46,12 @@ def backends(usable: Sequence[Backend], broken: Collection[str]) -> Iterator[Che
         if install := registry.missing(backend):
             yield Check(name, Status.WARN, "cannot train: its packages are not installed", install)
         elif lacking:
-            yield Check(name, Status.WARN, f"cannot train: {', '.join(lacking)} cannot be imported", f"repair {', '.join(lacking)}")
+            yield Check(
+                name,
+                Status.WARN,
+                f"cannot train: {', '.join(lacking)} cannot be imported",
+                f"repair {', '.join(lacking)}",
+            )
         else:
             yield Check(name, Status.OK, "ready")
 
@@ -59,7 +66,13 @@ def probes(tables: Mapping[str, Mapping[str, Patch]], unusable: Collection[str])
     for owner, table in tables.items():
         for patch in table.values():
             name, case = f"probe {owner} {patch.name}", patch.case.rstrip(",")
-            details = {"owner": owner, "case": case, "names": list(patch.names), "versions": patch.versions, "missing": None}
+            details = {
+                "owner": owner,
+                "case": case,
+                "names": list(patch.names),
+                "versions": patch.versions,
+                "missing": None,
+            }
             if patch.package in unusable:
                 found = f"not run, since {patch.package} cannot be imported: {case}"
                 yield Check(name, Status.OK, found, details=details)
@@ -75,5 +88,7 @@ def _probe(name: str, patch: Patch, case: str, details: dict[str, Any]) -> Check
         return Check(name, Status.WARN, f"{case}: the probe raised {one_line(error)}", patch.instead, details)
     details["missing"] = list(missing)
     if missing:
-        return Check(name, Status.WARN, f"{case}: {patch.package} no longer has {', '.join(missing)}", patch.instead, details)
+        return Check(
+            name, Status.WARN, f"{case}: {patch.package} no longer has {', '.join(missing)}", patch.instead, details
+        )
     return Check(name, Status.OK, case if needed else f"{case}: {patch.package} does it itself", details=details)

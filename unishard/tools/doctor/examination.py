@@ -34,10 +34,16 @@ def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator
     lines = list(packages(tested(usable), needed))
     yield from lines
     # Packages that are not installed or cannot be imported are not checked further.
-    unusable = {line.name for line in lines if line.name in needed and (line.status == Status.FAIL or line.details["version"] is None)}
+    unusable = {
+        line.name
+        for line in lines
+        if line.name in needed and (line.status == Status.FAIL or line.details["version"] is None)
+    }
     yield from unreadable
     yield from engines.backends(usable, unusable)
-    yield from engines.probes({"unishard": CORE_PATCHES} | {backend.name: backend.patches for backend in usable}, unusable)
+    yield from engines.probes(
+        {"unishard": CORE_PATCHES} | {backend.name: backend.patches for backend in usable}, unusable
+    )
     if "torch" not in unusable:
         yield from devices()
     yield from machine()

@@ -30,7 +30,9 @@ def failure(package: str) -> str:
     try:
         with quietly():
             import_module(package)
-    except Exception as error:  # a broken installation can raise anything: ImportError, OSError, RuntimeError, AttributeError
+    except (
+        Exception
+    ) as error:  # a broken installation can raise anything: ImportError, OSError, RuntimeError, AttributeError
         return one_line(error)
     return ""
 

@@ -1,4 +1,6 @@
-"""Checks what a training takes from the operating system: shared memory, open files, and the disk of its checkpoints."""
+"""Checks what a training takes from the operating system: shared memory, open files, and the disk of its
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _shared_memory(size: int) -> Check:
     details = {"bytes": size}
     if size < _SHARED_LEAST:
         found = f"{size / 2**20:.0f} MiB in {_SHARED}; workers of a DataLoader and NCCL may fail with a bus error"
-        return Check("shared memory", Status.WARN, found, "start the container with --shm-size=8g or --ipc=host", details)
+        return Check(
+            "shared memory", Status.WARN, found, "start the container with --shm-size=8g or --ipc=host", details
+        )
     return Check("shared memory", Status.OK, f"{size / 2**30:.1f} GiB in {_SHARED}", details=details)
 
 
@@ -48,19 +52,39 @@ def _open_files(soft: int, hard: int) -> Check:
 
 
 def disk(directory: Path) -> Check:
-    """Measure how fast a directory, or the nearest one above it that exists, is written and read: one file of 256 MiB, then removed."""
+    """Measure how fast a directory, or the nearest one above it that exists, is written and read: one file of 256 MiB,
+    then removed.
+    """
     place = next((each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir()), Path("/"))
     try:
         free = shutil.disk_usage(place).free
         if free < 2 * _BLOCKS * _BLOCK:
-            return Check("disk", Status.FAIL, f"{free / 2**20:.0f} MiB free in {place}", "free some space, or choose another directory")
+            return Check(
+                "disk",
+                Status.FAIL,
+                f"{free / 2**20:.0f} MiB free in {place}",
+                "free some space, or choose another directory",
+            )
         written, read = _speeds(place)
     except OSError as error:
-        return Check("disk", Status.FAIL, f"cannot write in {place}: {error.strerror or error}", "choose a writable directory")
-    details = {"directory": str(place), "free_bytes": free, "write_bytes_per_s": round(written), "read_bytes_per_s": round(read)}
+        return Check(
+            "disk", Status.FAIL, f"cannot write in {place}: {error.strerror or error}", "choose a writable directory"
+        )
+    details = {
+        "directory": str(place),
+        "free_bytes": free,
+        "write_bytes_per_s": round(written),
+        "read_bytes_per_s": round(read),
+    }
     found = f"{place}: writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s, {free / 2**30:.0f} GiB free"
     if written < _SLOW:
-        return Check("disk", Status.WARN, found, "save checkpoints on a faster file system, or set checkpoint.async_save", details)
+        return Check(
+            "disk",
+            Status.WARN,
+            found,
+            "save checkpoints on a faster file system, or set checkpoint.async_save",
+            details,
+        )
     return Check("disk", Status.OK, found, details=details)
 
 

@@ -1,4 +1,6 @@
-"""Checks Python and the packages that unishard needs or can use: version, whether it was tested, and whether it can be imported."""
+"""Checks Python and the packages that unishard needs or can use: version, whether it was tested, and whether it can be
+imported.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +78,14 @@ def packages(tested: Mapping[str, Sequence[str]], engines: Mapping[str, str]) ->
         version, place = found[0]
         details = {"version": version, "tested": is_tested(version, tested[name]) if name in tested else None}
         if name in engines and (error := failure(name)):
-            yield Check(name, Status.FAIL, f"{version} at {place} cannot be imported: {error}", f"reinstall {name}", details)
+            yield Check(
+                name, Status.FAIL, f"{version} at {place} cannot be imported: {error}", f"reinstall {name}", details
+            )
         elif len({one for one, _ in found}) > 1:
             places = ", ".join(f"{one} in {where}" for one, where in found)
-            yield Check(name, Status.WARN, f"installed twice: {places}; the first is used", f"uninstall one {name}", details)
+            yield Check(
+                name, Status.WARN, f"installed twice: {places}; the first is used", f"uninstall one {name}", details
+            )
         elif name in floors and _older(version, floors[name]):
             needs = f"{version}, older than unishard needs"
             yield Check(name, Status.WARN, needs, f"pip install --upgrade '{name}>={floors[name]}'", details)

@@ -1,6 +1,9 @@
-"""Measures what connects the ranks: rendezvous, collectives over gloo and NCCL, links between hosts, clocks. Run by every rank.
+"""Measures what connects the ranks: rendezvous, collectives over gloo and NCCL, links between hosts, clocks.
 
-`python -m unishard.tools.doctor.ranks` does it alone and prints rank 0's checks as JSON, for `unishard doctor --ranks N`.
+Run by every rank.
+
+`python -m unishard.tools.doctor.ranks` does it alone and prints rank 0's checks as JSON, for
+`unishard doctor --ranks N`.
 """
 
 from __future__ import annotations
@@ -42,10 +45,15 @@ _PACKAGES = ("unishard", "torch", "deepspeed", "transformers")
 
 
 def connections(topology: Topology) -> list[Check]:
-    """Connect all ranks and measure. Collective; on other ranks than the first the list is empty, but for a failed rendezvous."""
+    """Connect all ranks and measure.
+
+    Collective; on other ranks than the first the list is empty, but for a failed rendezvous.
+    """
     began = time.monotonic()
     try:
-        dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size, timeout=_TIMEOUT, **_meeting(topology))
+        dist.init_process_group(
+            "gloo", rank=topology.rank, world_size=topology.world_size, timeout=_TIMEOUT, **_meeting(topology)
+        )
     except (RuntimeError, ValueError) as error:
         return [_not_connected(topology, error)]
     seconds = time.monotonic() - began
@@ -53,7 +61,14 @@ def connections(topology: Topology) -> list[Check]:
         checks = [check for check in _measured(topology, seconds) if check is not None]
     except RuntimeError as error:  # a rank that ended, a network that broke
         where = f"rank {topology.rank} on {socket.gethostname()}"
-        return [Check("ranks", Status.FAIL, f"{where} lost the others: {one_line(error)}", "look at the output of the other ranks")]
+        return [
+            Check(
+                "ranks",
+                Status.FAIL,
+                f"{where} lost the others: {one_line(error)}",
+                "look at the output of the other ranks",
+            )
+        ]
     finally:
         dist.destroy_process_group()
     return checks if topology.rank == 0 else []
@@ -71,8 +86,14 @@ def _meeting(topology: Topology) -> dict[str, Any]:
 
 
 def _not_connected(topology: Topology, error: Exception) -> Check:
-    found = f"rank {topology.rank} of {topology.world_size} on {socket.gethostname()} did not meet the others: {one_line(error)}"
-    instead = "check that all ranks were started, and that MASTER_ADDR:MASTER_PORT is reachable from every host (firewall, interface)"
+    found = (
+        f"rank {topology.rank} of {topology.world_size} on {socket.gethostname()} did not meet the others: "
+        f"{one_line(error)}"
+    )
+    instead = (
+        "check that all ranks were started, and that MASTER_ADDR:MASTER_PORT is reachable from every host "
+        "(firewall, interface)"
+    )
     return Check("rendezvous", Status.FAIL, found, instead)
 
 
@@ -92,7 +113,9 @@ def _measured(topology: Topology, seconds: float) -> Iterator[Check | None]:
 
 def _ranks(hosts: Sequence[str], seconds: float) -> Check:
     counts = Counter(hosts)
-    words = ", ".join(f"{host}: {count}" for host, count in list(counts.items())[:8]) + (", ..." if len(counts) > 8 else "")
+    words = ", ".join(f"{host}: {count}" for host, count in list(counts.items())[:8]) + (
+        ", ..." if len(counts) > 8 else ""
+    )
     details = {"world_size": len(hosts), "hosts": dict(counts), "rendezvous_s": round(seconds, 3)}
     found = f"{len(hosts)} on {count_of(len(counts), 'host')} ({words}), met in {seconds:.1f} s"
     return Check("ranks", Status.OK, found, details=details)
@@ -115,7 +138,9 @@ def _versions(hosts: Sequence[str], everyone: Sequence[dict[str, str]]) -> Check
         if len(by_version) > 1:
             differing.append(f"{name} {' and '.join(f'{number} on {host}' for number, host in by_version.items())}")
     if differing:
-        return Check("versions of the ranks", Status.WARN, "; ".join(differing), "install the same versions on all hosts")
+        return Check(
+            "versions of the ranks", Status.WARN, "; ".join(differing), "install the same versions on all hosts"
+        )
     return Check("versions of the ranks", Status.OK, "the same on all")
 
 
@@ -129,14 +154,17 @@ def _over_nccl(index: int) -> Check:
 def _collectives(name: str, device: torch.device, size: int, group: Any) -> Check:
     """Time all-reduces of all ranks: of 4 bytes for the latency, of a large tensor for the bus bandwidth.
 
-    The bus bandwidth is 2 (n - 1) / n x bytes / time, as nccl-tests defines it: comparable with that of a link, whatever n is.
+    The bus bandwidth is 2 (n - 1) / n x bytes / time, as nccl-tests defines it: comparable with that of a link,
+    whatever n is.
     """
     world = dist.get_world_size()
     small, large = torch.zeros(1, device=device), torch.zeros(size // 4, device=device)
     latency = statistics.median(_times(small, group, _TIMES))
     seconds = statistics.median(_times(large, group, 3))
     rate = 2 * (world - 1) / world * size / max(seconds, 1e-9)
-    found = f"all-reduce: {latency * 1e6:.0f} us for 4 bytes" + (f", bus bandwidth {rate / 1e9:.2f} GB/s" if world > 1 else "")
+    found = f"all-reduce: {latency * 1e6:.0f} us for 4 bytes" + (
+        f", bus bandwidth {rate / 1e9:.2f} GB/s" if world > 1 else ""
+    )
     return Check(name, Status.OK, found, details={"latency_s": latency, "bus_bytes_per_s": round(rate), "bytes": size})
 
 
@@ -152,19 +180,31 @@ def _times(tensor: Tensor, group: Any, times: int) -> list[float]:
 
 
 def _links(hosts: Sequence[str]) -> Check | None:
-    """Time a message from each rank to the next, one pair at a time; with many ranks only the first rank of each host."""
+    """Time a message from each rank to the next, one pair at a time; with many ranks only the first rank of each
+    host.
+    """
     members = list(range(len(hosts)))
     if len(members) > _MOST_LINKS:
         members = [hosts.index(host) for host in dict.fromkeys(hosts)][:_MOST_LINKS]
     if len(members) < 2:
         return None
-    pairs = [(one, members[(place + 1) % len(members)]) for place, one in enumerate(members)][: len(members) if len(members) > 2 else 1]
+    pairs = [(one, members[(place + 1) % len(members)]) for place, one in enumerate(members)][
+        : len(members) if len(members) > 2 else 1
+    ]
     own = {pair: seconds for pair in pairs if (seconds := _message(*pair)) is not None}
     timed = {pair: seconds for each in _gathered(own) for pair, seconds in each.items()}
     (source, target), slowest = max(timed.items(), key=lambda item: item[1])
     rate = _LINK_BYTES / max(slowest, 1e-9)
-    found = f"slowest of {len(timed)}: {rate / 1e9:.2f} GB/s, rank {source} on {hosts[source]} to rank {target} on {hosts[target]}"
-    details = {"links": [{"from": pair[0], "to": pair[1], "bytes_per_s": round(_LINK_BYTES / max(s, 1e-9))} for pair, s in timed.items()]}
+    found = (
+        f"slowest of {len(timed)}: {rate / 1e9:.2f} GB/s, rank {source} on {hosts[source]} to rank {target} on "
+        f"{hosts[target]}"
+    )
+    details = {
+        "links": [
+            {"from": pair[0], "to": pair[1], "bytes_per_s": round(_LINK_BYTES / max(s, 1e-9))}
+            for pair, s in timed.items()
+        ]
+    }
     return Check("links", Status.OK, found, details=details)
 
 
@@ -211,7 +251,11 @@ def _clocks(hosts: Sequence[str]) -> Check:
     details = {"seconds": apart}
     if most > _CLOCK:
         return Check(
-            "clocks", Status.WARN, f"{host} is {most:.1f} s apart from {hosts[0]}", "synchronize the clocks (chrony, ntp)", details
+            "clocks",
+            Status.WARN,
+            f"{host} is {most:.1f} s apart from {hosts[0]}",
+            "synchronize the clocks (chrony, ntp)",
+            details,
         )
     return Check("clocks", Status.OK, f"at most {most * 1e3:.1f} ms apart", details=details)
 

@@ -18,9 +18,10 @@ __all__ = ["PORT", "Host", "Script", "ShellText", "TorchrunCommand", "command_of
 PORT = 29500
 _HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """What torchrun passes on to the ranks unless `--signals-to-handle` says otherwise (torch 2.13, distributed/run.py)."""
-# With restarts each life of the ranks gets a store of its own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). torch 2.13 otherwise keeps one for all
-# (dynamic_rendezvous.py, next_rendezvous), in which ranks that start anew find the addresses of those that are gone.
-# `--` comes before a script with options: argparse of Python 3.11 takes its `--log` for an abbreviation of torchrun's `--log-dir`.
+# With restarts each life of the ranks gets a store of its own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). torch 2.13
+# otherwise keeps one for all (dynamic_rendezvous.py, next_rendezvous), in which ranks that start anew find the
+# addresses of those that are gone. `--` comes before a script with options: argparse of Python 3.11 takes its `--log`
+# for an abbreviation of torchrun's `--log-dir`.
 _SAVING = "300"
 """Seconds that ranks have for a save after a signal; torchrun's own 30 are too few (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."""
 
@@ -75,11 +76,20 @@ def torchrun_program() -> tuple[str, ...]:
     """`torchrun`, or this Python with its module where the one on the PATH is another Python's."""
     found = shutil.which("torchrun")
     beside = Path(sys.executable).parent / "torchrun"
-    return ("torchrun",) if found and Path(found).parent == beside.parent else (sys.executable, "-m", "torch.distributed.run")
+    return (
+        ("torchrun",)
+        if found and Path(found).parent == beside.parent
+        else (sys.executable, "-m", "torch.distributed.run")
+    )
 
 
 def command_of(
-    cfg: Config, script: Script, handed_over: Mapping[str, str], host: Host | None = None, *, program: Sequence[str] = ("torchrun",)
+    cfg: Config,
+    script: Script,
+    handed_over: Mapping[str, str],
+    host: Host | None = None,
+    *,
+    program: Sequence[str] = ("torchrun",),
 ) -> TorchrunCommand:
     """The torchrun command of one host.
 
@@ -108,7 +118,10 @@ def _options(cfg: Config, host: Host) -> Iterator[str]:
     launch = cfg.launch
     endpoint = host.endpoint or launch.endpoint
     if launch.max_nodes > 1 and endpoint is None:
-        what = "is needed for several hosts; write HOST:PORT, with one of them as HOST, or start with --slurm or --kubernetes"
+        what = (
+            "is needed for several hosts; write HOST:PORT, with one of them as HOST, or start with --slurm or "
+            "--kubernetes"
+        )
         raise ConfigError([Problem("launch.endpoint", what)])
     alone = endpoint is None
     if alone:
@@ -128,11 +141,18 @@ def _meeting(cfg: Config, host: Host, endpoint: str) -> Iterator[str]:
     launch = cfg.launch
     if launch.rendezvous == "static":
         if host.node_rank is None:
-            raise ConfigError([Problem("launch.rendezvous", "static needs the number of this host; add --node-rank N, or write c10d")])
+            raise ConfigError(
+                [Problem("launch.rendezvous", "static needs the number of this host; add --node-rank N, or write c10d")]
+            )
         yield from ("--node-rank", str(host.node_rank))
     elif host.node_rank is not None:
         raise ConfigError(
-            [Problem("launch.rendezvous", f"{launch.rendezvous} numbers the hosts itself; leave out --node-rank, or write static")]
+            [
+                Problem(
+                    "launch.rendezvous",
+                    f"{launch.rendezvous} numbers the hosts itself; leave out --node-rank, or write static",
+                )
+            ]
         )
     yield from ("--rdzv-backend", launch.rendezvous)
     yield from ("--rdzv-endpoint", endpoint if _has_port(endpoint) else f"{endpoint}:{PORT}")

@@ -44,20 +44,27 @@ def hostfile(cfg: Config, hosts: Sequence[str], script: Script, path: str) -> st
     """
     launch = cfg.launch
     problems = [
-        Problem("", f"{name!r} is no name of a host; write it as head or node-1.cluster") for name in hosts if not _NAME.fullmatch(name)
+        Problem("", f"{name!r} is no name of a host; write it as head or node-1.cluster")
+        for name in hosts
+        if not _NAME.fullmatch(name)
     ]
     if len(set(hosts)) < len(hosts):
         problems.append(Problem("", f"names a host twice: {', '.join(hosts)}; write each once"))
     if not launch.min_nodes <= len(hosts) <= launch.max_nodes:
         problems.append(
-            Problem("launch.nodes", f"is {launch.nodes}, but {len(hosts)} hosts are named; make them equal (--nodes {len(hosts)})")
+            Problem(
+                "launch.nodes",
+                f"is {launch.nodes}, but {len(hosts)} hosts are named; make them equal (--nodes {len(hosts)})",
+            )
         )
     if launch.processes_per_node is None:
         problems.append(Problem("launch.processes_per_node", "is the number of slots of each host; write a number"))
     said = _ENDPOINT.fullmatch(launch.endpoint or "")
     head, port = said.groups() if said else (None, None)
     if head and head != hosts[0]:
-        problems.append(Problem("launch.endpoint", f"is on {head}, and DeepSpeed's hosts meet at the first one; name {head} first"))
+        problems.append(
+            Problem("launch.endpoint", f"is on {head}, and DeepSpeed's hosts meet at the first one; name {head} first")
+        )
     if problems:
         raise ConfigError(problems)
     meeting = ["--master_port", port or str(PORT)] if len(hosts) > 1 else []

@@ -1,4 +1,6 @@
-"""The manifest of a Kubernetes job: a PyTorchJob of Training Operator v1, or a TrainJob of Kubeflow Trainer 2.3. Pure."""
+"""The manifest of a Kubernetes job: a PyTorchJob of Training Operator v1, or a TrainJob of Kubeflow Trainer 2.3.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def manifest(cfg: Config, script: Script, handed_over: Mapping[str, str], name: 
     if ("volume_claim" in settings) != ("mount_path" in settings):
         problems.append(Problem("launch.kubernetes", "volume_claim and mount_path belong together; write both"))
     if settings.get("kind") == "TrainJob" and launch.min_nodes != launch.max_nodes:
-        problems.append(Problem("launch.nodes", "a TrainJob has a fixed number of nodes; write one number, or kind: PyTorchJob"))
+        problems.append(
+            Problem("launch.nodes", "a TrainJob has a fixed number of nodes; write one number, or kind: PyTorchJob")
+        )
     if settings.get("kind") == "TrainJob" and "working_dir" in settings:
         what = "working_dir cannot be set in a TrainJob; remove it and write absolute paths, or kind: PyTorchJob"
         problems.append(Problem("launch.kubernetes", what))
@@ -74,7 +78,9 @@ def _resources(cfg: Config) -> Native:
 def _volumes(cfg: Config) -> tuple[list[Native], list[Native]]:
     """Volumes and their mounts: NCCL and data loaders share memory beyond the 64 MiB that a container has."""
     settings = cfg.launch.kubernetes
-    volumes: list[Native] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.get("shared_memory", "16Gi")}}]
+    volumes: list[Native] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.get("shared_memory", "16Gi")}}
+    ]
     mounts: list[Native] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if "volume_claim" in settings:
         volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": settings["volume_claim"]}})
@@ -102,7 +108,10 @@ def _pytorch_job(cfg: Config, script: Script, handed_over: Mapping[str, str], na
         "template": {"spec": {"containers": [container], "volumes": volumes}},
     }
     elastic: Native = {"rdzvBackend": "c10d", "minReplicas": launch.min_nodes, "maxReplicas": launch.max_nodes}
-    spec: Native = {"elasticPolicy": elastic | {"maxRestarts": launch.max_restarts}, "pytorchReplicaSpecs": {"Worker": worker}}
+    spec: Native = {
+        "elasticPolicy": elastic | {"maxRestarts": launch.max_restarts},
+        "pytorchReplicaSpecs": {"Worker": worker},
+    }
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(cfg, name), "spec": spec}
 
 
@@ -127,4 +136,9 @@ def _train_job(cfg: Config, script: Script, handed_over: Mapping[str, str], name
         "trainer": trainer,
         "runtimePatches": [{"manager": "unishard", "trainingRuntimeSpec": patch}],
     }
-    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": _metadata(cfg, name), "spec": spec}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(cfg, name),
+        "spec": spec,
+    }

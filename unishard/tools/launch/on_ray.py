@@ -29,7 +29,9 @@ def plan(cfg: Config, script: Script, handed_over: Mapping[str, str]) -> dict[st
     """
     launch = cfg.launch
     if launch.processes_per_node is None:
-        raise ConfigError([Problem("launch.processes_per_node", "is needed to ask Ray for as many workers; write a number")])
+        raise ConfigError(
+            [Problem("launch.processes_per_node", "is needed to ask Ray for as many workers; write a number")]
+        )
     least, most = (nodes * launch.processes_per_node for nodes in (launch.min_nodes, launch.max_nodes))
     return {
         "address": launch.endpoint,
@@ -44,7 +46,8 @@ def plan(cfg: Config, script: Script, handed_over: Mapping[str, str]) -> dict[st
 
 
 def run(asked: Mapping[str, Any]) -> int:
-    """Run a plan on the Ray cluster at its address, on a running one of this host, or on a new one of this host; wait for its end.
+    """Run a plan on the Ray cluster at its address, on a running one of this host, or on a new one of this host; wait
+    for its end.
 
     Returns:
         The exit status: 0, or 1 if a worker has failed more often than `launch.max_restarts`.
@@ -63,9 +66,12 @@ def run(asked: Mapping[str, Any]) -> int:
     trainer = TorchTrainer(
         _work,
         train_loop_config=dict(asked),
-        scaling_config=ScalingConfig(num_workers=asked["num_workers"], use_gpu=ray.cluster_resources().get("GPU", 0) > 0),
+        scaling_config=ScalingConfig(
+            num_workers=asked["num_workers"], use_gpu=ray.cluster_resources().get("GPU", 0) > 0
+        ),
         run_config=RunConfig(
-            failure_config=FailureConfig(max_failures=asked["max_failures"]), worker_runtime_env={"env_vars": dict(asked["environment"])}
+            failure_config=FailureConfig(max_failures=asked["max_failures"]),
+            worker_runtime_env={"env_vars": dict(asked["environment"])},
         ),
     )
     try:

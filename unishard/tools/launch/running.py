@@ -40,10 +40,11 @@ def gpus() -> int:
 def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = True) -> int:
     """Start the ranks of this host and wait for them.
 
-    Where there are several hosts, one rank of each first checks that they reach each other: for a few seconds, and silently if they do.
+    Where there are several hosts, one rank of each first checks that they reach each other: for a few seconds, and
+    silently if they do.
 
-    What ranks write goes to this process's streams. torchrun's own messages are left out unless the environment variable LOGLEVEL asks
-    for them. Ctrl-C and SIGTERM end all ranks.
+    What ranks write goes to this process's streams. torchrun's own messages are left out unless the environment
+    variable LOGLEVEL asks for them. Ctrl-C and SIGTERM end all ranks.
 
     Args:
         command: Of torchrun.
@@ -52,8 +53,8 @@ def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = Tr
         check: Whether several hosts are checked.
 
     Returns:
-        The exit status: 0, that of the rank that failed first (128 plus the signal if one killed it), 85 if the ranks have saved after a
-        signal and should be started again, or 128 plus the signal that ended this process.
+        The exit status: 0, that of the rank that failed first (128 plus the signal if one killed it), 85 if the ranks
+        have saved after a signal and should be started again, or 128 plus the signal that ended this process.
 
     Raises:
         BackendError: The hosts cannot meet.
@@ -78,7 +79,11 @@ def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = Tr
     except RendezvousError as error:
         where = cfg.launch.endpoint or args.rdzv_endpoint
         what = f"the hosts cannot meet at {where} ({type(error).__name__}: {error})"
-        hint = "start the same command on every host, and let them reach that port; launch.rendezvous_options sets how long they wait"
+        hint = (
+            "start the same command on every host, and let them reach that port; launch.rendezvous_options sets "
+            "how "
+            "long they wait"
+        )
         raise BackendError(f"{what}; {hint}") from None
     return 0
 
@@ -87,7 +92,9 @@ def _failed(error: ChildFailedError) -> int:
     rank, failure = min(error.failures.items(), key=lambda found: _weight(found[1]))
     if failure.exitcode >= 0:
         if failure.exitcode != PREEMPTED:
-            _say(f"rank {rank} has ended with exit code {failure.exitcode}{_because(failure)}; its own message is above")
+            _say(
+                f"rank {rank} has ended with exit code {failure.exitcode}{_because(failure)}; its own message is above"
+            )
         return int(failure.exitcode)
     number = signal.Signals(-failure.exitcode)
     why = ", as the system does when memory runs out" if number is signal.SIGKILL else ""
@@ -103,7 +110,9 @@ def _because(failure: ProcessFailure) -> str:
 
 
 def _weight(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
-    """By how much a failure explains others: torchrun ends ranks with SIGTERM, ranks end because another one has, and some say nothing."""
+    """By how much a failure explains others: torchrun ends ranks with SIGTERM, ranks end because another one has, and
+    some say nothing.
+    """
     followed, silent = RankMismatchError.__name__ in str(failure.message), isinstance(failure.message, str)
     return failure.exitcode == -signal.SIGTERM, followed, silent, failure.timestamp
 

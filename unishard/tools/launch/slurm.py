@@ -16,7 +16,9 @@ _COMMANDS = ("setup", "srun")
 _ENDPOINT = ShellText("$head:$port")
 
 
-def batch_script(cfg: Config, script: Script, handed_over: Mapping[str, str], name: str, *, program: Sequence[str] = ("torchrun",)) -> str:
+def batch_script(
+    cfg: Config, script: Script, handed_over: Mapping[str, str], name: str, *, program: Sequence[str] = ("torchrun",)
+) -> str:
     """The script for sbatch.
 
     Args:
@@ -30,13 +32,21 @@ def batch_script(cfg: Config, script: Script, handed_over: Mapping[str, str], na
         ConfigError: `launch` asks for what Slurm does otherwise.
     """
     if cfg.launch.rendezvous == "static":
-        raise ConfigError([Problem("launch.rendezvous", "one srun starts torchrun on all nodes alike; write c10d, not static")])
+        raise ConfigError(
+            [Problem("launch.rendezvous", "one srun starts torchrun on all nodes alike; write c10d, not static")]
+        )
     return "\n".join(_lines(cfg, script, handed_over, name, program)) + "\n"
 
 
-def _lines(cfg: Config, script: Script, handed_over: Mapping[str, str], name: str, program: Sequence[str]) -> Iterator[str]:
+def _lines(
+    cfg: Config, script: Script, handed_over: Mapping[str, str], name: str, program: Sequence[str]
+) -> Iterator[str]:
     launch = cfg.launch
-    options: dict[str, int | str] = {"job-name": name, "nodes": str(launch.nodes).replace(":", "-"), "ntasks-per-node": 1}
+    options: dict[str, int | str] = {
+        "job-name": name,
+        "nodes": str(launch.nodes).replace(":", "-"),
+        "ntasks-per-node": 1,
+    }
     options |= {"no-kill": ""} if launch.max_restarts else {}
     options |= launch.slurm
     yield "#!/bin/bash"
@@ -48,7 +58,9 @@ def _lines(cfg: Config, script: Script, handed_over: Mapping[str, str], name: st
         yield str(launch.slurm["setup"])
     for variable, value in {**handed_over, **environment_of(cfg)}.items():
         yield f"export {variable}={quoted(value)}"
-    command = command_of(cfg, script, {}, Host(None if launch.endpoint else _ENDPOINT, ShellText("$SLURM_JOB_ID")), program=program)
+    command = command_of(
+        cfg, script, {}, Host(None if launch.endpoint else _ENDPOINT, ShellText("$SLURM_JOB_ID")), program=program
+    )
     if launch.endpoint is None:
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield "port=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a node have different ones"
@@ -87,7 +99,11 @@ def submit(text: str) -> str:
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise BackendError("sbatch is not on the PATH; submit on a login node of the cluster, or write the script with -o FILE") from None
+        raise BackendError(
+            "sbatch is not on the PATH; submit on a login node of the cluster, or write the script with -o FILE"
+        ) from None
     if done.returncode:
-        raise BackendError(f"sbatch refuses the script ({done.stderr.strip()}); change launch.slurm, and see the script with --dry-run")
+        raise BackendError(
+            f"sbatch refuses the script ({done.stderr.strip()}); change launch.slurm, and see the script with --dry-run"
+        )
     return done.stdout.strip().partition(";")[0]

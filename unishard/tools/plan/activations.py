@@ -18,7 +18,8 @@ class Segment(NamedTuple):
     unit: int
     """Index of the unit in the model's shape; -1 for what belongs to the root."""
     nbytes: int
-    """The most bytes of activations alive in it, also those that earlier modules keep for backward, with the gradient in the making."""
+    """The most bytes of activations alive in it, also those that earlier modules keep for backward, with the gradient
+    in the making."""
     whole: int
     """The same with all gradients of parameters that it has made so far."""
     end: int
@@ -67,8 +68,8 @@ def _covering(trace: Mapping[tuple[int, int], Segment], place: tuple[int, int]) 
 def _placed(segments: Sequence[Segment]) -> dict[tuple[int, int], Segment]:
     """Segments by their place: how many modules have computed before, and a number.
 
-    Traces of one model name the same modules, but a stretch between modules is only in those where it is large; elsewhere the next module
-    covers it.
+    Traces of one model name the same modules, but a stretch between modules is only in those where it is large;
+    elsewhere the next module covers it.
     """
     found: dict[tuple[int, int], Segment] = {}
     count = 0

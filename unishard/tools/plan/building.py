@@ -85,7 +85,8 @@ class BuiltModel:
             model, batch, loss = self.build()
         if batch is None:
             raise ModelError(
-                f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where batch(micro_batch_size, "
+                f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where "
+                "batch(micro_batch_size, "
                 "seq_len) returns the keyword arguments of forward, or give --no-activations"
             )
         try:
@@ -94,7 +95,10 @@ class BuiltModel:
             raise
         except Exception as error:  # whatever the model's own code raises
             first = f": {str(error).splitlines()[0]}" if str(error) else ""
-            what = f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give --no-activations"
+            what = (
+                f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give "
+                "--no-activations"
+            )
             raise ModelError(what) from error
 
     def _from_folder(self, folder: Path) -> ModelWithBatch:
@@ -121,13 +125,19 @@ class BuiltModel:
         try:
             factory = getattr(importlib.import_module(module), function, None)
         except ImportError as error:
-            raise _refuse(f"{self._name}: importing {module} fails ({error}); run this where it can be imported") from error
+            raise _refuse(
+                f"{self._name}: importing {module} fails ({error}); run this where it can be imported"
+            ) from error
         if not callable(factory):
-            raise _refuse(f"{self._name}: {module} has no function {function!r}; write module:factory, such as train:build_model")
+            raise _refuse(
+                f"{self._name}: {module} has no function {function!r}; write module:factory, such as train:build_model"
+            )
         made = factory()
         model, batch, loss, *_ = (*(made if isinstance(made, tuple) and 2 <= len(made) <= 3 else (made,)), None, None)
         if not isinstance(model, nn.Module):
-            raise _refuse(f"{self._name} returned {type(model).__name__}; it must return a torch.nn.Module, or (model, batch)")
+            raise _refuse(
+                f"{self._name} returned {type(model).__name__}; it must return a torch.nn.Module, or (model, batch)"
+            )
         return ModelWithBatch(model, batch or _batch_of(model), loss or self._own_loss)
 
     def _own_loss(self, out: Any) -> Tensor:
@@ -139,9 +149,14 @@ class BuiltModel:
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(out).__name__} without a loss"
+        what = (
+            f"a tensor of shape {list(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"{type(out).__name__} without a loss"
+        )
         raise ModelError(
-            f"--model {self._name}: its forward returns {what}; let a factory return (model, batch, loss), where loss(output) returns the "
+            f"--model {self._name}: its forward returns {what}; let a factory return (model, batch, loss), where "
+            "loss(output) returns the "
             "mean loss of what forward returns"
         )
 

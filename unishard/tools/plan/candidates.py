@@ -121,8 +121,16 @@ def candidates_of(
     """
     if strategies is None:
         strategies = strategies_for(cfg, topology)
-    names = list(backends) if backends is not None else sorted(registry.available(), key=lambda name: (name != cfg.backend, name))
-    return [candidate_of(cfg, shape, topology, activations, backend, strategy) for backend in names for strategy in strategies]
+    names = (
+        list(backends)
+        if backends is not None
+        else sorted(registry.available(), key=lambda name: (name != cfg.backend, name))
+    )
+    return [
+        candidate_of(cfg, shape, topology, activations, backend, strategy)
+        for backend in names
+        for strategy in strategies
+    ]
 
 
 def strategies_for(cfg: Config, topology: Topology) -> list[str]:
@@ -197,11 +205,18 @@ def peak_of(footprint: Footprint, shape: ModelShape, activations: Activations | 
     moments = [(Peak(base + footprint.step, "step", ""), most), (Peak(base + footprint.final, "backward", ""), most)]
     if activations is None:
         for phase, sizes in beside.items():
-            moments += [(Peak(base + size, phase, name), 0) for size, name in zip(sizes, (*shape.units, ""), strict=True)]
+            moments += [
+                (Peak(base + size, phase, name), 0) for size, name in zip(sizes, (*shape.units, ""), strict=True)
+            ]
     else:
         for segment in activations.segments:
             alive = segment.whole if footprint.keeps_whole and segment.phase == "backward" else segment.nbytes
-            moments.append((Peak(base + beside[segment.phase][segment.unit] + alive, segment.phase, segment.module), segment.nbytes))
+            moments.append(
+                (
+                    Peak(base + beside[segment.phase][segment.unit] + alive, segment.phase, segment.module),
+                    segment.nbytes,
+                )
+            )
             if footprint.reduction and segment.phase == "backward" and segment.unit >= 0:
                 size = base + footprint.reduction[segment.unit] + segment.end
                 moments.append((Peak(size, segment.phase, segment.module), segment.end))

@@ -46,7 +46,19 @@ DEVICES: Mapping[str, Device] = {
 }
 """By the name of `--device`. Peak figures of the vendor; collectives reach 60 to 90 % of them for large messages."""
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40, "g": GIB}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": GB,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": GIB,
+    "tib": 2**40,
+    "g": GIB,
+}
 
 
 def device_named(name: str) -> Device:
@@ -71,7 +83,9 @@ def parse_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if not found or found[2] not in _UNITS or not float(found[1]):
-        raise ConfigError([Problem("--memory", f"{text!r} is no size; write a number and a unit, such as 80GiB or 24GB")])
+        raise ConfigError(
+            [Problem("--memory", f"{text!r} is no size; write a number and a unit, such as 80GiB or 24GB")]
+        )
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -80,7 +94,13 @@ def in_gib(nbytes: float) -> str:
     for unit, size in (("", GIB), ("M", 2**20), ("K", 2**10)):
         if nbytes >= 0.0995 * size:
             value = nbytes / size
-            return f"{value:.0f}{unit}" if value >= 99.95 else f"{value:.1f}{unit}" if value >= 9.995 or unit else f"{value:.2f}"
+            return (
+                f"{value:.0f}{unit}"
+                if value >= 99.95
+                else f"{value:.1f}{unit}"
+                if value >= 9.995 or unit
+                else f"{value:.2f}"
+            )
     return f"{nbytes:.0f}B" if nbytes else "0"
 
 

@@ -1,4 +1,7 @@
-"""A model by its name on the command line, and what is computed from it once. Imports torch only for what is not cached."""
+"""A model by its name on the command line, and what is computed from it once.
+
+Imports torch only for what is not cached.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,13 @@ class PlannedModel:
         self._folder = None if ":" in name and not Path(name).exists() else _folder(name)
         said = _source(name) if self._folder is None else text_of(self._folder / "config.json", _LARGEST)
         sharding = cfg.sharding
-        self._key = [str(self._folder or name), said, sharding.units, sharding.min_unit_params, sharding.conditional_modules]
+        self._key = [
+            str(self._folder or name),
+            said,
+            sharding.units,
+            sharding.min_unit_params,
+            sharding.conditional_modules,
+        ]
         self._key += [__version__, *map(_version, ("torch", "transformers"))]
 
     @property
@@ -86,7 +95,14 @@ class PlannedModel:
             cfg = self.cfg.override(f"activation_checkpointing={json.dumps(recomputation)}")
             return BuiltModel(self.name, self._folder).activations(cfg, micro_batch_size, seq_len)
 
-        key: list[Any] = ["activations", *self._key, self.cfg.precision.compute, recomputation, micro_batch_size, seq_len]
+        key: list[Any] = [
+            "activations",
+            *self._key,
+            self.cfg.precision.compute,
+            recomputation,
+            micro_batch_size,
+            seq_len,
+        ]
         return cache.activations(key, make)
 
 
@@ -97,7 +113,9 @@ def _refuse(what: str) -> ConfigError:
 def _folder(name: str) -> Path:
     folder = Path(name).parent if Path(name).name == "config.json" else Path(name)
     if not folder.is_dir():
-        raise _refuse(f"{name} is no folder; write a folder with config.json (nothing is downloaded), or module:factory")
+        raise _refuse(
+            f"{name} is no folder; write a folder with config.json (nothing is downloaded), or module:factory"
+        )
     if not (folder / "config.json").is_file():
         raise _refuse(f"{name} has no config.json; write a folder as save_pretrained writes it, or module:factory")
     return folder.resolve()
@@ -115,7 +133,10 @@ def _source(name: str) -> str:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise _refuse(f"{name}: there is no module {module!r}; run this where it can be imported, or write a folder with config.json")
+        raise _refuse(
+            f"{name}: there is no module {module!r}; run this where it can be imported, or write a folder with "
+            "config.json"
+        )
     path = Path(found.origin) if found.origin else None
     return hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else ""
 

@@ -38,14 +38,21 @@ def page_of(plan: Plan) -> str:
 def _page(plan: Plan) -> Iterator[str]:
     title = f"Plan of {plan.model} on {count_of(plan.topology.world_size, 'rank')}"
     yield "<!doctype html>"
-    yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>'
+    yield (
+        '<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>'
+    )
     yield f"<h1>{escape(title)}</h1>"
     if plan.recommendation is not None:
         yield f"<p><b>Recommendation:</b> {escape(plan.recommendation.reason)}</p>"
         if plan.recommendation.changes:
             yield f"<pre>{escape(chr(10).join(change.replace('=', ': ', 1) for change in plan.recommendation.changes))}</pre>"
     yield "<h2>Memory of one rank</h2>"
-    yield '<p class="key">' + " ".join(f'<i style="background:{color}"></i> {name} ' for name, color in _COLORS.items()) + "</p>"
+    yield (
+        '<p class="key">'
+        + " ".join(f'<i style="background:{color}"></i> {name} ' for name, color in _COLORS.items())
+        + "</p>"
+    )
     yield from _table(plan)
     yield f"<h2>As text</h2><pre>{escape(chr(10).join(lines_of(plan)))}</pre></body></html>"
 
@@ -58,7 +65,9 @@ def _table(plan: Plan) -> Iterator[str]:
         name = escape(f"{each.backend} {each.strategy}")
         own = ' class="own"' if each is plan.own else ""
         if each.peak is None:
-            yield f'<tr{own}><td>{name}</td><td class="text" colspan="{len(heads) - 1}">{escape(each.refusal)}</td></tr>'
+            yield (
+                f'<tr{own}><td>{name}</td><td class="text" colspan="{len(heads) - 1}">{escape(each.refusal)}</td></tr>'
+            )
             continue
         cells = [name, _bar(each, most), in_gib(each.peak.nbytes), escape(each.peak.where), *_wire(plan, each)]
         yield f"<tr{own}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

@@ -1,4 +1,7 @@
-"""A whole plan: every engine and strategy, the peak of each, what travels, and a recommendation. Imports no torch itself."""
+"""A whole plan: every engine and strategy, the peak of each, what travels, and a recommendation.
+
+Imports no torch itself.
+"""
 
 from __future__ import annotations
 
@@ -98,9 +101,14 @@ class Plan:
             "seq_len": self.seq_len,
             "activations": {word: found.peak for word, found in self.activations.items()} or None,
             "candidates": [self._candidate(each) for each in self.candidates],
-            "recommendation": self.recommendation and {"changes": list(self.recommendation.changes), "reason": self.recommendation.reason},
+            "recommendation": self.recommendation
+            and {"changes": list(self.recommendation.changes), "reason": self.recommendation.reason},
             "answers": self.answers
-            and {"micro_batch_size": self.answers.micro_batch_size, "seq_len": self.answers.seq_len, "ranks": self.answers.ranks},
+            and {
+                "micro_batch_size": self.answers.micro_batch_size,
+                "seq_len": self.answers.seq_len,
+                "ranks": self.answers.ranks,
+            },
             "notes": [self.note] if self.note else [],
         }
 
@@ -123,7 +131,14 @@ class Plan:
 
 
 def make_plan(
-    cfg: Config, model: Model, topology: Topology, device: Device | None, *, seq_len: int, activations: bool = True, answers: bool = True
+    cfg: Config,
+    model: Model,
+    topology: Topology,
+    device: Device | None,
+    *,
+    seq_len: int,
+    activations: bool = True,
+    answers: bool = True,
 ) -> Plan:
     """Plan a config.
 
@@ -161,7 +176,9 @@ def make_plan(
         return plan
     levels: list[tuple[str, Sequence[Candidate]]] = [(own_word, candidates)]
     cheaper = RECOMPUTATIONS.index(own_word) + 1 if own_word in RECOMPUTATIONS else len(RECOMPUTATIONS)
-    levels += [(word, candidates_of(cfg, shape, topology, traced[word])) for word in RECOMPUTATIONS[cheaper:] if word in traced]
+    levels += [
+        (word, candidates_of(cfg, shape, topology, traced[word])) for word in RECOMPUTATIONS[cheaper:] if word in traced
+    ]
     found = with_compilation(recommend(levels, topology, device), cfg, shape, device)
     answered = _answers(plan, model, own, device) if answers and traced and plan.own.footprint is not None else None
     return Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, found, answered)
@@ -177,5 +194,7 @@ def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: D
     return Answers(
         largest_micro_batch(own, plan.shape, device.memory, trace, plan.seq_len),
         largest_seq_len(own, plan.shape, device.memory, trace, micro),
-        gpus_needed(cfg, plan.shape, activations, own.backend, own.strategy, device.memory, plan.topology.local_world_size),
+        gpus_needed(
+            cfg, plan.shape, activations, own.backend, own.strategy, device.memory, plan.topology.local_world_size
+        ),
     )

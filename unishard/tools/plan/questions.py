@@ -94,7 +94,8 @@ def by_micro_batch(trace: Trace, seq_len: int) -> Callable[[int], Activations]:
 
 
 def largest_seq_len(candidate: Candidate, shape: ModelShape, memory: int, trace: Trace, micro_batch_size: int) -> int:
-    """The longest sequence that fits, a multiple of 128; activations grow as a polynomial of degree 2 (1 with fused attention).
+    """The longest sequence that fits, a multiple of 128; activations grow as a polynomial of degree 2 (1 with fused
+    attention).
 
     Args:
         candidate: The engine and strategy.
@@ -118,9 +119,16 @@ def largest_seq_len(candidate: Candidate, shape: ModelShape, memory: int, trace:
 
 
 def gpus_needed(
-    cfg: Config, shape: ModelShape, activations: Activations | None, backend: str, strategy: str, memory: int, per_node: int
+    cfg: Config,
+    shape: ModelShape,
+    activations: Activations | None,
+    backend: str,
+    strategy: str,
+    memory: int,
+    per_node: int,
 ) -> int | None:
-    """The fewest ranks on which a strategy fits: a power of 2 within a node, else whole nodes; None if none of up to 4,096 nodes.
+    """The fewest ranks on which a strategy fits: a power of 2 within a node, else whole nodes; None if none of up to
+    4,096 nodes.
 
     Args:
         cfg: The config; a stated global batch size is left out.
@@ -154,8 +162,11 @@ def gpus_needed(
     return per_node * high
 
 
-def recommend(by_recomputation: Sequence[tuple[str, Sequence[Candidate]]], topology: Topology, device: Device) -> Recommendation:
-    """The cheapest candidate that fits: first the least recomputation, then the least time on the wire, then the config's own engine.
+def recommend(
+    by_recomputation: Sequence[tuple[str, Sequence[Candidate]]], topology: Topology, device: Device
+) -> Recommendation:
+    """The cheapest candidate that fits: first the least recomputation, then the least time on the wire, then the
+    config's own engine.
 
     Args:
         by_recomputation: Words of `activation_checkpointing` with the candidates under each, the cheapest first.
@@ -186,22 +197,33 @@ def recommend(by_recomputation: Sequence[tuple[str, Sequence[Candidate]]], topol
 
 
 def with_compilation(found: Recommendation, cfg: Config, shape: ModelShape, device: Device) -> Recommendation:
-    """The same, with `compile: per_block` for a model of blocks that are alike, on a known GPU, if nothing is compiled yet."""
+    """The same, with `compile: per_block` for a model of blocks that are alike, on a known GPU, if nothing is compiled
+    yet.
+    """
     alike = Counter(tuple(parameter.shape for parameter in unit) for unit in shape.by_unit[:-1])
     count = max(alike.values(), default=0)
     if found.candidate is None or cfg.compile.mode != "none" or device.name not in DEVICES or count < _REPEATED:
         return found
-    why = f"compile: per_block compiles one of {count} blocks that are alike: faster steps after a longer first one, equal to rounding"
+    why = (
+        f"compile: per_block compiles one of {count} blocks that are alike: faster steps after a longer first one, "
+        "equal to rounding"
+    )
     return found._replace(changes=(*found.changes, "compile=per_block"), reason=f"{found.reason}; {why}")
 
 
 def _changes(best: Candidate, word: str) -> tuple[str, ...]:
     changes = f"backend={best.backend}", f"sharding.strategy={best.strategy}"
     own = best.cfg.activation_checkpointing if best.cfg else word
-    return changes if own == word or (isinstance(own, list) and word == ", ".join(own)) else (*changes, f"activation_checkpointing={word}")
+    return (
+        changes
+        if own == word or (isinstance(own, list) and word == ", ".join(own))
+        else (*changes, f"activation_checkpointing={word}")
+    )
 
 
-def _reason(best: Candidate, candidates: Sequence[Candidate], memory: int, price: Callable[[Candidate], tuple[float, int]]) -> str:
+def _reason(
+    best: Candidate, candidates: Sequence[Candidate], memory: int, price: Callable[[Candidate], tuple[float, int]]
+) -> str:
     where = best.peak.where if best.peak else ""
     reason = (
         f"{best.strategy} on {best.backend} sends the least of those that fit: its peak is {with_unit(_peak(best))} of "

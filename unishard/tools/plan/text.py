@@ -33,17 +33,25 @@ def _heading(plan: Plan) -> Iterator[str]:
     shape, topology = plan.shape, plan.topology
     trainable = sum(parameter.numel for parameter in shape.trainable)
     ranks, nodes = topology.world_size, topology.world_size // topology.local_world_size
-    said = f"{plan.model}: {_count(shape.numel)} parameters" + (f", {_count(trainable)} trainable" if trainable != shape.numel else "")
+    said = f"{plan.model}: {_count(shape.numel)} parameters" + (
+        f", {_count(trainable)} trainable" if trainable != shape.numel else ""
+    )
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     on = f"; {plan.device.name}, {with_unit(plan.device.memory)}" if plan.device else ""
     yield from wrap(f"{said}; {where}{on}", _WIDTH)
-    sizes = f"micro-batch {plan.cfg.training.micro_batch_size} x {plan.seq_len} tokens" if plan.activations else plan.note
+    sizes = (
+        f"micro-batch {plan.cfg.training.micro_batch_size} x {plan.seq_len} tokens" if plan.activations else plan.note
+    )
     word = next(iter(plan.activations), "")
-    yield from wrap(f"GiB on the rank that holds most; {sizes}" + (f"; activation_checkpointing: {word}" if word else ""), _WIDTH)
+    yield from wrap(
+        f"GiB on the rank that holds most; {sizes}" + (f"; activation_checkpointing: {word}" if word else ""), _WIDTH
+    )
 
 
 def _table(plan: Plan, candidates: list[Candidate]) -> Iterator[str]:
-    yield f"{candidates[0].backend:<22}" + "".join(f"{name:>7}" for name in _COLUMNS) + ("  fits" if plan.device else "")
+    yield (
+        f"{candidates[0].backend:<22}" + "".join(f"{name:>7}" for name in _COLUMNS) + ("  fits" if plan.device else "")
+    )
     for each in candidates:
         label = ("* " if each is plan.own else "  ") + each.strategy
         if each.footprint is None or each.peak is None:
@@ -83,7 +91,8 @@ def _peaks(plan: Plan) -> Iterator[str]:
         if each.footprint is None or each.peak is None:
             continue
         where = each.peak.where
-        line = f"{each.backend:<11}{each.strategy:<21}{where if len(where) <= 24 else where[:10] + '...' + where[-11:]:<25}"
+        shown = where if len(where) <= 24 else where[:10] + "..." + where[-11:]
+        line = f"{each.backend:<11}{each.strategy:<21}{shown:<25}"
         if plan.device is not None:
             wire = wire_of(each.footprint, plan.topology, plan.device)
             line += f"{in_gib(wire.within):>7}{in_gib(wire.between):>8}{wire.seconds:>8.3f}"

@@ -144,13 +144,20 @@ def trace(
 
 
 def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
-    """Without the short stretches between modules, which the next one covers, unless they are the largest of their phase."""
-    largest = {phase: max((each.nbytes for each in segments if each.phase == phase), default=0) for phase in ("forward", "backward")}
+    """Without the short stretches between modules, which the next one covers, unless they are the largest of their
+    phase.
+    """
+    largest = {
+        phase: max((each.nbytes for each in segments if each.phase == phase), default=0)
+        for phase in ("forward", "backward")
+    }
     return tuple(each for each in segments if each.module or each.nbytes == largest[each.phase])
 
 
 @contextmanager
-def _watched(model: nn.Module, units: Mapping[str, nn.Module], trainable: list[nn.Parameter], live: _Live) -> Iterator[None]:
+def _watched(
+    model: nn.Module, units: Mapping[str, nn.Module], trainable: list[nn.Parameter], live: _Live
+) -> Iterator[None]:
     """A block in which modules say when they compute, and gradients of parameters are dropped."""
     handles: list[Any] = []
 

@@ -67,7 +67,9 @@ def _sections(backends: Sequence[Backend]) -> list[_Section]:
         _Section(format_.name, format_.tool, format_.keys, format_.rules, f"As read by {format_.tool}. {_HANDED_ON}")
         for format_ in formats()
     ]
-    engines = [_Section(f"Arguments of {each.name}", each.name, each.keys, each.script_rules, _WRAPPED) for each in backends]
+    engines = [
+        _Section(f"Arguments of {each.name}", each.name, each.keys, each.script_rules, _WRAPPED) for each in backends
+    ]
     return own + engines
 
 
@@ -75,7 +77,13 @@ def formats_page(backends: Sequence[Backend], generated: str) -> str:
     """The page, with a section for each format and for each engine's arguments."""
     sections = _sections(backends)
     contents = "\n".join(f"- {_links(section)}" for section in sections)
-    parts = [generated, _TOP.rstrip(), "## Contents", contents, *(part for section in sections for part in _parts(section))]
+    parts = [
+        generated,
+        _TOP.rstrip(),
+        "## Contents",
+        contents,
+        *(part for section in sections for part in _parts(section)),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -30,7 +30,13 @@ def _section(name: str, patches: Mapping[str, Patch]) -> Iterator[str]:
 def _row(patch: Patch) -> tuple[str, ...]:
     case = f"**{patch.name}**: {patch.case.rstrip(',')}"
     run = patch.versions + (f"; {patch.package} does it itself from {patch.until} on" if patch.until else "")
-    return case, "<br>".join(_names(patch.names)), run, f"[source]({patch.link})", f"{patch.instead[:1].upper()}{patch.instead[1:]}."
+    return (
+        case,
+        "<br>".join(_names(patch.names)),
+        run,
+        f"[source]({patch.link})",
+        f"{patch.instead[:1].upper()}{patch.instead[1:]}.",
+    )
 
 
 def _names(names: Sequence[str]) -> Iterator[str]:

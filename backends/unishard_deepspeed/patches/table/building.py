@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from unishard.contract.private_api import Patch
-from unishard_deepspeed.patches.table.classes import BF16, ENGINE, INIT, OFFLOAD, RUN, SOURCE, STAGE_3, STAGES_1_2, TAG, of
+from unishard_deepspeed.patches.table.classes import (
+    BF16,
+    ENGINE,
+    INIT,
+    OFFLOAD,
+    RUN,
+    SOURCE,
+    STAGE_3,
+    STAGES_1_2,
+    TAG,
+    of,
+)
 
 __all__ = ["BUILDING"]
 
@@ -104,7 +115,13 @@ BUILDING = (
         case="hybrid_shard",
         names=(
             *of("deepspeed.utils.groups", "mpu"),
-            *of(STAGE_3, "finalize_gradient_accumulation_boundary", "grad_partitions_flat_buffer", "offload_optimizer", "fp16_groups"),
+            *of(
+                STAGE_3,
+                "finalize_gradient_accumulation_boundary",
+                "grad_partitions_flat_buffer",
+                "offload_optimizer",
+                "fp16_groups",
+            ),
             *of(STAGE_3, "_offload_boundary_param_ids", "_get_param_partition_rank"),
             *of(INIT, "ds_id", "ds_numel", "partition_numel"),
         ),
@@ -147,7 +164,12 @@ BUILDING = (
         name="conditional-modules-stage-3",
         case="sharding.conditional_modules with full_shard",
         names=(
-            *of(STAGE_3, "create_reduce_and_remove_grad_hooks", "_grad_acc_hooks", "independent_gradient_partition_epilogue"),
+            *of(
+                STAGE_3,
+                "create_reduce_and_remove_grad_hooks",
+                "_grad_acc_hooks",
+                "independent_gradient_partition_epilogue",
+            ),
             *of(STAGE_3, "reduce_ready_partitions_and_remove_grads", "parameter_offload"),
             *of(OFFLOAD, "forward_hooks", "backward_hooks"),
             *of(INIT, "ds_numel", "all_gather", "partition"),

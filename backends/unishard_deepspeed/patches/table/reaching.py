@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from unishard.contract.private_api import Patch
-from unishard_deepspeed.patches.table.classes import BF16, ENGINE, FRAGMENT, INIT, RUN, SOURCE, STAGE_3, STAGES_1_2, TAG, of
+from unishard_deepspeed.patches.table.classes import (
+    BF16,
+    ENGINE,
+    FRAGMENT,
+    INIT,
+    RUN,
+    SOURCE,
+    STAGE_3,
+    STAGES_1_2,
+    TAG,
+    of,
+)
 
 __all__ = ["REACHING"]
 
@@ -33,8 +44,21 @@ REACHING = (
         case=f"{_GRADIENTS}, with shard_optimizer or shard_grad_op,",
         names=(
             *_EARLY,
-            *of(STAGES_1_2, "finalize_gradient_accumulation_boundary", "dp_process_group", "params_in_partition", "averaged_gradients"),
-            *of(STAGES_1_2, "_zero_padding", "grad_position", "get_param_id", "single_partition_of_fp32_groups", "_hp_mapping"),
+            *of(
+                STAGES_1_2,
+                "finalize_gradient_accumulation_boundary",
+                "dp_process_group",
+                "params_in_partition",
+                "averaged_gradients",
+            ),
+            *of(
+                STAGES_1_2,
+                "_zero_padding",
+                "grad_position",
+                "get_param_id",
+                "single_partition_of_fp32_groups",
+                "_hp_mapping",
+            ),
             *of(STAGES_1_2, "norm_for_param_grads", "local_overflow", "update_offload_overflow_tracker", "cpu_offload"),
             *of(FRAGMENT, "lp_fragment_address"),
         ),
@@ -48,7 +72,12 @@ REACHING = (
         names=(
             *_EARLY,
             *_PARTS,
-            *of(STAGE_3, "finalize_gradient_accumulation_boundary", "_get_fp32_grad_state_partition", "norm_for_param_grads"),
+            *of(
+                STAGE_3,
+                "finalize_gradient_accumulation_boundary",
+                "_get_fp32_grad_state_partition",
+                "norm_for_param_grads",
+            ),
             *of(STAGE_3, "get_param_id", "_constant_buffered_norm2"),
         ),
         versions=RUN,
@@ -79,13 +108,26 @@ REACHING = (
         link=SOURCE["stage-3"],
         instead=_DIRECTLY,
     ),
-    Patch("discard-stage-0", "engine.discard, or a load,", of(ENGINE, "_unmanaged_backward_count"), RUN, SOURCE["engine"], _TO_THE_END),
+    Patch(
+        "discard-stage-0",
+        "engine.discard, or a load,",
+        of(ENGINE, "_unmanaged_backward_count"),
+        RUN,
+        SOURCE["engine"],
+        _TO_THE_END,
+    ),
     Patch(
         name="discard-stages-1-2",
         case="engine.discard, or a load, with shard_optimizer or shard_grad_op,",
         names=(
             *of(ENGINE, "_unmanaged_backward_count"),
-            *of(STAGES_1_2, "micro_step_id", "_offload_accumulated_param_ids", "_epilogue_ran_this_backward", "averaged_gradients"),
+            *of(
+                STAGES_1_2,
+                "micro_step_id",
+                "_offload_accumulated_param_ids",
+                "_epilogue_ran_this_backward",
+                "averaged_gradients",
+            ),
             *of(STAGES_1_2, "all_grad_tensors", "reset_cpu_buffers"),
         ),
         versions=RUN,

@@ -70,7 +70,8 @@ UPDATING = (
     ),
     Patch(
         name="stale-offloaded-stages-1-2",
-        case="An update with offload.optimizer that is skipped, or does not use a parameter, with shard_optimizer or shard_grad_op,",
+        case="An update with offload.optimizer that is skipped, or does not use a parameter, with shard_optimizer or "
+        "shard_grad_op,",
         names=of(STAGES_1_2, "single_partition_of_fp32_groups", "averaged_gradients", "accumulated_grads_in_cpu"),
         versions=RUN,
         link=SOURCE["stages-1-2"],

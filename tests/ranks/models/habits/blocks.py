@@ -62,7 +62,9 @@ def own_cross_entropy(model: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(batch["x"]).float(), batch["label"])
 
 
-def add(kind: Kind, name: str, body: Callable[[], nn.Module], sample: Callable[[int], Batch] | None = None, **more: Any) -> None:
+def add(
+    kind: Kind, name: str, body: Callable[[], nn.Module], sample: Callable[[int], Batch] | None = None, **more: Any
+) -> None:
     """Add a classifier with a body."""
     given: dict[str, Any] = {"loss": own_cross_entropy} | more
     kind.cases.append(Case(name, seeded(_classifier, body), sample or features(), **given))

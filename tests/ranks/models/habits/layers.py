@@ -86,7 +86,9 @@ def _channels_last() -> nn.Module:
 
 
 KIND.add("convolutions in channels_last", seeded(_channels_last), features(3, 8, 8), loss=own_cross_entropy)
-KIND.add("BatchNorm", seeded(_Convolutional, nn.BatchNorm2d), features(3, 8, 8), loss=own_cross_entropy, low_buffers=True)
+KIND.add(
+    "BatchNorm", seeded(_Convolutional, nn.BatchNorm2d), features(3, 8, 8), loss=own_cross_entropy, low_buffers=True
+)
 
 
 class _UNet(nn.Module):
@@ -107,7 +109,11 @@ def _convolution(first: int, last: int) -> nn.Module:
 
 
 def _noised(index: int) -> Batch:
-    return {"x": drawn(index).normal(3, 8, 8), "time": drawn(index, 1).normal(4), "noise": drawn(index, 2).normal(3, 8, 8)}
+    return {
+        "x": drawn(index).normal(3, 8, 8),
+        "time": drawn(index, 1).normal(4),
+        "noise": drawn(index, 2).normal(3, 8, 8),
+    }
 
 
 def _denoising(model: nn.Module, batch: Batch) -> Tensor:
@@ -140,7 +146,12 @@ class _Bag(nn.Module):
 
 
 add(KIND, "EmbeddingBag", _Bag, words())
-add(KIND, "embedding of 5,001 words with padding", lambda: Embedded(nn.Embedding(5001, WIDTH, padding_idx=0)), words(5001))
+add(
+    KIND,
+    "embedding of 5,001 words with padding",
+    lambda: Embedded(nn.Embedding(5001, WIDTH, padding_idx=0)),
+    words(5001),
+)
 add(KIND, "embedding, scale_grad_by_freq", lambda: Embedded(nn.Embedding(9, WIDTH, scale_grad_by_freq=True)), words(9))
 add(KIND, "embedding, max_norm", lambda: Embedded(nn.Embedding(WORDS, WIDTH, max_norm=1.0)), words())
 add(

@@ -57,7 +57,9 @@ add(KIND, "a loss in fp64", stack, loss=_in_fp64)
 
 
 def _penalty(model: Any, batch: Batch) -> Tensor:
-    return own_cross_entropy(model, batch) + 1e-2 * sum(parameter.abs().sum() for parameter in _module(model).parameters())
+    return own_cross_entropy(model, batch) + 1e-2 * sum(
+        parameter.abs().sum() for parameter in _module(model).parameters()
+    )
 
 
 def _weight_of_unit(model: Any, batch: Batch) -> Tensor:

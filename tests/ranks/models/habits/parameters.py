@@ -59,7 +59,11 @@ class _OneElement(_Scaled):
 add(
     KIND,
     "parameters smaller than the number of ranks",
-    lambda: _OneElement(row=nn.Parameter(torch.ones(1, WIDTH)), shift=nn.Parameter(torch.zeros(1)), gate=nn.Parameter(torch.ones(1, 1, 1))),
+    lambda: _OneElement(
+        row=nn.Parameter(torch.ones(1, WIDTH)),
+        shift=nn.Parameter(torch.zeros(1)),
+        gate=nn.Parameter(torch.ones(1, 1, 1)),
+    ),
 )
 
 
@@ -72,7 +76,8 @@ add(
     KIND,
     "parameters that are not contiguous",
     lambda: _Strided(
-        transposed=nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH).t()), strided=nn.Parameter(0.3 * torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+        transposed=nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH).t()),
+        strided=nn.Parameter(0.3 * torch.randn(WIDTH, 2 * WIDTH)[:, ::2]),
     ),
 )
 
@@ -85,7 +90,9 @@ class _Einsum(_Scaled):
 add(
     KIND,
     "einsum with parameters of 3 and 4 dimensions",
-    lambda: _Einsum(experts=nn.Parameter(0.2 * torch.randn(3, WIDTH, WIDTH)), grid=nn.Parameter(0.1 * torch.randn(1, 5, 1, 3))),
+    lambda: _Einsum(
+        experts=nn.Parameter(0.2 * torch.randn(3, WIDTH, WIDTH)), grid=nn.Parameter(0.1 * torch.randn(1, 5, 1, 3))
+    ),
 )
 
 
@@ -94,7 +101,9 @@ class _Complex(_Scaled):
         return self.blocks((x * self.phase).real.to(x.dtype))
 
 
-add(KIND, "a trained complex parameter", lambda: _Complex(phase=nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))))
+add(
+    KIND, "a trained complex parameter", lambda: _Complex(phase=nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64)))
+)
 add(
     KIND,
     "a frozen complex parameter",
@@ -108,7 +117,11 @@ class _Fourier(_Scaled):
         return self.blocks(torch.fft.irfft(filtered, n=WIDTH).to(x.dtype))
 
 
-add(KIND, "complex numbers within the forward", lambda: _Fourier(pairs=nn.Parameter(0.5 * torch.randn(WIDTH // 2 + 1, 2))))
+add(
+    KIND,
+    "complex numbers within the forward",
+    lambda: _Fourier(pairs=nn.Parameter(0.5 * torch.randn(WIDTH // 2 + 1, 2))),
+)
 
 
 class _Quantized(_Scaled):
@@ -229,7 +242,11 @@ class _Codebook(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.blocks(x)
-        nearest = self.codes[torch.cdist(hidden.float().flatten(0, 1), self.codes.float()).argmin(1)].view_as(hidden).to(hidden.dtype)
+        nearest = (
+            self.codes[torch.cdist(hidden.float().flatten(0, 1), self.codes.float()).argmin(1)]
+            .view_as(hidden)
+            .to(hidden.dtype)
+        )
         self.codes.mul_(0.99)
         return hidden + 0.5 * (nearest - hidden).detach()
 

@@ -40,11 +40,24 @@ class _LayerDrop(nn.Module):
 
 _BART = BART | {"encoder_layers": 3}
 add(KIND, "dropout", lambda: nn.Sequential(_Dropout(), _Dropout()))
-add(KIND, "dropout, recomputed", lambda: nn.Sequential(_Dropout(), _Dropout()), sections={"activation_checkpointing": "full"})
+add(
+    KIND,
+    "dropout, recomputed",
+    lambda: nn.Sequential(_Dropout(), _Dropout()),
+    sections={"activation_checkpointing": "full"},
+)
 add(KIND, "LayerDrop", _LayerDrop)
 add(KIND, "LayerDrop, conditional_modules", _LayerDrop, sections={"sharding": {"conditional_modules": ["Block"]}})
-KIND.add("gpt2 with dropout", hugging_face("GPT2LMHeadModel", "GPT2Config", random={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, **GPT2), tokens)
-KIND.add("bert with dropout", hugging_face("BertForMaskedLM", "BertConfig", random={"hidden_dropout_prob": 0.2}, **SIZES), masked)
+KIND.add(
+    "gpt2 with dropout",
+    hugging_face("GPT2LMHeadModel", "GPT2Config", random={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, **GPT2),
+    tokens,
+)
+KIND.add(
+    "bert with dropout",
+    hugging_face("BertForMaskedLM", "BertConfig", random={"hidden_dropout_prob": 0.2}, **SIZES),
+    masked,
+)
 KIND.add(
     "bart with LayerDrop, conditional_modules",
     hugging_face("BartForConditionalGeneration", "BartConfig", random={"encoder_layerdrop": 0.4}, **_BART),
@@ -57,7 +70,12 @@ for _name, _sections in (
 ):
     KIND.add(
         _name,
-        hugging_face("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", random={"layerdrop": 0.4}, **WAVES | {"num_hidden_layers": 3}),
+        hugging_face(
+            "Wav2Vec2ForSequenceClassification",
+            "Wav2Vec2Config",
+            random={"layerdrop": 0.4},
+            **WAVES | {"num_hidden_layers": 3},
+        ),
         audio,
         sections=_sections,
     )

@@ -52,7 +52,12 @@ add(KIND, "spectral norm", lambda: _Layers(parametrizations.spectral_norm), low_
 add(KIND, "spectral norm of nn.utils", lambda: _Layers(nn.utils.spectral_norm), low_buffers=True)
 add(KIND, "orthogonal weights", lambda: _Layers(parametrizations.orthogonal, 2))
 add(KIND, "an own parametrization", lambda: _Layers(_symmetric))
-add(KIND, "weight norm of an embedding", lambda: Embedded(parametrizations.weight_norm(nn.Embedding(WORDS, WIDTH))), words())
+add(
+    KIND,
+    "weight norm of an embedding",
+    lambda: Embedded(parametrizations.weight_norm(nn.Embedding(WORDS, WIDTH))),
+    words(),
+)
 add(
     KIND,
     "spectral norm of an embedding",
