@@ -30,7 +30,7 @@ from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, Result
 from unishard.distributed import process_group
 from unishard.failures import collective_check
-from unishard.failures.monitor_server import Hub, _Link
+from unishard.failures.monitor_server import MonitorServer, _Link
 from unishard.failures.verdict import Judgement
 
 HIDDEN, INNER, KEYS, LAYERS, WORDS = 8192, 28672, 1024, 80, 128256
@@ -106,27 +106,27 @@ class Counted:
 
 
 def watch(world: int) -> Row:
-    """What the hub on rank 0 spends and sends: when the ranks arrive, and when all of them stand still."""
+    """What the monitor on rank 0 spends and sends: when the ranks arrive, and when all of them stand still."""
     judged: list[int] = []
 
     def judge(statuses: Any) -> Judgement:
         judged.append(len(statuses))
         return Judgement()
 
-    hub, links = Hub(world, "token", judge, lambda rank: False), [_Link(Counted()) for _ in range(world)]  # type: ignore[arg-type]
+    server, links = MonitorServer(world, "token", judge, lambda rank: False), [_Link(Counted()) for _ in range(world)]  # type: ignore[arg-type]
     for rank, link in enumerate(links):
-        hub._handle(link, {"token": "token", "rank": rank})
+        server._handle(link, {"token": "token", "rank": rank})
     said = {"kind": "collect", "key": "arrived", "value": "", "what": "", "seconds": None, "patience": None}
     before = sum(link.socket.bytes for link in links)  # type: ignore[attr-defined]
-    collected, _ = cpu(lambda: [hub._handle(link, said) for link in links])
+    collected, _ = cpu(lambda: [server._handle(link, said) for link in links])
     sent = sum(link.socket.bytes for link in links) - before  # type: ignore[attr-defined]
     still, _ = cpu(
-        lambda: [hub._handle(link, {"kind": "status", "status": "waits"}) for _ in range(2) for link in links]
+        lambda: [server._handle(link, {"kind": "status", "status": "waits"}) for _ in range(2) for link in links]
     )
     return {
-        "arrive: hub, s": collected,
-        "arrive: bytes of the hub": sent,
-        "late rank: hub, s": still,
+        "arrive: server, s": collected,
+        "arrive: bytes of the monitor": sent,
+        "late rank: server, s": still,
         "late rank: judgements": len(judged),
         "desync: messages a rank": sum(map(len, collective_check._rounds(world))),
     }
@@ -292,7 +292,7 @@ def picture(rows: dict[str, dict[int, Row]], path: Path) -> None:
         "save: bytes of plans to and from rank 0": "save: bytes of plans to and from rank 0",
         "every further save: bytes of plans": "second save: bytes of plans to and from rank 0",
         "load: bytes of index that a rank reads": "load: bytes of index a rank",
-        "start: bytes that rank 0 sends": "arrive: bytes of the hub",
+        "start: bytes that rank 0 sends": "arrive: bytes of the monitor",
         "a check of prepare: bytes a rank": "agree: bytes a rank",
         "a late rank: judgements": "late rank: judgements",
     }

@@ -22,14 +22,14 @@ from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
-from unishard_deepspeed.patches import PATCHES
-from unishard_deepspeed.patches.building import forget
-from unishard_deepspeed.patches.optimizer_kind import kind_of, require
-from unishard_deepspeed.patches.reduction import gather
-from unishard_deepspeed.patches.second_copy import drop_second_copies
-from unishard_deepspeed.patches.state import copy_masters, gather_after, relink_states, reshard_all
-from unishard_deepspeed.patches.updates import clear_before_backward
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
+from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private.building import forget
+from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.reduction import gather
+from unishard_deepspeed.private.second_copy import drop_second_copies
+from unishard_deepspeed.private.state import copy_masters, gather_after, relink_states, reshard_all
+from unishard_deepspeed.private.updates import clear_before_backward
 from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.shards import Shards
 from unishard_deepspeed.stale_gradients import StaleGradients
@@ -60,7 +60,7 @@ class DeepSpeedAdapter(EngineAdapter):
         self._kind = kind_of(cfg)
         self._masters = MasterWeights(self._kind, inner)
         self._clipping = clipping_of(cfg, engine, inner)
-        early = PATCHES.get(f"early-gradients-{self._kind}")
+        early = PRIVATE_API.get(f"early-gradients-{self._kind}")
         self._clear_first = clear_before_backward(engine.optimizer) if early is not None and early.works else _nothing
         self._shards = Shards(cfg, engine, inner)
         self._hooks = hooks
@@ -229,7 +229,7 @@ class DeepSpeedAdapter(EngineAdapter):
         """The torch optimizer inside DeepSpeed's."""
         return self._inner.optimizer
 
-    def settle(self) -> None:
+    def reshard_all(self) -> None:
         """Reshard all gathered parameters. Collective.
 
         Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unishard.contract.adapter import InferenceAdapter
     from unishard.contract.backend import OptimizerBuilder
     from unishard.contract.footprint import Footprint, ModelShape
-    from unishard.contract.private_api import Patch
+    from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
 __all__ = ["DeepSpeedBackend"]
@@ -42,11 +42,11 @@ class DeepSpeedBackend:
     script_rules = arguments.SCRIPT_RULES
 
     @property
-    def patches(self) -> Mapping[str, Patch]:
+    def private_api(self) -> Mapping[str, PrivateApi]:
         """The private names of the engine that rare cases need."""
-        from unishard_deepspeed.patches import PATCHES
+        from unishard_deepspeed.private import PRIVATE_API
 
-        return PATCHES
+        return PRIVATE_API
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The JSON for `deepspeed.initialize` and the report. Pure.

@@ -29,11 +29,11 @@ from unishard_deepspeed.fields import UNLIMITED
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
-from unishard_deepspeed.patches.optimizer_kind import kind_of, require_for
-from unishard_deepspeed.patches.reduction import reduce_in_fp32, reduce_units_by_parameter
-from unishard_deepspeed.patches.second_copy import drop_second_copies, own_group
-from unishard_deepspeed.patches.updates import average_between_groups
+from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
+from unishard_deepspeed.private.optimizer_kind import kind_of, require_for
+from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter
+from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
+from unishard_deepspeed.private.updates import average_between_groups
 from unishard_deepspeed.replica_groups import Replicas, replicas_of
 from unishard_deepspeed.second_copy import group_of
 

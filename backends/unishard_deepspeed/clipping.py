@@ -15,9 +15,9 @@ from unishard.distributed.host_read import HostRead
 from unishard.engine.optim.grad_norm import divide, norm_of
 from unishard.engine.optim.skipping import DeviceSkip
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches import PATCHES
-from unishard_deepspeed.patches.optimizer_kind import kind_of, require
-from unishard_deepspeed.patches.updates import clip_to, divide_gradients, without_overflow_check
+from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.updates import clip_to, divide_gradients, without_overflow_check
 from unishard_deepspeed.shards import give_gradients
 
 __all__ = ["Clipping", "clipping_of"]
@@ -63,7 +63,7 @@ class EngineClipping:
     def prepare(self, max_norm: float | None, divisor: float) -> None:
         """Set the optimizer's limit and divisor if they have changed."""
         if (max_norm or 0.0) != self._limit:
-            PATCHES["clipping"].require()
+            PRIVATE_API["clipping"].require()
             self._limit = max_norm or 0.0
             clip_to(self._engine.optimizer, self._limit)
         if divisor != 1 or self._divisor != 1:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from unishard.contract.units import Unit
-from unishard_deepspeed.patches.optimizer_kind import Kind
-from unishard_deepspeed.patches.reduction import drop, gather, reduce_last, remove_hooks
+from unishard_deepspeed.private.optimizer_kind import Kind
+from unishard_deepspeed.private.reduction import drop, gather, reduce_last, remove_hooks
 
 __all__ = ["ConditionalModules", "entered_modules"]
 

@@ -17,7 +17,7 @@ from unishard.config import Config
 from unishard.engine.model.kept_fp32 import holds
 from unishard.errors import ConfigError, Problem
 from unishard_deepspeed import fields
-from unishard_deepspeed.patches.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.optimizer_kind import kind_of, require
 
 __all__ = ["after_cast", "check"]
 

@@ -13,8 +13,8 @@ from unishard.contract.optimizer_state import StateSpec, fresh_state, tensors_an
 from unishard.distributed.shards import Shard
 from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.optimizer_kind import Kind
-from unishard_deepspeed.patches.state import groups_of_masters, unlink_states
+from unishard_deepspeed.private.optimizer_kind import Kind
+from unishard_deepspeed.private.state import groups_of_masters, unlink_states
 from unishard_deepspeed.shards import Shards
 
 __all__ = ["ZeroOptimizerState"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from unishard.distributed.dtypes import name_of
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.optimizer_kind import Kind
-from unishard_deepspeed.patches.second_copy import second_shard
+from unishard_deepspeed.private.optimizer_kind import Kind
+from unishard_deepspeed.private.second_copy import second_shard
 
 __all__ = ["MasterWeights", "parameter_bytes", "units"]
 

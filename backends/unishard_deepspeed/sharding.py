@@ -21,8 +21,8 @@ from unishard.engine.model.empty_parameters import is_empty
 from unishard.engine.model.kept_fp32 import holds
 from unishard.engine.model.materialization import Reader, flat_part, materialize, take_reader
 from unishard_deepspeed import start
-from unishard_deepspeed.patches.building import gather_empty, swapper_of
-from unishard_deepspeed.patches.second_copy import group_of_init
+from unishard_deepspeed.private.building import gather_empty, swapper_of
+from unishard_deepspeed.private.second_copy import group_of_init
 from unishard_deepspeed.replica_groups import Replicas
 
 __all__ = ["partition"]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from unishard.config import Config
 from unishard.distributed.shards import Shard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches import shards
-from unishard_deepspeed.patches.optimizer_kind import kind_of, require
-from unishard_deepspeed.patches.state import gather_after
+from unishard_deepspeed.private import shards
+from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.state import gather_after
 
 __all__ = ["Shards", "give_gradients"]
 

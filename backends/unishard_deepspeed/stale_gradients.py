@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.config import Config
-from unishard.contract.private_api import Patch
-from unishard_deepspeed.patches import PATCHES
-from unishard_deepspeed.patches.optimizer_kind import kind_of
-from unishard_deepspeed.patches.shards import clear_offloaded
-from unishard_deepspeed.patches.updates import clear_stale_gradients
+from unishard.contract.private_api import PrivateApi
+from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private.optimizer_kind import kind_of
+from unishard_deepspeed.private.shards import clear_offloaded
+from unishard_deepspeed.private.updates import clear_stale_gradients
 
 __all__ = ["StaleGradients"]
 
@@ -26,9 +26,9 @@ class StaleGradients:
     def __init__(self, cfg: Config, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._kind = kind_of(cfg)
-        self._kept = PATCHES["stale-gradients"] if self._kind == "stage-3" else None
-        self._offloaded = PATCHES[f"stale-offloaded-{self._kind}"] if cfg.offload.optimizer != "none" else None
-        self.missing: list[Patch] = [
+        self._kept = PRIVATE_API["stale-gradients"] if self._kind == "stage-3" else None
+        self._offloaded = PRIVATE_API[f"stale-offloaded-{self._kind}"] if cfg.offload.optimizer != "none" else None
+        self.missing: list[PrivateApi] = [
             patch for patch in (self._kept, self._offloaded) if patch is not None and not patch.works
         ]
         """Patches for gradients that cannot be zeroed, because DeepSpeed lacks a private name."""

@@ -23,7 +23,7 @@ from unishard.config.topology import Topology
 from unishard.distributed.process_group import device_of
 from unishard.errors import BackendError
 from unishard_deepspeed.oldest import OLDEST, require_version
-from unishard_deepspeed.patches.building import compile_nothing, leave_process_group
+from unishard_deepspeed.private.building import compile_nothing, leave_process_group
 
 __all__ = ["OLDEST", "load", "quiet", "require_files"]
 

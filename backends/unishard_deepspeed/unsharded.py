@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from unishard_deepspeed.patches.unsharded import not_freed
+from unishard_deepspeed.private.unsharded import not_freed
 
 __all__ = ["is_of_shard", "keep_gathered"]
 

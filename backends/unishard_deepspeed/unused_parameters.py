@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.config import Config
-from unishard.contract.private_api import Patch
+from unishard.contract.private_api import PrivateApi
 from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches import PATCHES
-from unishard_deepspeed.patches.master_weights import relink_after_update, shards_of_masters
-from unishard_deepspeed.patches.optimizer_kind import kind_of, require
+from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private.master_weights import relink_after_update, shards_of_masters
+from unishard_deepspeed.private.optimizer_kind import kind_of, require
 
 __all__ = ["UnusedParameters"]
 
@@ -63,7 +63,7 @@ class UnusedParameters:
         optimizer: Any,
         inner: InnerOptimizer,
         device: torch.device,
-        missing: Sequence[Patch] = (),
+        missing: Sequence[PrivateApi] = (),
         ordered: Sequence[nn.Parameter] = (),
     ) -> None:
         """Register hooks.
@@ -80,7 +80,7 @@ class UnusedParameters:
         self._optimizer = optimizer
         self._inner = inner
         self._missing = missing
-        patch = PATCHES.get(f"unused-{self._kind}")
+        patch = PRIVATE_API.get(f"unused-{self._kind}")
         self._early = bool(missing) or not (patch is None or patch.works)
         """Whether waiting for the result may raise, which must not happen during DeepSpeed's step."""
         self.masters = FlatMasterWeights(inner.optimizer, self._find_shards, self._wait)

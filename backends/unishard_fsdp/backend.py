@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unishard.contract.adapter import InferenceAdapter
     from unishard.contract.backend import OptimizerBuilder
     from unishard.contract.footprint import Footprint, ModelShape
-    from unishard.contract.private_api import Patch
+    from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
 __all__ = ["FSDPBackend"]
@@ -57,11 +57,11 @@ class FSDPBackend:
         return CONSTANTS
 
     @property
-    def patches(self) -> Mapping[str, Patch]:
+    def private_api(self) -> Mapping[str, PrivateApi]:
         """The private names of the engine that rare cases need."""
-        from unishard_fsdp.patches import PATCHES
+        from unishard_fsdp.private import PRIVATE_API
 
-        return PATCHES
+        return PRIVATE_API
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The arguments of `fully_shard`, `replicate` or DistributedDataParallel as data, and the report. Pure.

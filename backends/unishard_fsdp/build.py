@@ -26,7 +26,7 @@ from unishard_fsdp.ddp import AveragingHook, wrap_ddp
 from unishard_fsdp.ddp_adapter import DDPAdapter
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
-from unishard_fsdp.patches import PATCHES
+from unishard_fsdp.private import PRIVATE_API
 
 __all__ = ["build", "require_unused_params"]
 
@@ -54,7 +54,7 @@ def build(
     collective_settings.require(vars(native))
     collective_settings.require_device(vars(native), device)
     if any(holds(parameter) for parameter in model.parameters()):
-        PATCHES["kept-parameters"].require()
+        PRIVATE_API["kept-parameters"].require()
     if optimizer is None:
         sharding.apply_fully_shard(
             model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision
@@ -95,9 +95,9 @@ def _require(native: options.FullyShard | options.Replicate, *, patched: bool, m
         BackendError: A private name that the run needs is missing, or a setting needs a newer torch.
     """
     if patched:
-        PATCHES["conditional-modules"].require()
+        PRIVATE_API["conditional-modules"].require()
         if mixed and native.requires_gradient_sync == "last_micro_batch":
-            PATCHES["mixed-accumulation"].require()
+            PRIVATE_API["mixed-accumulation"].require()
     if native.reduce_scatter_unused_params:
         require_unused_params()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from unishard_fsdp.patches import PATCHES
+from unishard_fsdp.private import PRIVATE_API
 
 __all__ = ["AveragingHook", "wrap_ddp"]
 
@@ -39,10 +39,10 @@ class AveragingHook:
 
 def wrap_ddp(averaging: AveragingHook, **arguments: Any) -> DistributedDataParallel:
     """Wrap a model in DDP with the hook, and with the same buckets from the first update on. Collective."""
-    buckets = PATCHES["ddp-buckets"]
+    buckets = PRIVATE_API["ddp-buckets"]
     if dist.get_world_size() > 2:  # the sum over two ranks does not depend on the order
         if buckets.works:
-            from unishard_fsdp.patches.buckets import FixedBuckets
+            from unishard_fsdp.private.buckets import FixedBuckets
 
             return _with_hook(FixedBuckets(**arguments), averaging)
         if dist.get_rank() == 0:

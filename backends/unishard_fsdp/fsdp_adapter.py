@@ -23,7 +23,7 @@ from unishard_fsdp.embeddings import UngatheredEmbeddings
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.parameter_usage import GatheredLeaves
-from unishard_fsdp.patches import PATCHES
+from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
@@ -31,7 +31,7 @@ from unishard_fsdp.unsharded import UnshardedModules, sharded_read
 
 __all__ = ["FSDPAdapter"]
 
-_DISCARD, _DTYPES, _FOREIGN = PATCHES["discard"], PATCHES["trainable-dtypes"], PATCHES["foreign-backward"]
+_DISCARD, _DTYPES, _FOREIGN = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"], PRIVATE_API["foreign-backward"]
 
 _logger = logging.getLogger("unishard")
 
@@ -82,7 +82,7 @@ class FSDPAdapter(TorchAdapter):
         self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
         self._embeddings = UngatheredEmbeddings(embeddings)
         if conditional.parameters:
-            from unishard_fsdp.patches.conditional import fill_unused
+            from unishard_fsdp.private.conditional import fill_unused
 
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
@@ -158,7 +158,7 @@ class FSDPAdapter(TorchAdapter):
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
         """Reshard, and update."""
-        self.settle()
+        self.reshard_all()
         self._conditional.find()
         outcome = super().update(max_norm, divisor, finished=finished)
         self._conditional.forget()
@@ -168,7 +168,7 @@ class FSDPAdapter(TorchAdapter):
         """Find the parameters of conditional modules that no rank has used."""
         self._conditional.find()
 
-    def settle(self) -> None:
+    def reshard_all(self) -> None:
         """Reshard every unit."""
         self._toggled.restore()
         # A forward between backward and step leaves units gathered, and the next forward would use the old values.
@@ -182,13 +182,13 @@ class FSDPAdapter(TorchAdapter):
         changes_dtypes = self._mixed and not self._ran
         if changes_dtypes:
             _DTYPES.require()
-        self.settle()
+        self.reshard_all()
         try:
             with super().frozen():
                 try:
                     yield
                 finally:
-                    self.settle()
+                    self.reshard_all()
         finally:
             if changes_dtypes:
                 self._refresh_trainable()
@@ -204,7 +204,7 @@ class FSDPAdapter(TorchAdapter):
                 self._unsharded.set_reshard_after_backward(self._last or not self._reshards_late)
 
     def _refresh_trainable(self) -> None:
-        from unishard_fsdp.patches.leaves import refresh_trainable
+        from unishard_fsdp.private.leaves import refresh_trainable
 
         if _DTYPES.needed:
             refresh_trainable(self._modules())
@@ -221,7 +221,7 @@ class FSDPAdapter(TorchAdapter):
         """
         if not _FOREIGN.works:
             raise ContractError(_FOREIGN.refusal())
-        from unishard_fsdp.patches.leaves import gathered_leaves
+        from unishard_fsdp.private.leaves import gathered_leaves
 
         return gathered_leaves(self._modules())
 
@@ -236,7 +236,7 @@ class FSDPAdapter(TorchAdapter):
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Reshard, to drop gathered copies of the old value."""
-        self.settle()
+        self.reshard_all()
 
     def drop_gradients(self) -> None:
         """Drop gradients, also unreduced ones, and a forward without a backward."""
@@ -247,9 +247,9 @@ class FSDPAdapter(TorchAdapter):
         self._unreduced.forget()
         if hasattr(self._root, "reset_iter_state"):  # from torch 2.13 on
             self._root.reset_iter_state()
-        self.settle()
+        self.reshard_all()
         if _DISCARD.needed and _DISCARD.works:
-            from unishard_fsdp.patches.leaves import drop_unreduced
+            from unishard_fsdp.private.leaves import drop_unreduced
 
             drop_unreduced(self._modules())
 
@@ -257,7 +257,7 @@ class FSDPAdapter(TorchAdapter):
         """Change `requires_grad`, and update FSDP2's dtypes."""
         if self._mixed:
             _DTYPES.require()
-        self.settle()  # in a gathered unit, names refer to gathered copies
+        self.reshard_all()  # in a gathered unit, names refer to gathered copies
         super().set_trainable(names, trainable)
         self._toggled.watch()
         if self._mixed:
@@ -282,7 +282,7 @@ def averages_late(native: options.FullyShard | options.Replicate) -> bool:
     """Whether gradients are averaged between groups only at the end of a window, if this torch supports it."""
     if not isinstance(native, options.FullyShard) or native.requires_all_reduce != "last_micro_batch":
         return False
-    hybrid = PATCHES["hybrid-accumulation"]
+    hybrid = PRIVATE_API["hybrid-accumulation"]
     if not hybrid.works and dist.get_rank() == 0:
         _logger.warning("%s", hybrid.refusal())
     return hybrid.works

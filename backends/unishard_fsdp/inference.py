@@ -66,14 +66,14 @@ class FSDPInferenceAdapter(InferenceAdapter):
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The sharded parameter."""
-        self.settle()
+        self.reshard_all()
         return shard_of(parameter)
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Reshard, to drop gathered copies of the old value."""
-        self.settle()
+        self.reshard_all()
 
-    def settle(self) -> None:
+    def reshard_all(self) -> None:
         """Reshard every unit."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):

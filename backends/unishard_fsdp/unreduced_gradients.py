@@ -10,15 +10,15 @@ from torch import nn
 
 from unishard.errors import BackendError
 from unishard_fsdp.parameter_usage import ParameterUsage
-from unishard_fsdp.patches import PATCHES
+from unishard_fsdp.private import PRIVATE_API
 
 if TYPE_CHECKING:
-    from unishard.contract.private_api import Patch
+    from unishard.contract.private_api import PrivateApi
 
 __all__ = ["UnreducedGradients"]
 
-_MIXED = PATCHES["mixed-accumulation"]
-_HYBRID = PATCHES["hybrid-accumulation"]
+_MIXED = PRIVATE_API["mixed-accumulation"]
+_HYBRID = PRIVATE_API["hybrid-accumulation"]
 
 
 class UnreducedGradients:
@@ -45,12 +45,12 @@ class UnreducedGradients:
         self._usage: ParameterUsage | None = None
 
     @property
-    def patch(self) -> Patch | None:
+    def patch(self) -> PrivateApi | None:
         """The patch that this run needs, if any."""
         return _HYBRID if self._between_groups else _MIXED if self._watches else None
 
     def patch_all(self) -> None:
-        """Patch every module at once, before other patches wrap it: for modules of which ranks use different
+        """Patch every module at once, before others wrap it: for modules of which ranks use different
         parameters.
         """
         if self.patch is not None:
@@ -95,6 +95,6 @@ class UnreducedGradients:
             self._usage.forget()
 
     def _patch(self, modules: Sequence[nn.Module]) -> None:
-        from unishard_fsdp.patches.accumulation import patch_post_backward
+        from unishard_fsdp.private.accumulation import patch_post_backward
 
         patch_post_backward(modules)

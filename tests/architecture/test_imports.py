@@ -101,8 +101,8 @@ def test_a_translation_imports_the_tables_that_it_uses(arguments: list[str]) -> 
         ),
         *(
             "unishard_fsdp.options",
-            "unishard_fsdp.patches",
-            "unishard_deepspeed.patches",
+            "unishard_fsdp.private",
+            "unishard_deepspeed.private",
             "unishard.formats.lightning.format",
         ),
         *("unishard.formats.torchtitan.format", "unishard.formats.composer.format", "tomllib", "rich"),

@@ -1,4 +1,4 @@
-"""Private names of the engines stand in each backend's `patches/`, and each one there stands in its table, with a
+"""Private names of the engines stand in each backend's `private/`, and each one there stands in its table, with a
 probe."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("unishard_deepspeed", "unishard_fsdp")
@@ -32,7 +32,7 @@ ALLOWED = {
     "isfunction": "as above",
     "nonlocals": "as above",
 }
-"""Names that need no Patch, and why."""
+"""Names that need no PrivateApi, and why."""
 
 OF_TRANSFORMERS = {
     "_auto_class",
@@ -67,7 +67,7 @@ ASKED_FOR = {
     "_make": "of a named tuple, documented by Python",
     "_fields": "of a named tuple, documented by Python",
 }
-"""Names that the core asks an object for by a string, and why each needs no Patch."""
+"""Names that the core asks an object for by a string, and why each needs no PrivateApi."""
 
 DOCUMENTED = {
     "unishard_deepspeed": {
@@ -86,7 +86,7 @@ def files(package: str) -> list[Path]:
 
 
 def in_patches(path: Path) -> bool:
-    return "patches" in path.parts
+    return "private" in path.parts
 
 
 @cache
@@ -132,7 +132,7 @@ def defined(parsed: ast.AST) -> set[str]:
 @cache
 def table(package: str) -> frozenset[str]:
     """Every last part of a private name in a backend's table."""
-    patches = importlib.import_module(f"{package}.patches").PATCHES
+    patches = importlib.import_module(f"{package}.private").PRIVATE_API
     names = [name for patch in patches.values() for alternatives in patch.names for name in alternatives.split(" or ")]
     return frozenset(part for name in names for part in name.replace(":", ".").split("."))
 
@@ -205,7 +205,7 @@ INSIDE = [(package, path) for package in PACKAGES for path in files(package) if 
 @pytest.mark.parametrize("path", OUTSIDE, ids=_id)
 def test_no_private_name_of_an_engine_is_used_outside_patches(path: Path) -> None:
     found = [f"{_id(path)}:{line}: {name}" for line, name in private_names(path)]
-    assert not found, f"move these to patches/, with a Patch that probes for them: {found}"
+    assert not found, f"move these to private/, with a PrivateApi that probes for them: {found}"
 
 
 @pytest.mark.parametrize(("package", "path"), INSIDE, ids=lambda each: each if isinstance(each, str) else _id(each))
@@ -220,21 +220,24 @@ def test_each_name_of_an_engine_that_patches_use_stands_in_the_table(package: st
     }
     used |= {name for name in strings_asked_for(path) if name not in known(package)}
     untold = used - table(package) - ALLOWED.keys()
-    assert not untold, f"{_id(path)} uses names of the engine that no Patch has: {sorted(untold)}"
+    assert not untold, f"{_id(path)} uses names of the engine that no PrivateApi has: {sorted(untold)}"
 
 
 def test_the_core_uses_no_private_name_of_an_engine_but_those_of_its_table() -> None:
     paths = sorted((ROOT / "unishard").rglob("*.py"))
     own = {name for path in paths for name in defined(tree(path))} - {"_buffers", "_parameters"}
     told = {
-        part for patch in CORE_PATCHES.values() for name in patch.names for part in name.replace(":", ".").split(".")
+        part
+        for patch in CORE_PRIVATE_API.values()
+        for name in patch.names
+        for part in name.replace(":", ".").split(".")
     } | OF_TRANSFORMERS
     found = [
         f"{path.name}:{line}: {name}" for path in paths for line, name in private_names(path) if name not in own | told
     ]
     asked = {(path.name, name) for path in paths for name in strings_asked_for(path) if private(name)}
     found += [f"{file}: {name}" for file, name in sorted(asked) if name not in own | told | ASKED_FOR.keys()]
-    assert not found, f"use a documented name, or add a Patch to unishard/contract/private_api.py: {found}"
+    assert not found, f"use a documented name, or add a PrivateApi to unishard/contract/private_api.py: {found}"
     assert ASKED_FOR.keys() <= {name for _, name in asked}, "drop what is no longer asked for from ASKED_FOR"
 
 
@@ -256,7 +259,7 @@ def test_each_name_in_the_table_is_used(package: str) -> None:
     text = "\n".join(
         path.read_text(encoding="utf-8") for path in files(package) if in_patches(path) and "table" not in path.parts
     )
-    patches = importlib.import_module(f"{package}.patches").PATCHES
+    patches = importlib.import_module(f"{package}.private").PRIVATE_API
     last = {
         name.replace(":", ".").rpartition(".")[2]
         for patch in patches.values()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from unishard import BackendError, Config, Topology
 from unishard_deepspeed import shards, start
-from unishard_deepspeed.patches import updates
+from unishard_deepspeed.private import updates
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 RANK = Topology(8, 4, 3, 3, "srun")

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks, counted with fake process groups and a hub without connections."""
+"""What grows with the number of ranks, counted with fake process groups and a server without connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unishard.distributed import agreement, descriptors
-from unishard.failures.monitor_server import Hub, _Link
+from unishard.failures.monitor_server import MonitorServer, _Link
 from unishard.failures.verdict import Judgement
 
 
@@ -75,22 +75,22 @@ class Counting:
 
 
 class Played:
-    """A hub to which so many ranks are connected, without sockets."""
+    """A server to which so many ranks are connected, without sockets."""
 
     def __init__(self, world: int, judge: Any = lambda statuses: Judgement()) -> None:
-        self.hub = Hub(world, "token", judge, lambda rank: False, local=True)
+        self.server = MonitorServer(world, "token", judge, lambda rank: False, local=True)
         self.links = []
         for rank in range(world):
             link = _Link(Counting())  # type: ignore[arg-type]
             self.links.append(link)
-            self.hub._handle(link, {"token": "token", "rank": rank})
+            self.server._handle(link, {"token": "token", "rank": rank})
 
     def collect(self, key: str, value: Any = "") -> int:
-        """Bytes that the hub sends if every rank gives a value."""
+        """Bytes that the monitor sends if every rank gives a value."""
         before = sum(link.socket.bytes for link in self.links)
         for link in self.links:
             said = {"kind": "collect", "key": key, "value": value, "what": "", "seconds": None, "patience": None}
-            self.hub._handle(link, said)
+            self.server._handle(link, said)
         return sum(link.socket.bytes for link in self.links) - before
 
 
@@ -109,7 +109,7 @@ def test_the_judge_hears_of_all_ranks_once_and_not_at_each_status() -> None:
     played = Played(1024, judge)
     for _ in range(3):
         for link in played.links:
-            played.hub._handle(link, {"kind": "status", "status": "waits"})
+            played.server._handle(link, {"kind": "status", "status": "waits"})
     assert asked[0] == 1024
     assert len(asked) <= 8, "a status of each rank must not be a judgement of all"
 

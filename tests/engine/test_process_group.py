@@ -89,7 +89,7 @@ def test_small_numbers_travel_where_the_group_carries_them(torch_calls, callers_
 def ending(monkeypatch, callers_group):
     """How a group of these backends is ended."""
     calls: list[str] = []
-    monkeypatch.setattr(process_group, "_failed", False)
+    monkeypatch.setattr(lifetime, "_failed", False)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append("aborted"))
 

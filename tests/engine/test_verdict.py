@@ -1,4 +1,4 @@
-"""What the hub makes of ranks that stand still."""
+"""What the monitor makes of ranks that stand still."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from unishard.failures.call_log import Call, Journal, Tail
+from unishard.failures.call_log import Call, CallLog, RecentCalls
 from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, different_calls, status_of
 
 FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
 
 
-def tail(*places: str, units: tuple[str, ...] = ()) -> Tail:
-    journal = Journal()
+def tail(*places: str, units: tuple[str, ...] = ()) -> RecentCalls:
+    call_log = CallLog()
     for place in places:
-        journal.note(place)
+        call_log.record(place)
     for unit in units:
-        journal.enter(unit)
-    return journal.tail()
+        call_log.record_unit(unit)
+    return call_log.tail()
 
 
 def status(doing: str, *places: str, inside: bool = True, seconds: float = 12.0, place: str = "") -> Any:
@@ -85,7 +85,7 @@ def test_ranks_in_collectives_of_different_calls_are_waited_for_longer_than_one_
 
 def test_parameters_that_differ_are_told_with_the_field_that_allows_it() -> None:
     def text(first: Call, second: Call) -> str:
-        return different_calls({rank: Tail(0, 1, (call,)) for rank, call in enumerate((first, second))}, {})
+        return different_calls({rank: RecentCalls(0, 1, (call,)) for rank, call in enumerate((first, second))}, {})
 
     skipped = text(Call(FORWARD, skipped="left (Expert), tower.weight (Tower)"), Call(FORWARD))
     assert (

@@ -18,7 +18,7 @@ from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.export.offline import export_checkpoint
 from unishard.checkpoint.export.online import export
 from unishard.checkpoint.export.sources import persistent_buffers, tensors_of
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.errors import BackendError, CheckpointError
 
 MODELS = {
@@ -137,7 +137,7 @@ def test_a_plain_module_keeps_its_own_names_and_what_has_no_dimensions(tmp_path:
 
 
 def test_without_the_private_name_only_a_model_with_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = replace(CORE_PATCHES["buffers-in-files"], names=("torch.nn:Module._another_set",))
+    gone = replace(CORE_PRIVATE_API["buffers-in-files"], names=("torch.nn:Module._another_set",))
     monkeypatch.setattr("unishard.checkpoint.export.sources._PATCH", gone)
     linear = nn.Linear(3, 5)
     assert tensors_of(linear).keys() == {"weight", "bias"}

@@ -16,8 +16,8 @@ from torch.nn import functional
 import unishard
 from unishard.contract.optimizer_state import StateSpec
 from unishard.testing.models import MlpOutput, mlp
-from unishard_deepspeed.patches.master_weights import master_tensors
-from unishard_deepspeed.patches.optimizer_kind import kind_of
+from unishard_deepspeed.private.master_weights import master_tensors
+from unishard_deepspeed.private.optimizer_kind import kind_of
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 BEFORE, AFTER = 3, 3
@@ -126,7 +126,7 @@ def train(engine, first, last):
 
 def parts_of(engine):
     """Copies of everything that this rank holds: of the masters, and of the optimizer's state by its keys."""
-    engine._adapter.settle()
+    engine._adapter.reshard_all()
     masters, state = {}, {}
     for name, parameter in engine.module.named_parameters():
         masters[name] = copied(engine._adapter.master_shard(parameter))
@@ -172,7 +172,7 @@ def specs_of(engine, state):
 
 def load(engine, parts, specs):
     masters, state = parts
-    engine._adapter.settle()
+    engine._adapter.reshard_all()
     engine._adapter.make_optimizer_state(specs)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
@@ -364,7 +364,7 @@ def in_files():
     itself."""
     with unishard.prepare(mlp(), config("deepspeed")) as engine:
         engine._adapter._in_files = True
-        engine._adapter.settle()
+        engine._adapter.reshard_all()
 
 
 def test_parameters_in_files_are_refused():

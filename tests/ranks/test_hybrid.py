@@ -21,8 +21,8 @@ from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
-from unishard_deepspeed.patches.master_weights import master_tensors
-from unishard_deepspeed.patches.optimizer_kind import kind_of
+from unishard_deepspeed.private.master_weights import master_tensors
+from unishard_deepspeed.private.optimizer_kind import kind_of
 
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in HYBRID)

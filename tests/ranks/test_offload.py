@@ -18,8 +18,8 @@ import unishard
 from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
-from unishard_deepspeed.patches.master_weights import master_tensors
-from unishard_deepspeed.patches.optimizer_kind import kind_of
+from unishard_deepspeed.private.master_weights import master_tensors
+from unishard_deepspeed.private.optimizer_kind import kind_of
 
 BOTH, ALONE = {"params": "cpu", "optimizer": "cpu"}, {"params": "none", "optimizer": "cpu"}
 PLACES = {

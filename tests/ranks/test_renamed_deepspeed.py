@@ -20,7 +20,7 @@ import unishard
 from unishard.engine.loop.call_order import Phase
 from unishard.failures import lifetime
 from unishard.testing.models import MlpOutput
-from unishard_deepspeed.patches import PATCHES
+from unishard_deepspeed.private import PRIVATE_API
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 
@@ -91,7 +91,7 @@ def saves_by_itself(strategy, precision="fp32"):
 
 def keeps_files(strategy):
     """Only what is asked before anything is changed: files need an op that is built here or not."""
-    from unishard_deepspeed.patches.optimizer_kind import require_for
+    from unishard_deepspeed.private.optimizer_kind import require_for
 
     cfg = config("deepspeed", strategy, offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
     require_for(cfg, "cpu", trains=True, units=False, groups=False)
@@ -122,16 +122,16 @@ def is_used_afterwards(strategy):
 
 def does_not_compile(strategy):
     """Nothing is refused: DeepSpeed compiles, as it does by itself."""
-    from unishard_deepspeed.patches.building import compile_nothing
+    from unishard_deepspeed.private.building import compile_nothing
 
     compile_nothing()
-    PATCHES["no-compiler"].require()
+    PRIVATE_API["no-compiler"].require()
 
 
 def frees(strategy):
     """Nothing is refused: training is served, and the model stays in the memory of the process."""
     trains(strategy)
-    PATCHES["freed-models"].require()
+    PRIVATE_API["freed-models"].require()
 
 
 OFFLOAD = {"offload": {"optimizer": "cpu"}}
@@ -260,7 +260,7 @@ def meet(case):
     if "hybrid" in arguments[0]:
         arguments[0] = {"strategy": arguments[0], "group_size": 2}
     said = {}
-    for name in PATCHES[case].names:
+    for name in PRIVATE_API[case].names:
         with renamed(*place(name)) as changed:
             said[name] = refused(function, *arguments, **sections) if changed else "is nowhere in DeepSpeed"
     function(*arguments, **sections)
@@ -273,7 +273,7 @@ def call(case):
     act, strategy, precision = CALLS[case]
     said = {}
     with prepared(strategy, precision) as engine:
-        for name in (*PATCHES[case].names, None):
+        for name in (*PRIVATE_API[case].names, None):
             if engine._order.phase is not Phase.BACKWARD_DONE:
                 loss = engine(torch.ones(4, 7)).loss
                 engine.backward(loss, num_items=4) if case.startswith("divisor") else engine.backward(loss)
@@ -285,31 +285,31 @@ def call(case):
     return said
 
 
-WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies")) else 1 for case in PATCHES}
+WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies")) else 1 for case in PRIVATE_API}
 ON_CUDA = ("gathers-stage-3",)
 """Cases that only a CUDA device meets (tests/device_sim has one); without their names nothing is refused, and the host
 waits."""
-RENAMED = [(case, name) for case, patch in PATCHES.items() if case not in ON_CUDA for name in patch.names]
+RENAMED = [(case, name) for case, patch in PRIVATE_API.items() if case not in ON_CUDA for name in patch.names]
 
 
 def said_of(case):
     """What the first rank heard for each name of a case."""
-    cases = [each for each in PATCHES if WORLDS[each] == WORLDS[case] and each not in ON_CUDA]
+    cases = [each for each in PRIVATE_API if WORLDS[each] == WORLDS[case] and each not in ON_CUDA]
     function = {each: call if each in CALLS else meet for each in cases}
     return values(play(tuple((function[each], (each,)) for each in cases), WORLDS[case])[function[case], (case,)])[0]
 
 
 def test_every_case_of_the_table_has_a_run_or_a_call_that_meets_it():
-    assert {*MEETING, *CALLS, *ON_CUDA} == {*PATCHES}
+    assert {*MEETING, *CALLS, *ON_CUDA} == {*PRIVATE_API}
     assert not MEETING.keys() & CALLS.keys()
 
 
 @pytest.mark.parametrize(("case", "name"), RENAMED, ids=lambda each: each.rpartition(":")[2])
 def test_without_one_of_its_names_a_case_is_refused_in_one_sentence(case, name):
     said = said_of(case)[name]
-    assert said.startswith(f"BackendError: {PATCHES[case].case} needs ")
+    assert said.startswith(f"BackendError: {PRIVATE_API[case].case} needs ")
     assert name.partition(":")[2] in said
-    assert PATCHES[case].instead in said
+    assert PRIVATE_API[case].instead in said
 
 
 # -- ordinary runs
@@ -333,8 +333,8 @@ NEEDED = {"full_shard": ("leaf-gradients",)}
 def ordinary(strategy, others_are_renamed):
     """Losses and norms of the ordinary runs of a strategy."""
     load_deepspeed()
-    kept = {place(name) for case in NEEDED.get(strategy, ()) for name in PATCHES[case].names}
-    places = {place(name) for patch in PATCHES.values() for name in patch.names} - kept
+    kept = {place(name) for case in NEEDED.get(strategy, ()) for name in PRIVATE_API[case].names}
+    places = {place(name) for patch in PRIVATE_API.values() for name in patch.names} - kept
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UserWarning)  # what stays when an engine is closed

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import MlpOutput, mlp
-from unishard_fsdp.patches import PATCHES
+from unishard_fsdp.private import PRIVATE_API
 
 PACKAGES = ("torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._C._distributed_c10d")
 NO_RENAMING = ("TrainingState.POST_BACKWARD", "FSDPParam.reduce_dtype", "FSDPParam.param_dtype")
@@ -58,8 +58,8 @@ ORDINARY = (
 def ordinary():
     """Runs with accumulation and clipping on a torch without any private name."""
     found = {}
-    with without(*PATCHES.values()):
-        assert not any(patch.works for patch in PATCHES.values() if patch.needed)
+    with without(*PRIVATE_API.values()):
+        assert not any(patch.works for patch in PRIVATE_API.values() if patch.needed)
         for cell in ORDINARY:
             with unishard.prepare(mlp(), configured("fsdp", *cell)) as engine:
                 found[cell] = curve(train(engine, own_share(MICRO_BATCHES)))
@@ -183,7 +183,7 @@ def scenario(name, gone):
     """What a run that meets a case is told, with the private names of that case gone or there."""
     if not gone:
         return SCENARIOS[name]()
-    with without(PATCHES[name]):
+    with without(PRIVATE_API[name]):
         return SCENARIOS[name]()
 
 
@@ -196,12 +196,12 @@ def told(name, gone):
 
 
 def test_every_case_has_a_run_that_meets_it():
-    assert set(SCENARIOS) == set(PATCHES)
+    assert set(SCENARIOS) == set(PRIVATE_API)
 
 
 @pytest.mark.parametrize("name", sorted(set(SCENARIOS) - set(GO_ON)))
 def test_a_case_whose_private_names_are_gone_is_refused_in_one_sentence(name):
-    patch = PATCHES[name]
+    patch = PRIVATE_API[name]
     if not patch.needed:
         assert told(name, True) == ["nothing"] * len(told(name, True)), (
             f"{patch.package} does it itself from {patch.until} on"
@@ -229,6 +229,6 @@ def test_a_case_whose_private_names_are_there_is_not_refused(name):
 def test_the_core_says_what_it_cannot_do(monkeypatch):
     """Names of torch's C++ half; they are taken away, not renamed."""
     monkeypatch.delattr(torch._C, "_will_engine_execute_node")
-    assert not CORE_PATCHES["foreign-backward"].works
-    assert "needs _will_engine_execute_node of torch" in CORE_PATCHES["foreign-backward"].refusal()
-    assert CORE_PATCHES["checkpoint-index"].works
+    assert not CORE_PRIVATE_API["foreign-backward"].works
+    assert "needs _will_engine_execute_node of torch" in CORE_PRIVATE_API["foreign-backward"].refusal()
+    assert CORE_PRIVATE_API["checkpoint-index"].works

@@ -16,7 +16,7 @@ from running import ROOT, Terminal, plain, run
 
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
-from unishard.contract.private_api import CORE_PATCHES, Patch
+from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import BackendError
 from unishard.tools import doctor
 from unishard.tools.doctor import devices, importing, packages
@@ -67,7 +67,7 @@ def test_this_environment_can_train() -> None:
     assert {"python", "torch", "deepspeed", "transformers", "pydantic"} <= set(whole["versions"])
     names = {check["name"] for check in whole["checks"]}
     assert {"backend fsdp", "backend deepspeed", "accelerators", "launcher"} <= names
-    tables = {"unishard": CORE_PATCHES} | {name: registry.get(name).patches for name in registry.available()}
+    tables = {"unishard": CORE_PRIVATE_API} | {name: registry.get(name).private_api for name in registry.available()}
     assert {f"probe {owner} {name}" for owner, table in tables.items() for name in table} == {
         name for name in names if name.startswith("probe ")
     }
@@ -207,7 +207,7 @@ def test_a_backend_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_probe_that_fails_names_the_case_the_name_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = Patch(
+    patch = PrivateApi(
         "gone",
         "Training backwards",
         ("torch:nn", "torch:no_such_name"),
@@ -215,11 +215,13 @@ def test_a_probe_that_fails_names_the_case_the_name_and_what_to_do(monkeypatch: 
         "https://example.org",
         "train forwards",
     )
-    odd = Patch("odd", "A broken module,", ("torch:nn",), "2.11", "https://example.org", "repair it")
-    own = Patch("own", "A solved case", ("torch:no_such_name",), "2.11", "https://example.org", "wait", until="2.1")
-    known = Patch.missing
-    monkeypatch.setattr(Patch, "missing", lambda self: [][1] if self.name == "odd" else known(self))
-    monkeypatch.setattr(type(registry.get("fsdp")), "patches", {each.name: each for each in (patch, odd, own)})
+    odd = PrivateApi("odd", "A broken module,", ("torch:nn",), "2.11", "https://example.org", "repair it")
+    own = PrivateApi(
+        "own", "A solved case", ("torch:no_such_name",), "2.11", "https://example.org", "wait", until="2.1"
+    )
+    known = PrivateApi.missing
+    monkeypatch.setattr(PrivateApi, "missing", lambda self: [][1] if self.name == "odd" else known(self))
+    monkeypatch.setattr(type(registry.get("fsdp")), "private_api", {each.name: each for each in (patch, odd, own)})
     shown = run("doctor").stdout
     assert "probe fsdp gone" in shown
     assert "probe fsdp own" not in shown

@@ -11,11 +11,11 @@ from unishard import Config
 from unishard.checkpoint import manifest
 from unishard.config import leaves
 from unishard.contract import registry
-from unishard.contract.private_api import CORE_PATCHES, Patch
+from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import UnishardError
 from unishard.tools.reference.format_page import formats
 from unishard.tools.reference.pages import mapping, pages, reference, sections
-from unishard.tools.reference.patch_page import BEGIN, END, private_names, replaced
+from unishard.tools.reference.private_api_page import BEGIN, END, private_names, replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,8 +41,8 @@ def test_the_hook_looks_at_every_page_and_at_what_they_are_made_from() -> None:
 def test_every_case_that_needs_private_names_is_on_the_page_with_all_of_them() -> None:
     text = sections(ROOT)["docs/engines.md"]
     for name, patches in {
-        "every engine": CORE_PATCHES,
-        **{name: registry.get(name).patches for name in registry.available()},
+        "every engine": CORE_PRIVATE_API,
+        **{name: registry.get(name).private_api for name in registry.available()},
     }.items():
         section = text.partition(f"### Private names: {name}\n")[2].partition("\n##")[0].partition(END)[0]
         for patch in patches.values():
@@ -63,13 +63,15 @@ def test_only_what_is_between_the_marks_is_written_anew() -> None:
 class _Third:
     name = "third"
 
-    def __init__(self, *patches: Patch) -> None:
-        self.patches = {patch.name: patch for patch in patches}
+    def __init__(self, *patches: PrivateApi) -> None:
+        self.private_api = {patch.name: patch for patch in patches}
 
 
 def test_a_table_of_private_names_says_what_happens_without_them() -> None:
     names = ("m.a:C.x or m.a:C.y", "m.a:f", "m.b:g")
-    patch = Patch("odd", "A run that is odd,", names, "m 1 to 2", "https://example.org", "do another thing", until="3")
+    patch = PrivateApi(
+        "odd", "A run that is odd,", names, "m 1 to 2", "https://example.org", "do another thing", until="3"
+    )
     assert private_names([_Third()]).endswith("\n\n### Private names: third\n\nNone.")  # type: ignore[list-item]
     assert private_names([_Third(patch)]).splitlines()[-1] == (  # type: ignore[list-item]
         "| **odd**: A run that is odd | m.a: `C.x` or `C.y`, `f`<br>m.b: `g` | m 1 to 2; m does it itself from 3 on "

@@ -54,7 +54,7 @@ class Background:
         """
         self.wait()
         before, self._copies = self._copies, {}
-        for name, stretch in snapshot.stretches.items():
+        for name, stretch in snapshot.shards.items():
             values = stretch.read(stretch.start, stretch.end)
             copy = before.get(name)
             if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
@@ -64,9 +64,9 @@ class Background:
             torch.cuda.synchronize()
         held = {
             name: stretch._replace(read=partial(_read, self._copies[name], stretch.start))
-            for name, stretch in snapshot.stretches.items()
+            for name, stretch in snapshot.shards.items()
         }
-        return snapshot._replace(stretches=held)
+        return snapshot._replace(shards=held)
 
     def wait(self) -> None:
         """Wait until the running job is done.

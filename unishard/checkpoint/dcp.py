@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.distributed.checkpoint import filesystem, metadata
 
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 
 __all__ = ["index_of", "is_place", "memory_format", "place", "require"]
 
-_PATCH = CORE_PATCHES["checkpoint-index"]
+_PATCH = CORE_PRIVATE_API["checkpoint-index"]
 
 
 def require() -> None:

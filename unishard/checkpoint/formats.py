@@ -23,7 +23,7 @@ Advance = Callable[[int], None]
 class Contents:
     """A checkpoint as one process sees it: its metadata, and its tensors, none of them read yet."""
 
-    stretches: Mapping[str, LazyShard]
+    shards: Mapping[str, LazyShard]
     """All full tensors, by their names in a unishard checkpoint (`unishard.checkpoint.keys`)."""
     step: int
     """Completed accumulation windows."""
@@ -50,7 +50,7 @@ class Contents:
     @property
     def bytes(self) -> int:
         """Of all tensors."""
-        return sum(math.prod(stretch.shape) * stretch.dtype.itemsize for stretch in self.stretches.values())
+        return sum(math.prod(stretch.shape) * stretch.dtype.itemsize for stretch in self.shards.values())
 
     def leaving(self, *notes: str) -> Contents:
         """The same, with further notes on what is not converted."""

@@ -48,19 +48,19 @@ class Cuts(NamedTuple):
     ends: Numbers
 
 
-def divided(stretches: Mapping[str, LazyShard]) -> tuple[dict[str, LazyShard], dict[str, LazyShard]]:
+def divided(shards: Mapping[str, LazyShard]) -> tuple[dict[str, LazyShard], dict[str, LazyShard]]:
     """The shards of the model, its optimizer and its average, which are alike in each save, and all others.
 
     The state of a random number generator, of a loader or of the user may have another length in each save.
     """
-    lasting = {name: shard for name, shard in stretches.items() if name.startswith(_LASTING)}
-    return lasting, {name: shard for name, shard in stretches.items() if name not in lasting}
+    lasting = {name: shard for name, shard in shards.items() if name.startswith(_LASTING)}
+    return lasting, {name: shard for name, shard in shards.items() if name not in lasting}
 
 
-def held_of(stretches: Mapping[str, LazyShard]) -> Held:
+def held_of(shards: Mapping[str, LazyShard]) -> Held:
     """What a rank holds."""
-    tensors = tuple(StoredTensor(name, shard.dtype, tuple(shard.shape)) for name, shard in stretches.items())
-    bounds = np.array([(shard.start, shard.end) for shard in stretches.values()], np.int64).reshape(-1, 2)
+    tensors = tuple(StoredTensor(name, shard.dtype, tuple(shard.shape)) for name, shard in shards.items())
+    bounds = np.array([(shard.start, shard.end) for shard in shards.values()], np.int64).reshape(-1, 2)
     return Held(tensors, bounds[:, 0], bounds[:, 1])
 
 

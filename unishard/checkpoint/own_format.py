@@ -40,7 +40,7 @@ def _read(source: Path) -> Contents:
     notes = [f"not converted: tensors under {', '.join(left)}, which other formats cannot store"] if left else []
     notes += ["not converted: the data position"] if facts.data else []
     return Contents(
-        stretches={name: verified(tensors.stretch(name), folder, name, facts.tensors.get(name)) for name in taken},
+        shards={name: verified(tensors.stretch(name), folder, name, facts.tensors.get(name)) for name in taken},
         step=facts.step,
         world_size=facts.world_size,
         optimizer=facts.optimizer,
@@ -56,7 +56,7 @@ def _read(source: Path) -> Contents:
 
 
 def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    written = write_tensors(folder, contents.stretches, ties=contents.ties, advance=advance)
+    written = write_tensors(folder, contents.shards, ties=contents.ties, advance=advance)
     assert written is not None  # one process
     write_manifest(folder, _manifest_of(contents, written))
     return ()
@@ -64,7 +64,7 @@ def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...
 
 def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
     shapes = {
-        name: stretch.shape for key, stretch in contents.stretches.items() if (name := parameter_of(key)) is not None
+        name: stretch.shape for key, stretch in contents.shards.items() if (name := parameter_of(key)) is not None
     }
     return manifest.Manifest(
         **summary_of(written, contents.buffers),

@@ -33,7 +33,7 @@ class Snapshot(NamedTuple):
 
     step: int
     """Completed accumulation windows; names the checkpoint."""
-    stretches: Mapping[str, LazyShard]
+    shards: Mapping[str, LazyShard]
     """This rank's shard of each tensor."""
     ties: Mapping[str, str]
     """Other names of tied parameters, to the name under which each is stored."""
@@ -43,7 +43,7 @@ class Snapshot(NamedTuple):
     """Small files to include, by their path in the checkpoint. Only rank 0's are used."""
     run: str | None = None
     """The run, which the manifest names. Only rank 0's is used."""
-    beside: bool = False
+    other_run_present: bool = False
     """Whether the run began beside checkpoints of another one, so that the name of the checkpoint must name it. Only
     rank 0's is used."""
 
@@ -86,11 +86,11 @@ def save(
         CheckpointError: On every rank: it could not be written, or the ranks do not share the folder. Earlier
             checkpoints are unchanged. A rank on which a KeyboardInterrupt or SystemExit was raised raises that.
     """
-    beside = snapshot.run or "" if snapshot.beside else ""
+    beside = snapshot.run or "" if snapshot.other_run_present else ""
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step, beside))
     try:
         shared_folder.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
-        written = write(temporary, snapshot.stretches, ties=snapshot.ties, group=group, advance=advance, cache=cache)
+        written = write(temporary, snapshot.shards, ties=snapshot.ties, group=group, advance=advance, cache=cache)
 
         def finish() -> Path:
             assert written is not None

@@ -50,7 +50,7 @@ Advance = Callable[[int], None]
 
 def write(
     folder: Path,
-    stretches: Mapping[str, LazyShard],
+    shards: Mapping[str, LazyShard],
     *,
     ties: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -62,7 +62,7 @@ def write(
 
     Args:
         folder: Empty or nonexistent; the same on all ranks.
-        stretches: This rank's shard of each tensor, by the tensor's name in the checkpoint. Several ranks may hold the
+        shards: This rank's shard of each tensor, by the tensor's name in the checkpoint. Several ranks may hold the
             same shard.
         ties: Other names of tied tensors, to the names under which they are stored; readers find both.
         group: A process group with a CPU backend; None for the default group.
@@ -77,7 +77,7 @@ def write(
         CheckpointError: On every rank: one of them could not write its file, or the shards do not cover the tensors.
     """
     single = not dist.is_initialized()
-    planner = _Planner(stretches, cache or PlanCache())
+    planner = _Planner(shards, cache or PlanCache())
     if single or dist.get_rank(group) == 0:
         planner.cache.choose(planner.cuts * (1 if single else dist.get_world_size(group)))
     planner.reuses = cache is not None and cache.fits(planner.key, group)
@@ -120,10 +120,10 @@ def _cause(error: BaseException) -> str:
 class _Planner(DefaultSavePlanner):
     """Plans the intervals that ranks hold, and not each chunk of them, unless the save before has planned the same."""
 
-    def __init__(self, stretches: Mapping[str, LazyShard], cache: PlanCache) -> None:
+    def __init__(self, shards: Mapping[str, LazyShard], cache: PlanCache) -> None:
         super().__init__()
-        self.stretches = stretches
-        self.held = [held_of(part) for part in divided(stretches)]
+        self.shards = shards
+        self.held = [held_of(part) for part in divided(shards)]
         self._packed = [packed(each) for each in self.held]
         self.key = (CHUNK, self._packed[0])
         self.reuses = False
@@ -196,7 +196,7 @@ class _Writer(FileSystemWriter):
         hashes, squares = [0] * len(held.tensors), [0.0] * len(held.tensors)
         mine = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(cuts.tensor)).astype(bool)
         for number, begin, end in zip(*(column[mine].tolist() for column in cuts), strict=True):
-            stretch = self._planner.stretches[held.tensors[number].name]
+            stretch = self._planner.shards[held.tensors[number].name]
             for _, sizes in boxes(stretch.shape, begin, end):
                 values, before = stretch.read(begin, begin + math.prod(sizes)).view(sizes).detach().cpu(), file.size
                 for block, start in self._put(file, values, begin):

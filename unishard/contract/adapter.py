@@ -77,7 +77,7 @@ class InferenceAdapter(ABC):
         """Run the model's `generate`; every rank makes the same number of forwards."""
         return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
-    def settle(self) -> None:  # noqa: B027 (nothing to do if nothing stays gathered)
+    def reshard_all(self) -> None:  # noqa: B027 (nothing to do if nothing stays gathered)
         """Reshard all gathered parameters. Called between two updates, before state is read or written. Collective.
 
         Raises:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from unishard.checkpoint.formats import CheckpointFormat
     from unishard.contract.adapter import InferenceAdapter
-    from unishard.contract.private_api import Patch
+    from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
 __all__ = ["Backend", "OptimizerBuilder", "OptimizerFactory"]
@@ -60,7 +60,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def patches(self) -> Mapping[str, Patch]:
+    def private_api(self) -> Mapping[str, PrivateApi]:
         """The private names of the engine that rare cases need, by the short name of the case. Imports no engine."""
         ...
 

@@ -1,9 +1,9 @@
 """Private names of an engine that a rare case needs, each with a probe that says whether the installed version still
 has them.
 
-An ordinary run uses only public names. A case that needs private names is a `Patch`: it is installed only for runs that
-can meet the case, and if its probe fails, only that case is refused. `unishard doctor` runs every probe. Imports no
-engine until a probe runs.
+An ordinary run uses only public names. A case that needs private names is a `PrivateApi`: it is installed only for runs
+that can meet the case, and if its probe fails, only that case is refused. `unishard doctor` runs every probe. Imports
+no engine until a probe runs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 from unishard.errors import BackendError
 
-__all__ = ["CORE_PATCHES", "Patch", "by_name", "version_of"]
+__all__ = ["CORE_PRIVATE_API", "PrivateApi", "by_name", "version_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class PrivateApi:
     """One case that needs private names of an engine."""
 
     name: str
@@ -88,9 +88,9 @@ class Patch:
             raise BackendError(self.refusal())
 
 
-def by_name(*patches: Patch) -> Mapping[str, Patch]:
+def by_name(*cases: PrivateApi) -> Mapping[str, PrivateApi]:
     """Patches by their short name, in the order given."""
-    return {patch.name: patch for patch in patches}
+    return {case.name: case for case in cases}
 
 
 @cache
@@ -148,8 +148,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 _TORCH = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch"
 
-CORE_PATCHES = by_name(
-    Patch(
+CORE_PRIVATE_API = by_name(
+    PrivateApi(
         name="foreign-backward",
         case="A backward that is not the engine's, through an output of its forward,",
         names=("torch._C:_will_engine_execute_node",),
@@ -157,7 +157,7 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/autograd/graph.py#L664",
         instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",
     ),
-    Patch(
+    PrivateApi(
         name="checkpoint-index",
         case="The index of a checkpoint",
         names=(
@@ -168,7 +168,7 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/distributed/checkpoint/filesystem.py#L75",
         instead="train without checkpoints, or save and load with one of these versions",
     ),
-    Patch(
+    PrivateApi(
         name="buffers-in-files",
         case="A checkpoint or an export of a model that has buffers, and its evaluation on several ranks,",
         names=("torch.nn:Module._non_persistent_buffers_set",),
@@ -176,7 +176,7 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/nn/modules/module.py#L2162",
         instead="set training.buffers to local and train without checkpoints and exports, or use one of these versions",
     ),
-    Patch(
+    PrivateApi(
         name="models-without-data",
         case="unishard plan",
         names=(
@@ -189,7 +189,7 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/_subclasses/fake_tensor.py#L1",
         instead="plan with one of these versions",
     ),
-    Patch(
+    PrivateApi(
         name="export-conversions",
         case="An export of a model whose weights transformers converts",
         names=("torch:Tensor._version", "torch:UntypedStorage._cdata"),
@@ -197,7 +197,7 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/storage.py#L42",
         instead="export with one of these versions",
     ),
-    Patch(
+    PrivateApi(
         name="skip-on-device",
         case="An update that is skipped on the device, without the host knowing at once,",
         names=("torch.optim:Optimizer._optimizer_step_pre_hooks", "torch.optim:Optimizer._optimizer_step_post_hooks"),
@@ -205,7 +205,7 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/optim/adam.py#L267",
         instead="nothing to do: the host waits for the gradient norm in each update",
     ),
-    Patch(
+    PrivateApi(
         name="abort-all-groups",
         case="The end of a run over NCCL after an error",
         names=("torch.distributed.distributed_c10d:_abort_process_group",),
@@ -213,7 +213,7 @@ CORE_PATCHES = by_name(
         link=f"{_TORCH}/distributed/distributed_c10d.py#L2460",
         instead="nothing to do: only the default group is aborted",
     ),
-    Patch(
+    PrivateApi(
         name="memory-snapshot",
         case="A snapshot of CUDA memory (`profile.memory`)",
         names=("torch.cuda.memory:_record_memory_history", "torch.cuda.memory:_dump_snapshot"),

@@ -60,7 +60,7 @@ class Engine(ParametersByName):
             args, kwargs = to_device((args, kwargs), self._adapter.device)
         self._buffers.stale = self._buffers.stale or self.module.training
         if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
-            self._order.enter("forward", ", frozen")
+            self._order.check_sampled("forward", ", frozen")
             with self._order.forwarding():
                 return self.module(*args, **kwargs)
         if self._accumulation is None or not self.module.training:
@@ -128,7 +128,7 @@ class Engine(ParametersByName):
             ContractError: The engine is closed.
         """
         self._order.require_open("discard")
-        self._order.meet("discard")
+        self._order.check_now("discard")
         if self._accumulation is not None:
             self._accumulation.discard()
 
@@ -196,7 +196,7 @@ class Engine(ParametersByName):
         """
         self._order.require_open("mean")
         check_number("mean", "value", value)
-        self._order.meet("mean")
+        self._order.check_now("mean")
         total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
         with self._order.awaiting():
             dist.all_reduce(total)
@@ -265,7 +265,7 @@ class Engine(ParametersByName):
         """
         training = self._training("set_trainable")
         self._order.require_boundary("set_trainable")
-        self._order.meet("set_trainable")
+        self._order.check_now("set_trainable")
         training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
 
     @without_inference_mode

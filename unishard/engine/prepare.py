@@ -137,7 +137,7 @@ def _prepare(
     _agree(model, cfg, topology, optimizer, train=train)
     backend = _backend(cfg, topology)
     plan = _plan(model, cfg, topology, optimizer, scheduler, train=train)
-    collective_check.meet("unishard.prepare (sharding)")
+    collective_check.check_now("unishard.prepare (sharding)")
     matmul.apply(cfg.precision)
     kept_fp32.mark(model, plan.kept)
     # From here on the model changes.
@@ -159,7 +159,7 @@ def _prepare(
     written = WrittenParameters(model, units.values()) if train and not holds_full_weights(cfg, trains=True) else None
     memory = ExpectedMemory(backend, shape, cfg, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
-    collective_check.meet("unishard.prepare (checking the engine)")
+    collective_check.check_now("unishard.prepare (checking the engine)")
     setup = plan.setup
     if setup is not None and not (optimizer is scheduler is None):  # what a function makes is known only now
         process_group.agree(setup.description, "optimizers")
@@ -219,7 +219,7 @@ def _agree(
     train: bool,
 ) -> None:
     """Check that all ranks have the same arguments, so that later errors are raised on every rank. Collective."""
-    collective_check.meet("unishard.prepare")
+    collective_check.check_now("unishard.prepare")
     said = {
         path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")
     }  # may differ by host

@@ -19,7 +19,7 @@ from unishard.failures import excepthook, monitor_client, prelaunch_errors, seco
 from unishard.failures.endings import headline
 from unishard.failures.monitor_server import DIED, RAISED
 
-__all__ = ["join_group", "leave", "meet", "started", "stay_away"]
+__all__ = ["announce_failure", "connect", "join_group", "leave", "started"]
 
 _CALLS = "unishard.prepare, unishard.init or unishard.from_pretrained"
 _PATIENCE = 10.0
@@ -34,7 +34,7 @@ _world: Any = None
 """The process group of the caller that has a line."""
 
 
-def meet(topology: Topology, timeout: timedelta, patience: float) -> Any:
+def connect(topology: Topology, timeout: timedelta, patience: float) -> Any:
     """Wait for all ranks, and connect them. Collective.
 
     Args:
@@ -111,8 +111,8 @@ def _store_of_group() -> Any:
     return group.get_group_store()
 
 
-def stay_away(error: BaseException) -> None:
-    """Tell ranks that wait in `meet` that this one ends instead of coming.
+def announce_failure(error: BaseException) -> None:
+    """Tell ranks that wait in `connect` that this one ends instead of coming.
 
     Args:
         error: Why.

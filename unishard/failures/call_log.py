@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "Journal", "Tail", "first_difference", "tail_from"]
+__all__ = ["Call", "CallLog", "RecentCalls", "first_difference", "tail_from"]
 
 _KEPT = 256
 """Calls that a rank can still name."""
@@ -39,7 +39,7 @@ class Call(NamedTuple):
         return f"enters {self.unit} and {place}" if self.unit else place
 
 
-class Tail(NamedTuple):
+class RecentCalls(NamedTuple):
     """The last calls of a rank."""
 
     epoch: int
@@ -60,7 +60,7 @@ class Tail(NamedTuple):
         return self.number - len(self.calls) + 1
 
 
-class Journal:
+class CallLog:
     """The calls of this rank. Costs about a microsecond a call."""
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class Journal:
         self.unit = ""
         """The last module that a forward has entered."""
 
-    def note(self, place: str, skipped: str = "", order: str = "", held: str = "", error: str = "") -> None:
+    def record(self, place: str, skipped: str = "", order: str = "", held: str = "", error: str = "") -> None:
         """Add a call; the arguments are those of `Call`."""
         self.last, self.place = self.place, place
         self._add(Call(place, "", skipped, order, held, error))
 
-    def enter(self, unit: str) -> None:
+    def record_unit(self, unit: str) -> None:
         """Add a module that the current call has entered."""
         self.unit = unit
         self._add(Call(self.place, unit))
@@ -87,12 +87,12 @@ class Journal:
         self.epoch, self.number, self.state = epoch, 0, zlib.crc32(b"%d" % epoch)
         self._calls.clear()
 
-    def tail(self) -> Tail:
+    def tail(self) -> RecentCalls:
         """The last calls. Any thread may ask."""
         while True:
             epoch, number, calls = self.epoch, self.number, tuple(self._calls.copy())
             if (epoch, number) == (self.epoch, self.number):  # else the rank has made a call in between
-                return Tail(epoch, number, calls)
+                return RecentCalls(epoch, number, calls)
 
     def now(self) -> str:
         """The last call, and the module that it has entered last."""
@@ -108,13 +108,13 @@ class Journal:
         self.number += 1
 
 
-def tail_from(value: Any) -> Tail:
+def tail_from(value: Any) -> RecentCalls:
     """A tail that was sent as JSON."""
     epoch, number, calls = value
-    return Tail(epoch, number, tuple(Call(*call) for call in calls))
+    return RecentCalls(epoch, number, tuple(Call(*call) for call in calls))
 
 
-def first_difference(tails: Mapping[int, Tail]) -> int | None:
+def first_difference(tails: Mapping[int, RecentCalls]) -> int | None:
     """Number of the first call in which two ranks differ; None if all calls that two ranks know are the same.
 
     Args:

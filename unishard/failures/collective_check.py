@@ -1,7 +1,7 @@
 """Checks that all ranks make the same collective calls; on a mismatch, raises an error on all ranks that names each
 rank's call.
 
-Each rank hashes its calls (`Journal`), all of them, and before some of them it sends the hash to the others over gloo
+Each rank hashes its calls (`CallLog`), all of them, and before some of them it sends the hash to the others over gloo
 and waits for theirs: in the first updates, then as often as costs nothing, and always before rare calls. If all are
 equal, the call continues; else the ranks exchange their last calls and raise an error, before the collectives of this
 call. Ranks that already wait in collectives after calls that were not compared are found by the watchdog.
@@ -23,13 +23,13 @@ from unishard.config import Communication
 from unishard.distributed.process_group import TIMEOUT, host_group
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
-from unishard.failures.call_log import Journal, tail_from
+from unishard.failures.call_log import CallLog, tail_from
 from unishard.failures.device_wait import DeviceWait
 from unishard.failures.endings import headline
 from unishard.failures.verdict import different_calls
 from unishard.failures.watchdog import watch
 
-__all__ = ["DesyncCheck", "Member", "begin", "interval", "join", "leaving", "meet", "samples", "samples_modules"]
+__all__ = ["DesyncCheck", "Member", "begin", "check_now", "interval", "join", "leaving", "samples", "samples_modules"]
 
 LATE = TIMEOUT
 """How long a rank may be late outside the library."""
@@ -69,7 +69,7 @@ class Member:
         check.active += 1
         self._number = check.members
 
-    def enter(
+    def check_now(
         self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "", held: str = ""
     ) -> float:
         """Check the ranks before the collectives of a call. Collective.
@@ -89,24 +89,26 @@ class Member:
             RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's
                 call.
         """
-        return self._check.enter(self._place(call, detail), seconds=seconds, skipped=skipped, order=order, held=held)
+        return self._check.check_now(
+            self._place(call, detail), seconds=seconds, skipped=skipped, order=order, held=held
+        )
 
-    def note(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
-        """Record a call, which the next `enter` checks.
+    def record(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
+        """Record a call, which the next `check_now` checks.
 
         Raises:
             RankMismatchError: The ranks have been found to differ.
         """
-        self._check.note(self._place(call, detail), skipped=skipped, order=order)
+        self._check.record(self._place(call, detail), skipped=skipped, order=order)
 
     def enter_module(self, name: str, *, wait: bool) -> None:
         """Record that the forward enters a module whose parameters are gathered; with `wait`, check it as in
-        `enter`.
+        `check_now`.
         """
         if wait:
-            self._check.enter(name, is_module=True)
+            self._check.check_now(name, is_module=True)
         else:
-            self._check.note(name, is_module=True)
+            self._check.record(name, is_module=True)
 
     def leave(self, why: BaseException | None = None) -> None:
         """Report that this engine is closed. Does not wait; ranks that still use the engine raise an error."""
@@ -164,10 +166,10 @@ def begin(cfg: Communication) -> None:
         _current = DesyncCheck(cfg.desync_timeout, _begun)
 
 
-def meet(place: str) -> None:
+def check_now(place: str) -> None:
     """Check a call outside an engine, if this process group has a check. Collective."""
     if (check := _of_this_group()) is not None:
-        check.enter(f"is in {place}")
+        check.check_now(f"is in {place}")
 
 
 @contextmanager
@@ -246,9 +248,9 @@ class DesyncCheck:
         self.members = self.active = 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.line = monitor_client.current()
-        self.journal = journal = Journal()
+        self.call_log = call_log = CallLog()
         if self.line is not None:
-            self.line.place, self.line.unit = journal.now, lambda: journal.unit
+            self.line.place, self.line.unit = call_log.now, lambda: call_log.unit
         # Gloo even with NCCL: nothing here waits for a device. The main thread's collectives there have other tags than
         # what is sent here.
         self._group = host_group()
@@ -266,18 +268,20 @@ class DesyncCheck:
         self._lock = threading.Lock()
         watch(self)
 
-    def note(self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "", held: str = "") -> None:
-        """See `Member.note`."""
+    def record(
+        self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "", held: str = ""
+    ) -> None:
+        """See `Member.record`."""
         if self.failed:
             raise RankMismatchError(self.failed)
         self.moved = time.monotonic()
         if is_module:
-            self.journal.enter(place)
+            self.call_log.record_unit(place)
         else:
             self.thread = threading.get_ident()
-            self.journal.note(place, skipped, order, held)
+            self.call_log.record(place, skipped, order, held)
 
-    def enter(
+    def check_now(
         self,
         place: str,
         *,
@@ -287,13 +291,13 @@ class DesyncCheck:
         order: str = "",
         held: str = "",
     ) -> float:
-        """See `Member.enter`."""
+        """See `Member.check_now`."""
         with self._waits():
-            self._settle()
+            self._drain()
             with self._lock:  # the watchdog may answer for this rank at the same time
-                self.note(place, is_module=is_module, skipped=skipped, order=order, held=held)
+                self.record(place, is_module=is_module, skipped=skipped, order=order, held=held)
                 self.number += 1
-            least, largest, slowest = self._exchange(self.journal.state, int(seconds * 1e6))
+            least, largest, slowest = self._exchange(self.call_log.state, int(seconds * 1e6))
             if least != largest:
                 raise RankMismatchError(self._report(self.number))
             return slowest / 1e6
@@ -303,11 +307,11 @@ class DesyncCheck:
         if self.failed or self.world is not dist.group.WORLD:
             return
         with self._lock:
-            self.journal.note(place, error="" if why is None else _headline(why))
+            self.call_log.record(place, error="" if why is None else _headline(why))
             self.moved = time.monotonic()
-            self._send(self.journal.state)
+            self._send(self.call_log.state)
         if self.line is not None:
-            tail = self.journal.tail()
+            tail = self.call_log.tail()
             self.line.give(self._key(self.number), tail._replace(calls=tail.calls[-_SAID:]))
 
     def give_up(self, why: str) -> None:
@@ -382,7 +386,7 @@ class DesyncCheck:
             receiving.append((group.recv([theirs], (rank - distance) % size, stage), theirs))
         return sending, receiving
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Receive the others' digests for the calls that this rank did not wait for."""
         while self._sent:
             number, digest, sending, receiving = self._sent.pop(0)
@@ -393,7 +397,7 @@ class DesyncCheck:
 
     def _report(self, number: int) -> str:
         """Exchange the last calls after a digest that differed, and describe where they differ."""
-        line, tail = self.line, self.journal.tail()
+        line, tail = self.line, self.call_log.tail()
         if line is None:
             return different_calls({self.rank: tail}, dict.fromkeys(set(range(self.size)) - {self.rank}, ""))
         answers = {} if line.verdict else line.collect(self._key(number), tail, seconds=_ANSWER)
@@ -402,7 +406,7 @@ class DesyncCheck:
         missing = set(range(self.size)) - answers.keys()
         if missing:
             line.wait(lambda: missing <= line.endings.keys(), 1.0)
-        self.journal.restart(number)
+        self.call_log.restart(number)
         gone = {rank: line.endings[rank].text if rank in line.endings else "" for rank in missing}
         return different_calls({rank: tail_from(value) for rank, value in answers.items()}, gone)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from unishard.distributed.error_text import errors_in, text_of
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
-from unishard.failures.monitor_client import Lifeline
+from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.monitor_server import ENDED
 from unishard.failures.rank_locations import may_wait_for_ranks, position_of, where_raised
 
@@ -111,7 +111,7 @@ class StuckProcess:
     interrupted.
     """
 
-    def __init__(self, line: Lifeline, say: Callable[[str], None]) -> None:
+    def __init__(self, line: MonitorClient, say: Callable[[str], None]) -> None:
         """Start to look.
 
         Args:

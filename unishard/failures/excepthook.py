@@ -14,7 +14,7 @@ from unishard.distributed.error_text import errors_in, readable
 from unishard.errors import RankMismatchError
 from unishard.failures.endings import StuckProcess, headline, is_lost_connection
 from unishard.failures.heartbeat import SILENT
-from unishard.failures.monitor_client import Ending, Lifeline
+from unishard.failures.monitor_client import Ending, MonitorClient
 from unishard.failures.monitor_server import DIED, FOLLOWED, RAISED
 from unishard.failures.rank_locations import where_raised
 
@@ -34,7 +34,7 @@ _hook: _Hook | None = None
 class _Hook:
     """Replaces `sys.excepthook`; the hook before it writes this rank's own errors."""
 
-    def __init__(self, line: Lifeline) -> None:
+    def __init__(self, line: MonitorClient) -> None:
         self.line = line
         self._process = os.getpid()
         self._before = self._first = sys.excepthook
@@ -167,7 +167,7 @@ def record(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def install(line: Lifeline) -> None:
+def install(line: MonitorClient) -> None:
     """Let errors of this process be written by the rules of this module, and end it where it would wait for ranks that
     are gone.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-__all__ = ["SILENT", "TIMEOUTS", "Silence"]
+__all__ = ["SILENT", "TIMEOUTS", "HeartbeatTimeout"]
 
 SILENT = "silent"
 """How a rank has ended that answers nothing."""
@@ -15,10 +15,10 @@ _STEP = 1.0
 """Seconds that count between two looks, at most: more have passed only if this process itself was stopped."""
 
 
-class Silence:
+class HeartbeatTimeout:
     """For how long others have sent nothing while a rank waits for them.
 
-    Used by the hub, and by each rank for the hub.
+    Used by the monitor, and by each rank for the monitor.
     """
 
     def __init__(self) -> None:

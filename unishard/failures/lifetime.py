@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.config.topology import Topology, forgotten_srun, rendezvous
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed import descriptors, devices
 from unishard.distributed.process_group import TIMEOUT, forget_groups
 from unishard.failures import arrival, launcher, monitor_client
@@ -36,7 +36,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     Args:
         topology: The ranks.
         patience: `communication.desync_timeout`; the ranks are then connected first, so that one that ends or does not
-            answer is known to the others (`lifeline`). None to connect nothing.
+            answer is known to the others (`monitor_client`). None to connect nothing.
 
     Returns:
         The topology with the rank and world size of the actual group.
@@ -58,7 +58,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     if meet["init_method"] is None:
         meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
     elif patience is not None and topology.world_size > 1:
-        meet = {"store": arrival.meet(topology, TIMEOUT, patience)}
+        meet = {"store": arrival.connect(topology, TIMEOUT, patience)}
     if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
         warnings.warn(forgotten, UserWarning, stacklevel=3)
     descriptors.make_room(topology.world_size)
@@ -112,7 +112,7 @@ def shutdown() -> None:
 
 def _abort() -> None:
     """Abort all communicators, or only those of the default group if torch has no function for all."""
-    if CORE_PATCHES["abort-all-groups"].works:
+    if CORE_PRIVATE_API["abort-all-groups"].works:
         dist.distributed_c10d._abort_process_group()
     elif dist.group.WORLD is not None:
         dist.group.WORLD.abort()

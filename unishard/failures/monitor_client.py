@@ -1,5 +1,5 @@
-"""The connection of each rank to the hub on rank 0: by it a rank learns within milliseconds that another one has ended,
-and why.
+"""The connection of each rank to the monitor on rank 0: by it a rank learns within milliseconds that another one has
+ended, and why.
 
 It is there from the first call that needs the other ranks, before the process group; a process that is killed closes it
 too.
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.failures.heartbeat import SILENT, Silence
-from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, Hub, notice_silence, own_address
+from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
+from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer, keep_alive, own_address
 from unishard.failures.verdict import Judge
 
-__all__ = ["Ending", "Lifeline", "asking", "current", "forget", "has_been_open", "is_served", "open_line"]
+__all__ = ["Ending", "MonitorClient", "asking", "current", "forget", "has_been_open", "is_served", "open_line"]
 
 _CONNECT = 5.0
-"""Seconds to try an address of the hub."""
+"""Seconds to try an address of the monitor."""
 _POLL = 0.25
 """Seconds between two looks at a main thread that may be stuck."""
 _ASK = 1.0
@@ -40,7 +40,7 @@ _WEIGHTS = {RAISED: 0, DIED: 0, SILENT: 0, FOLLOWED: 1, ENDED: 1}
 """Which endings explain others."""
 
 _logger = logging.getLogger("unishard")
-_current: Lifeline | None = None
+_current: MonitorClient | None = None
 _opened = 0
 """Lines that this process has opened: each has keys of its own in the store."""
 
@@ -61,17 +61,17 @@ class Ending(NamedTuple):
         return f"rank {self.rank} {self.text}"
 
 
-class Lifeline:
+class MonitorClient:
     """One rank's connection. Any thread may use it."""
 
-    def __init__(self, connection: socket.socket, rank: int, size: int, hub: Hub | None) -> None:
+    def __init__(self, connection: socket.socket, rank: int, size: int, server: MonitorServer | None) -> None:
         """Start the thread that listens.
 
         Args:
-            connection: To the hub, which knows this rank.
+            connection: To the monitor, which knows this rank.
             rank: This rank.
             size: Number of ranks.
-            hub: The hub, in its own process.
+            server: The monitor, in its own process.
         """
         self.rank, self.size = rank, size
         self.thread = threading.get_ident()
@@ -86,10 +86,10 @@ class Lifeline:
         """The module that this rank has gathered last, as `layers.0 (LlamaDecoderLayer)`; empty if there was none."""
         self.when_doomed: Callable[[], None] = lambda: None
         """Called a few times a second once another rank has ended, or there is a verdict."""
-        self._socket, self._hub = connection, hub
-        self._silence = Silence()
+        self._socket, self._server = connection, server
+        self._heartbeat = HeartbeatTimeout()
         self._collected: dict[str, list[Any] | None] = {}
-        """What came under the keys that this rank waits for; None until then. The hub answers again to who asks
+        """What came under the keys that this rank waits for; None until then. The monitor answers again to who asks
         later."""
         self._asks = False
         self._printed: set[int] = set()
@@ -121,13 +121,13 @@ class Lifeline:
         with self._news:
             self._collected[key] = None
         self.give(key, value, what=what, seconds=seconds, patience=patience)
-        self._silence.rest()
+        self._heartbeat.rest()
         end = None if seconds is None else time.monotonic() + seconds + 1
         with self._news:
             try:
                 while (grouped := self._collected[key]) is None:
                     if self._closed or 0 in self._gone or (end is not None and time.monotonic() >= end):
-                        return {self.rank: value}  # the hub is gone
+                        return {self.rank: value}  # the monitor is gone
                     self._news.wait(0.5)
                     self.ask()
             finally:
@@ -143,17 +143,17 @@ class Lifeline:
         )
 
     def status(self, status: Any) -> None:
-        """Tell the hub where this rank stands still; None once it moves."""
+        """Tell the monitor where this rank stands still; None once it moves."""
         self._send({"kind": "status", "status": status})
         if status is None:
-            self._silence.rest()
+            self._heartbeat.rest()
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
         """A block in which this rank may wait for others in C++ before the watchdog looks at it: a rank that does not
         answer is named.
         """
-        self._silence.rest()
+        self._heartbeat.rest()
         self._asks = True
         self._send({"kind": "asks", "asks": True})
         try:
@@ -164,21 +164,21 @@ class Lifeline:
 
     def be_patient(self, seconds: float) -> None:
         """Set `communication.desync_timeout`, on which it depends for how long a rank may not answer."""
-        for silence in (self._silence, *([self._hub.silence] if self._hub is not None else [])):
+        for silence in (self._heartbeat, *([self._server.heartbeat] if self._server is not None else [])):
             silence.patience = seconds
 
     def ask(self) -> None:
         """Ask whether rank 0's process still runs. Called about once a second while this rank waits."""
         if self.rank == 0 or self._closed or 0 in self._gone:
             return
-        ask, silent = self._silence.look((0,))
+        ask, silent = self._heartbeat.look((0,))
         if ask:
             self._send({"kind": "ping"})
         if silent:
             # What rank 0 reads first if it runs again.
-            self._send({"kind": "ended", "text": f"has ended, since rank 0 {self._silence.text}", "how": RAISED})
+            self._send({"kind": "ended", "text": f"has ended, since rank 0 {self._heartbeat.text}", "how": RAISED})
             with self._news:
-                self.endings.setdefault(0, Ending(0, self._silence.text, SILENT))
+                self.endings.setdefault(0, Ending(0, self._heartbeat.text, SILENT))
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait of `_listen`
 
@@ -247,7 +247,7 @@ class Lifeline:
     # ---------------------------------------------------------------------------------------------------
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the hub is gone
+        with self._sending, contextlib.suppress(OSError):  # the monitor is gone
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
@@ -266,7 +266,7 @@ class Lifeline:
                 data = b""
             if not data:
                 break
-            self._silence.heard(0)
+            self._heartbeat.heard(0)
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
@@ -307,8 +307,8 @@ class Lifeline:
     def _close_in_child(self) -> None:
         self._closed = True
         self._socket.close()
-        if self._hub is not None:
-            self._hub.close_in_child()
+        if self._server is not None:
+            self._server.close_in_child()
 
 
 def has_been_open() -> bool:
@@ -330,7 +330,7 @@ def is_served(store: Any, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            keys.wait(["hub"], timedelta(seconds=min(_ASK, seconds)))
+            keys.wait(["monitor"], timedelta(seconds=min(_ASK, seconds)))
         except dist.DistNetworkError:
             raise
         except RuntimeError:  # the time is over, which each kind of store says in another class
@@ -340,17 +340,17 @@ def is_served(store: Any, seconds: float) -> bool:
     return False
 
 
-def current() -> Lifeline | None:
-    """The line of this process; None with one rank, or where the hub cannot be reached."""
+def current() -> MonitorClient | None:
+    """The line of this process; None with one rank, or where the monitor cannot be reached."""
     return _current
 
 
 def asking() -> AbstractContextManager[None]:
-    """A block in which this rank may wait for others in C++; see `Lifeline.asking`."""
+    """A block in which this rank may wait for others in C++; see `MonitorClient.asking`."""
     return contextlib.nullcontext() if _current is None else _current.asking()
 
 
-def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: bool = False) -> Lifeline | None:
+def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: bool = False) -> MonitorClient | None:
     """Open the line of this process. Collective: waits for rank 0, see `is_served`.
 
     Args:
@@ -363,16 +363,16 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
     global _current, _opened
     _opened += 1
     keys = dist.PrefixStore(f"unishard/line/{_opened}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-    hub = None
+    server = None
     if rank == 0:
         token = secrets.token_hex(16)
         asked = dist.PrefixStore(f"unishard/line/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
-        hub = Hub(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
-        keys.set("hub", json.dumps([socket.gethostname(), own_address(), hub.port, token]))
-    machine, address, port, token = json.loads(keys.get("hub"))
+        server = MonitorServer(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
+        keys.set("monitor", json.dumps([socket.gethostname(), own_address(), server.port, token]))
+    machine, address, port, token = json.loads(keys.get("monitor"))
     for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
         if (connection := _connect(host, port, {"token": token, "rank": rank})) is not None:
-            _current = Lifeline(connection, rank, size, hub)
+            _current = MonitorClient(connection, rank, size, server)
             return _current
     keys.set(f"without/{rank}", "")
     _logger.warning(
@@ -393,13 +393,13 @@ def forget() -> None:
 
 
 def _connect(host: str, port: int, hello: dict[str, Any]) -> socket.socket | None:
-    """A connection to the hub, if it answers there."""
+    """A connection to the monitor, if it answers there."""
     try:
         connection = socket.create_connection((host, port), _CONNECT)
     except OSError:
         return None
     try:
-        notice_silence(connection)
+        keep_alive(connection)
         connection.sendall(json.dumps(hello).encode() + b"\n")
         answer = b""
         while not answer.endswith(b"\n"):  # what follows is for the thread

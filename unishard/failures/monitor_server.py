@@ -1,4 +1,4 @@
-"""The hub on rank 0: a thread to which every rank holds a connection, so that the end of a process is known to all
+"""The monitor on rank 0: a thread to which every rank holds a connection, so that the end of a process is known to all
 within milliseconds.
 
 It passes on what ranks say when they end, collects what all ranks have to give, and is silent in a healthy run.
@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unishard.failures.heartbeat import SILENT, Silence
+from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.verdict import Judgement
 
-__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "Hub", "notice_silence", "own_address"]
+__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "MonitorServer", "keep_alive", "own_address"]
 
 DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
 """How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an
@@ -58,7 +58,7 @@ def _line_of(message: dict[str, Any]) -> bytes:
 
 
 Judge = Callable[[Mapping[int, Any]], Judgement]
-_SILENCE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """At most: seconds until the first probe and between two, and how many go unanswered."""
 
 
@@ -107,13 +107,13 @@ class _Collection:
         self.values.clear()
 
 
-def notice_silence(connection: socket.socket) -> None:
+def keep_alive(connection: socket.socket) -> None:
     """Let a connection end within a minute after its other host is gone, which closes nothing; the system's own limit
     is two hours.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     found = []
-    for name, most in _SILENCE.items():
+    for name, most in _KEEPALIVE.items():
         option = getattr(socket, name, None)
         if option is None:  # another system than Linux
             return
@@ -133,7 +133,7 @@ def own_address() -> str:
         return "localhost"
 
 
-class Hub:
+class MonitorServer:
     """Serves the connections of all ranks in a thread of its own."""
 
     def __init__(
@@ -166,8 +166,8 @@ class Hub:
         self._considered = -_TICK
         self._asked = False
         """Whether statuses have come since they were considered."""
-        self.silence = Silence()
-        threading.Thread(target=self._serve, name="unishard-hub", daemon=True).start()
+        self.heartbeat = HeartbeatTimeout()
+        threading.Thread(target=self._serve, name="unishard-monitor", daemon=True).start()
 
     def close_in_child(self) -> None:
         """Close a forked process's copies of the sockets, which would keep the connections open after the end of this
@@ -201,7 +201,7 @@ class Hub:
             _logger.warning("a rank could not connect to rank 0 (%s)", error.strerror)
             time.sleep(_TICK)
             return
-        notice_silence(connection)
+        keep_alive(connection)
         connection.settimeout(_STOPPED)
         self._selector.register(connection, selectors.EVENT_READ, _Link(connection))
 
@@ -211,7 +211,7 @@ class Hub:
         except OSError:
             data = b""
         *lines, link.buffer = (link.buffer + data).split(b"\n")
-        self.silence.heard(link.rank)
+        self.heartbeat.heard(link.rank)
         for line in lines:
             try:
                 self._handle(link, json.loads(line))
@@ -331,14 +331,14 @@ class Hub:
     def _ask(self) -> None:
         """While ranks wait, ask whether the processes of the others still run."""
         if not self._somebody_waits():
-            self.silence.rest()
+            self.heartbeat.rest()
             return
         others = [rank for rank in self._links if rank and rank not in self._ended]
-        ask, silent = self.silence.look(others)
+        ask, silent = self.heartbeat.look(others)
         for rank in others if ask else ():
             self._send(self._links[rank], {"kind": "ping"})
         for rank in silent:
-            self._end(rank, self.silence.text, SILENT)
+            self._end(rank, self.heartbeat.text, SILENT)
 
     def _warn(self, found: _Collection, seconds: float) -> None:
         away = {rank for rank in found.missing if rank not in self._links and self._unreachable(rank)}

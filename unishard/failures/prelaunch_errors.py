@@ -83,4 +83,4 @@ def _tell(error: BaseException) -> None:
         from unishard.failures import arrival, excepthook
 
         excepthook.record(error)
-        arrival.stay_away(error)
+        arrival.announce_failure(error)

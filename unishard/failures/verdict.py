@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from unishard.failures.call_log import Call, Tail, first_difference, tail_from
+from unishard.failures.call_log import Call, RecentCalls, first_difference, tail_from
 from unishard.failures.rank_locations import describe
 
 __all__ = ["BUSY", "LEFT", "MEETS", "WAITS", "Judge", "Judgement", "different_calls", "status_of"]
@@ -37,7 +37,7 @@ _SLOWEST = 6
 
 
 class Judgement(NamedTuple):
-    """What the hub makes of ranks that all stand still."""
+    """What the monitor makes of ranks that all stand still."""
 
     verdict: str = ""
     """Why no rank can go on; empty while one might."""
@@ -48,7 +48,7 @@ class Judgement(NamedTuple):
 class Standstill(NamedTuple):
     """A rank that stands still."""
 
-    tail: Tail
+    tail: RecentCalls
     doing: str
     place: str
     """Where it is, in words."""
@@ -60,12 +60,12 @@ class Standstill(NamedTuple):
     """`communication.desync_timeout`."""
 
 
-def status_of(tail: Tail, doing: str, place: str, *, inside: bool, seconds: float, patience: float) -> Any:
+def status_of(tail: RecentCalls, doing: str, place: str, *, inside: bool, seconds: float, patience: float) -> Any:
     """A status, as JSON."""
     return Standstill(tail, doing, place, inside, seconds, patience)
 
 
-def different_calls(tails: Mapping[int, Tail], gone: Mapping[int, str]) -> str:
+def different_calls(tails: Mapping[int, RecentCalls], gone: Mapping[int, str]) -> str:
     """The error of ranks that found that their calls differ, or that a rank is gone.
 
     Args:
@@ -108,7 +108,7 @@ def _unequal(calls: Mapping[int, Call]) -> str:
     return f"{_UNEQUAL} {place}: {describe(told, (), '')}{more}; {_ALIKE}"
 
 
-def _raised(tails: Mapping[int, Tail], at: int) -> dict[int, str]:
+def _raised(tails: Mapping[int, RecentCalls], at: int) -> dict[int, str]:
     """The errors with which ranks have left, in a call of a number or after it."""
     found = {
         rank: [call.error for call in tail.calls[max(0, at - tail.first) :] if call.error]
@@ -147,7 +147,7 @@ def _problem(calls: Collection[Call]) -> tuple[str, str]:
     return _DEADLOCK, ""
 
 
-def _last_common(tails: Mapping[int, Tail], at: int) -> str:
+def _last_common(tails: Mapping[int, RecentCalls], at: int) -> str:
     """The last call that all ranks have made, before the one at a number."""
     tail = next(iter(tails.values()))
     now = tail.at(at)
@@ -159,7 +159,7 @@ def _last_common(tails: Mapping[int, Tail], at: int) -> str:
 
 
 class Judge:
-    """Judges the ranks that live, once all of them stand still. Runs on rank 0, in the hub's thread."""
+    """Judges the ranks that live, once all of them stand still. Runs on rank 0, in the monitor's thread."""
 
     def __init__(self) -> None:
         self._warned: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that looks once a second whether this rank stands still, and tells the hub where."""
+"""The watchdog: a thread that looks once a second whether this rank stands still, and tells the monitor where."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from unishard.failures.call_log import Journal
+from unishard.failures.call_log import CallLog
 from unishard.failures.device_wait import DeviceWait
-from unishard.failures.monitor_client import Lifeline
+from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.rank_locations import position_of, stack_of
 from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, status_of
 
@@ -22,7 +22,7 @@ __all__ = ["Watched", "watch"]
 _LONG = 6
 """Timeouts until a long call is reported that no other rank waits for."""
 _QUIET = 5.0
-"""Seconds in one call until the hub learns of it, at most: updates of large models take seconds."""
+"""Seconds in one call until the monitor learns of it, at most: updates of large models take seconds."""
 _SAID = 64
 """How many of the last calls it gets."""
 
@@ -37,7 +37,7 @@ class Watched(Protocol):
     active: int
     """Open engines."""
     failed: str
-    journal: Journal
+    call_log: CallLog
     waiting: bool
     """Whether it waits for other ranks before a call."""
     moved: float
@@ -46,7 +46,7 @@ class Watched(Protocol):
     """The last collectives on a device that the host may be waiting for, if any."""
     thread: int
     rank: int
-    line: Lifeline | None
+    line: MonitorClient | None
 
     def give_up(self, why: str) -> None:
         """Make the next call fail, and release ranks that wait for this one."""
@@ -58,13 +58,13 @@ class _Watch:
     def __init__(self) -> None:
         self._warned = -1
         self._told: tuple[Any, ...] | None = None
-        """What the hub was told last of this call."""
+        """What the monitor was told last of this call."""
         self._position: tuple[int, ...] = ()
         self._processor_time = 0.0
         self._blocked_since: float | None = None
 
     def look(self, check: Watched) -> None:
-        """Tell the hub where this rank is, if it has made no call for a while."""
+        """Tell the monitor where this rank is, if it has made no call for a while."""
         if check.failed or check.line is None:
             return
         if check.line.verdict:
@@ -78,7 +78,7 @@ class _Watch:
                 check.line.status(None)
             return
         check.line.ask()
-        tail = check.journal.tail()
+        tail = check.call_log.tail()
         where, inside, collective = stack_of(check.thread)
         doing, place = self._find(check, where, collective, inside=inside)
         # Where a late rank is in the caller's code is reported at each look.
@@ -93,16 +93,16 @@ class _Watch:
             _logger.warning(
                 "rank %d %s for %.0f s, at %s",
                 check.rank,
-                check.journal.place.replace("is", "has been", 1),
+                check.call_log.place.replace("is", "has been", 1),
                 still,
                 where,
             )
 
     def _find(self, check: Watched, where: str, collective: bool, *, inside: bool) -> tuple[str, str]:
         """What this rank does, and where it is in words."""
-        call = check.journal.place
+        call = check.call_log.place
         if check.waiting:
-            calls = check.journal.tail().calls
+            calls = check.call_log.tail().calls
             return MEETS, calls[-1].text if calls else call
         wait = check.device_wait
         if inside and wait is not None and not wait.ended:

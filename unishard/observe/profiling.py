@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from unishard.config import Config
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.observe.position import Position
 
 __all__ = ["Profiling", "profiling_of"]
@@ -104,7 +104,7 @@ class Profiling:
     @property
     def _snapshots(self) -> bool:
         """Whether a snapshot of CUDA memory is requested and possible."""
-        return self._cfg.memory and self._cuda and CORE_PATCHES["memory-snapshot"].works
+        return self._cfg.memory and self._cuda and CORE_PRIVATE_API["memory-snapshot"].works
 
 
 def _write_timeline(trace: Path, to: Path) -> None:

@@ -87,8 +87,7 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
         trained = _unpartitioned(model["optimizer"], own, files.folder)
     frozen = _frozen(models, module, {*trained.parameters, *ties, *buffers})
     return Contents(
-        stretches=_stretches(trained.parameters)
-        | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
+        shards=_stretches(trained.parameters) | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
         step=model["global_steps"],
         world_size=model["dp_world_size"],
         optimizer=_optimizer(trained.groups, trained.parameters),

@@ -39,7 +39,7 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
     Raises:
         CheckpointError: A tensor's name cannot be a path, or there is no optimizer state.
     """
-    if contents.optimizer is None or not any(map(optimizer_part, contents.stretches)):
+    if contents.optimizer is None or not any(map(optimizer_part, contents.shards)):
         raise CheckpointError(
             "the checkpoint has no optimizer state, which DeepSpeed needs to load a Universal Checkpoint"
         )
@@ -47,7 +47,7 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
     inner = folder / tag
     steps = _parameters(contents, inner / "zero", advance)
     _save(_optimizer_state(contents, steps), inner / "zero" / "optimizer_state.pt")
-    module = {name: _full_tensor(contents.stretches[PARAMETERS + name]) for name in contents.buffers}
+    module = {name: _full_tensor(contents.shards[PARAMETERS + name]) for name in contents.buffers}
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         _save(_model_states(contents, module), inner / name)
     latest = folder / "latest_universal"
@@ -60,7 +60,7 @@ def _parameters(contents: Contents, folder: Path, advance: Advance) -> dict[str,
     """Write a folder of files for each parameter; returns the step counts."""
     steps: dict[str, Any] = {}
     int_step = contents.optimizer is not None and contents.optimizer.class_name in _INT_STEP
-    for key, stretch in contents.stretches.items():
+    for key, stretch in contents.shards.items():
         name, kind = optimizer_part(key) or (parameter_of(key), "fp32")
         if name is None or not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise CheckpointError(f"{key}: cannot be a folder name in a Universal Checkpoint")
@@ -100,10 +100,10 @@ def _model_states(contents: Contents, module: Mapping[str, Tensor]) -> dict[str,
         "buffer_names": list(contents.buffers),
         "optimizer": None,
         "param_shapes": [
-            {name: contents.stretches[PARAMETERS + name].shape for name in group.names}
+            {name: contents.shards[PARAMETERS + name].shape for name in group.names}
             for group in (contents.optimizer.groups if contents.optimizer else ())
         ],
-        "frozen_param_shapes": {name: contents.stretches[PARAMETERS + name].shape for name in contents.frozen},
+        "frozen_param_shapes": {name: contents.shards[PARAMETERS + name].shape for name in contents.frozen},
         "frozen_param_fragments": None,
         "shared_params": dict(contents.ties),
         "lr_scheduler": {"last_batch_iteration": updates - 1},  # of DeepSpeed's own schedulers
@@ -131,7 +131,7 @@ def _notes(contents: Contents) -> list[str]:
             "count, which grows by "
             f"{len(contents.optimizer.groups)} per step; load it at stage 1 or 2, or set both after loading"
         )
-    kinds = {part[1] for part in map(optimizer_part, contents.stretches) if part is not None}
+    kinds = {part[1] for part in map(optimizer_part, contents.shards) if part is not None}
     if not {"exp_avg", "exp_avg_sq"} <= kinds:
         notes.append(
             "at stage 3 DeepSpeed 0.19.8 loads only the state of Adam and AdamW from a Universal Checkpoint; load it "

@@ -26,7 +26,7 @@ _OPTIMIZERS = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "state_di
 
 
 class _Found(NamedTuple):
-    stretches: dict[str, LazyShard]
+    shards: dict[str, LazyShard]
     """By their names in a unishard checkpoint."""
     groups: list[tuple[list[str], dict[str, Any]]]
     """Names and options of each parameter group."""
@@ -42,12 +42,12 @@ def read(folders: Sequence[Path]) -> Contents:
     found = _Found({}, [], [])
     for folder in folders:
         _add(folder, found)
-    names = {key.removeprefix(PARAMETERS) for key in found.stretches if key.startswith(PARAMETERS)}
+    names = {key.removeprefix(PARAMETERS) for key in found.shards if key.startswith(PARAMETERS)}
     if not names:
         raise CheckpointError(
             f"{folders[0]}: no model under {', '.join(_MODELS)}; save it as {{'model': ..., 'optim': ...}}"
         )
-    trained = {part[0] for part in map(optimizer_part, found.stretches) if part is not None}
+    trained = {part[0] for part in map(optimizer_part, found.shards) if part is not None}
     _complete(found, names, trained, folders[0])
     still = tuple(sorted(names - trained)) if trained else ()
     notes = list(found.notes)
@@ -56,15 +56,15 @@ def read(folders: Sequence[Path]) -> Contents:
             f"taken as frozen, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}"
         )
     counts = [
-        found.stretches[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.stretches
+        found.shards[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.shards
     ]
     step = max((int(count.read(0, 1).item()) for count in counts), default=0)
     notes.append(
         f"the step count is the optimizer's: {step}; not converted: random number state, schedule, data position"
     )
-    keys = {part[1] for part in map(optimizer_part, found.stretches) if part is not None}
+    keys = {part[1] for part in map(optimizer_part, found.shards) if part is not None}
     return Contents(
-        stretches=found.stretches,
+        shards=found.shards,
         step=step,
         world_size=1,
         optimizer=optimizer_of(found.groups, keys) if found.groups else None,
@@ -81,9 +81,9 @@ def _add(folder: Path, found: _Found) -> None:
     optimizer = _root(tensors, _OPTIMIZERS, "state.")
     for name in tensors:
         if optimizer is not None and name.startswith(optimizer + "state."):
-            found.stretches[OPTIMIZER + name.removeprefix(optimizer + "state.")] = tensors.stretch(name)
+            found.shards[OPTIMIZER + name.removeprefix(optimizer + "state.")] = tensors.stretch(name)
         elif model is not None and name.startswith(model):
-            found.stretches[PARAMETERS + name.removeprefix(model)] = tensors.stretch(name)
+            found.shards[PARAMETERS + name.removeprefix(model)] = tensors.stretch(name)
     if optimizer is not None:
         root = optimizer + "param_groups."
         values, skipped = objects.read(folder, root)

@@ -24,7 +24,7 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
     Returns:
         Notes on what is not converted, and why.
     """
-    write_tensors(folder, contents.stretches, ties=contents.ties, advance=advance, own_index=False)
+    write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, own_index=False)
     notes = ["not converted: step, schedule and loss scale, which torch.distributed.checkpoint directories do not have"]
     if contents.optimizer is not None:
         defaults = _defaults(contents.optimizer.class_name)

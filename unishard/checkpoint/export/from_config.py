@@ -17,14 +17,14 @@ from unishard.errors import CheckpointError
 __all__ = ["assets_of"]
 
 
-def assets_of(folder: Path, stretches: Mapping[str, LazyShard]) -> Assets:
+def assets_of(folder: Path, shards: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write of the model described in a folder, without tensors.
 
     The model is built on the meta device.
 
     Args:
         folder: Holds the `config.json` of a transformers model, and other files to export, such as a tokenizer.
-        stretches: The tensors by their names in the model; only their shapes are used.
+        shards: The tensors by their names in the model; only their shapes are used.
 
     Raises:
         CheckpointError: There is no such file, transformers cannot build a model from it, or the model has other
@@ -53,4 +53,4 @@ def assets_of(folder: Path, stretches: Mapping[str, LazyShard]) -> Assets:
             f"{path}: transformers cannot build a model from it ({reason}); give the model's config.json"
         ) from error
     model.config._name_or_path = str(folder)
-    return pretrained.assets_of(model, stretches)
+    return pretrained.assets_of(model, shards)

@@ -44,12 +44,12 @@ class Layout(NamedTuple):
         return hashlib.sha256(b"".join(file.name.encode() + file.header for file in self.files)).hexdigest()
 
 
-def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | None, max_shard_size: int | str) -> Layout:
+def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, max_shard_size: int | str) -> Layout:
     """Plan the files of an export.
 
     Args:
         assets: The model's.
-        stretches: Its tensors; only shapes and dtypes are used.
+        shards: Its tensors; only shapes and dtypes are used.
         dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config.
         max_shard_size: Such as `5GB`. Adapters are always written to one file, since PEFT cannot read several.
 
@@ -65,9 +65,9 @@ def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | Non
         if not names:
             raise CheckpointError(f"nothing to export as {stem}: the model has no such tensors")
         entries = [
-            _joined(name, assets.joined[name], stretches, target)
+            _joined(name, assets.joined[name], shards, target)
             if name in assets.joined
-            else _entry(name, source, assets.pieces.get(name), stretches, target)
+            else _entry(name, source, assets.pieces.get(name), shards, target)
             for name, source in names.items()
         ]
         planned = plan(entries, stem, None if assets.kind == "adapter" else most)
@@ -80,13 +80,13 @@ def lay_out(assets: Assets, stretches: Mapping[str, LazyShard], dtype: str | Non
 
 
 def _entry(
-    name: str, source: str, piece: TensorSlice | None, stretches: Mapping[str, LazyShard], target: torch.dtype
+    name: str, source: str, piece: TensorSlice | None, shards: Mapping[str, LazyShard], target: torch.dtype
 ) -> ExportedTensor:
     try:
-        stretch = stretches[source]
+        stretch = shards[source]
     except KeyError:
         raise CheckpointError(
-            f"{source} cannot be exported: it is not among the {len(stretches)} available tensors"
+            f"{source} cannot be exported: it is not among the {len(shards)} available tensors"
         ) from None
     start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(stretch.shape))
     if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
@@ -94,10 +94,8 @@ def _entry(
     return ExportedTensor(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
 
 
-def _joined(
-    name: str, sources: Sequence[str], stretches: Mapping[str, LazyShard], target: torch.dtype
-) -> ExportedTensor:
-    parts = tuple(_entry(name, source, None, stretches, target) for source in sources)
+def _joined(name: str, sources: Sequence[str], shards: Mapping[str, LazyShard], target: torch.dtype) -> ExportedTensor:
+    parts = tuple(_entry(name, source, None, shards, target) for source in sources)
     if len({(part.shape[1:], part.dtype) for part in parts}) != 1 or not parts[0].shape:
         raise CheckpointError(
             f"the parts of {name} do not fit together; the checkpoint's assets/export.json is damaged"

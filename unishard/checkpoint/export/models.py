@@ -15,14 +15,14 @@ from unishard.checkpoint.lazy_shards import LazyShard
 __all__ = ["assets_of"]
 
 
-def assets_of(module: nn.Module, stretches: Mapping[str, LazyShard]) -> Assets:
+def assets_of(module: nn.Module, shards: Mapping[str, LazyShard]) -> Assets:
     """What an export needs of a model besides its tensors.
 
     A model that cannot be exported is no error here: see `Assets.refusal`.
 
     Args:
         module: Sharded or not; its tensors are not read.
-        stretches: The tensors by their names in the module; only their full shapes are used, which a sharded module may
+        shards: The tensors by their names in the module; only their full shapes are used, which a sharded module may
             not know.
     """
     # The library of a module is already imported, so nothing is imported to check.
@@ -33,7 +33,7 @@ def assets_of(module: nn.Module, stretches: Mapping[str, LazyShard]) -> Assets:
     if _is_a(module, "transformers", "PreTrainedModel"):
         from unishard.checkpoint.export import pretrained
 
-        return pretrained.assets_of(module, stretches)
+        return pretrained.assets_of(module, shards)
     return Assets(
         kind="plain",
         names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}},

@@ -62,11 +62,11 @@ def export_checkpoint(
     facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
     require_free(out, overwrite=overwrite)
     assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
-    stretches = {source: _checked(tensors, source, facts) for source in assets.sources}
-    layout = lay_out(assets, stretches, dtype, max_shard_size)
+    shards = {source: _checked(tensors, source, facts) for source in assets.sources}
+    layout = lay_out(assets, shards, dtype, max_shard_size)
     layout.others.update(tokenizers.files_of(tokenizer))
     start(layout.size)
-    write(out, stretches, layout.files, layout.others, Ranks(), advance, overwrite=overwrite)
+    write(out, shards, layout.files, layout.others, Ranks(), advance, overwrite=overwrite)
     return layout
 
 
@@ -94,8 +94,8 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
 def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
     from unishard.checkpoint.export import from_config  # needs transformers, which the rest of this module does not
 
-    stretches = {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None}
-    return from_config.assets_of(model, stretches)
+    shards = {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None}
+    return from_config.assets_of(model, shards)
 
 
 def _checked(tensors: Tensors, source: str, facts: Manifest) -> LazyShard:

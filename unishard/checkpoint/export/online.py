@@ -25,7 +25,7 @@ __all__ = ["export"]
 def export(
     folder: str | Path,
     module: nn.Module,
-    stretches: Mapping[str, LazyShard],
+    shards: Mapping[str, LazyShard],
     *,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
@@ -39,7 +39,7 @@ def export(
     Args:
         folder: Empty or nonexistent, unless `overwrite` is set; the same on all ranks, on a shared file system.
         module: The model, sharded or not; only its names and config are used.
-        stretches: This rank's shard of each parameter and persistent buffer, by its name in the module.
+        shards: This rank's shard of each parameter and persistent buffer, by its name in the module.
         dtype: `fp32`, `bf16` or `fp16`; None for the dtype in the model's config, else fp32.
         max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
         tokenizer: A transformers tokenizer or processor, or a folder with one; rank 0's is saved.
@@ -61,7 +61,7 @@ def export(
     planned: list[Layout] = []
 
     def facts() -> tuple[str, str]:
-        layout = lay_out(assets_of(module, stretches), stretches, dtype, max_shard_size)
+        layout = lay_out(assets_of(module, shards), shards, dtype, max_shard_size)
         if ranks.rank == 0:
             layout.others.update(tokenizers.files_of(tokenizer))
         planned.append(layout)
@@ -80,5 +80,5 @@ def export(
     taken = ranks.each(lambda: problem_with(out, overwrite=overwrite) if ranks.rank == 0 else None)[0]
     if taken is not None:
         raise CheckpointError(taken)
-    write(out, stretches, layout.files, layout.others, ranks, advance, overwrite=overwrite)
+    write(out, shards, layout.files, layout.others, ranks, advance, overwrite=overwrite)
     return layout

@@ -24,14 +24,14 @@ from unishard.checkpoint.export import tokenizers
 from unishard.checkpoint.export.assets import Assets, TensorSlice
 from unishard.checkpoint.export.sources import sources_of
 from unishard.checkpoint.lazy_shards import LazyShard
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.errors import CheckpointError
 
 __all__ = ["assets_of"]
 
 _logger = logging.getLogger("unishard")
 
-_VIEWS = CORE_PATCHES["export-conversions"]
+_VIEWS = CORE_PRIVATE_API["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices and joins rows"
 _INSTEAD = (
     "load the checkpoint's tensors into the model in one process (unishard.checkpoint.tensor_reader.Tensors), "
@@ -39,13 +39,13 @@ _INSTEAD = (
 )
 
 
-def assets_of(model: Any, stretches: Mapping[str, LazyShard]) -> Assets:
+def assets_of(model: Any, shards: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write, without tensors."""
     _warn_of_own_save(_saving_class(model))
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
-    names, pieces, joined, refusal = _converted(model, {name: _shape(sources[name], stretches) for name in kept})
+    names, pieces, joined, refusal = _converted(model, {name: _shape(sources[name], shards) for name in kept})
     return Assets(
         kind="model",
         names={"model": {exported: sources[name] for exported, name in names.items()}},
@@ -77,12 +77,12 @@ def _warn_of_own_save(kind: type) -> None:
         )
 
 
-def _shape(source: str, stretches: Mapping[str, LazyShard]) -> torch.Size:
+def _shape(source: str, shards: Mapping[str, LazyShard]) -> torch.Size:
     try:
-        return stretches[source].shape
+        return shards[source].shape
     except KeyError:
         raise CheckpointError(
-            f"{source} cannot be exported: it is not among the {len(stretches)} available tensors"
+            f"{source} cannot be exported: it is not among the {len(shards)} available tensors"
         ) from None
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 
 __all__ = ["persistent_buffers", "sources_of", "tensors_of"]
 
-_PATCH = CORE_PATCHES["buffers-in-files"]
+_PATCH = CORE_PRIVATE_API["buffers-in-files"]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ Advance = Callable[[int], None]
 
 def write(
     folder: Path,
-    stretches: Mapping[str, LazyShard],
+    shards: Mapping[str, LazyShard],
     files: Sequence[File],
     others: Mapping[str, bytes],
     ranks: Ranks,
@@ -47,7 +47,7 @@ def write(
 
     Args:
         folder: Empty or nonexistent, unless `overwrite` is set; on a file system that all ranks share.
-        stretches: This rank's shard of each tensor, by its name in the model.
+        shards: This rank's shard of each tensor, by its name in the model.
         files: The planned tensor files; the same on all ranks.
         others: All other files, by name; rank 0's are written.
         ranks: The ranks that take part.
@@ -61,9 +61,9 @@ def write(
     draft = Path(ranks.each(lambda: _begin(folder, files, overwrite) if ranks.rank == 0 else "")[0])
     try:
         shared_folder.require_shared(draft, ranks, folder, "the folder of an export")
-        held = ranks.each(lambda: _held(stretches, files))
-        ranks.each(lambda: _refuse_gaps(stretches, held) if ranks.rank == 0 else None)
-        ranks.each(lambda: _fill(draft, folder, stretches, files, held, ranks.rank, advance))
+        held = ranks.each(lambda: _held(shards, files))
+        ranks.each(lambda: _refuse_gaps(shards, held) if ranks.rank == 0 else None)
+        ranks.each(lambda: _fill(draft, folder, shards, files, held, ranks.rank, advance))
         ranks.each(lambda: _finish(draft, folder, files, others, overwrite) if ranks.rank == 0 else None)
     except BaseException:
         if ranks.rank == 0:
@@ -91,14 +91,14 @@ def _begin(folder: Path, files: Sequence[File], overwrite: bool) -> str:
     return str(draft)
 
 
-def _held(stretches: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, tuple[int, int]]:
+def _held(shards: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, tuple[int, int]]:
     sources = dict.fromkeys(place.entry.source for file in files for place in file.places)
-    return {source: (stretches[source].start, stretches[source].end) for source in sources}
+    return {source: (shards[source].start, shards[source].end) for source in sources}
 
 
-def _refuse_gaps(stretches: Mapping[str, LazyShard], held: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+def _refuse_gaps(shards: Mapping[str, LazyShard], held: Sequence[Mapping[str, tuple[int, int]]]) -> None:
     for source in held[0]:
-        gap = missing([theirs[source] for theirs in held], stretches[source].shape.numel())
+        gap = missing([theirs[source] for theirs in held], shards[source].shape.numel())
         if gap is not None:
             raise CheckpointError(
                 f"no rank holds element {gap} of {source}; every rank of the engine must take part in the export"
@@ -108,7 +108,7 @@ def _refuse_gaps(stretches: Mapping[str, LazyShard], held: Sequence[Mapping[str,
 def _fill(
     draft: Path,
     folder: Path,
-    stretches: Mapping[str, LazyShard],
+    shards: Mapping[str, LazyShard],
     files: Sequence[File],
     held: Sequence[Mapping[str, tuple[int, int]]],
     rank: int,
@@ -121,7 +121,7 @@ def _fill(
                 for entry, at in file.places:
                     begin, end = share([theirs[entry.source] for theirs in held], rank)
                     begin, end = max(begin, entry.start), min(end, entry.start + math.prod(entry.shape))
-                    _put(descriptor, at, entry, stretches[entry.source], begin, end, advance)
+                    _put(descriptor, at, entry, shards[entry.source], begin, end, advance)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -19,7 +19,7 @@ from unishard.config.loading.renamed import current_change, current_names
 from unishard.config.loading.validation import Finding, dotted, findings_of
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Origin", "Origins", "load", "read", "settle"]
+__all__ = ["Origin", "Origins", "load", "merge_overrides", "read"]
 
 
 def load(
@@ -37,10 +37,10 @@ def read(
 ) -> tuple[Config, Origins]:
     """Load a config together with the origin of each value."""
     document = _open(source)
-    return settle(document if section is None else section_of(document, section), overrides)
+    return merge_overrides(document if section is None else section_of(document, section), overrides)
 
 
-def settle(document: Document, overrides: Sequence[str]) -> tuple[Config, Origins]:
+def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Config, Origins]:
     """Validate a document with overrides.
 
     Raises:
@@ -80,7 +80,7 @@ class _InPython:
         )
 
     def override(self, cfg: Config, changes: Sequence[str]) -> Config:
-        return settle(from_mapping(cfg.model_dump(exclude_unset=True)), changes)[0]
+        return merge_overrides(from_mapping(cfg.model_dump(exclude_unset=True)), changes)[0]
 
 
 Section.reader = _InPython()

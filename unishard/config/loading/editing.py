@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from unishard.config import Config, Section, leaves
-from unishard.config.loading import settle
+from unishard.config.loading import merge_overrides
 from unishard.config.loading.document import from_file, from_text, text_of
 from unishard.config.loading.placeholders import stand_ins, undecided_in
 from unishard.config.loading.renamed import current_change
@@ -76,7 +76,7 @@ def check_text(text: str, name: str, changes: Sequence[str] = ()) -> Config:
         _leave_out(document.data, path.split("."))
     document.findings = [found for found in document.findings if dotted(found.path) not in left]
     temporary = stand_ins(dict(flat(document.data)), left)
-    return settle(document, [*changes, *(f"{path}={value}" for path, value in temporary.items())])[0]
+    return merge_overrides(document, [*changes, *(f"{path}={value}" for path, value in temporary.items())])[0]
 
 
 def _leave_out(data: Any, keys: Sequence[str]) -> None:

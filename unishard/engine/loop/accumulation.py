@@ -89,7 +89,7 @@ class Accumulation:
         self._pending: Callable[[], float] | None = None
         """The gradient norm of the last update, until it is known whether that was skipped; the schedule assumes that
         it was not."""
-        optimizer.public.before_reading = self.settle
+        optimizer.public.before_reading = self.resolve_pending
         self.recorder: MetricsRecorder | None = None
         """Measures what `logging` asks for; None if that is nothing."""
         self.profiling: Profiling | None = None
@@ -111,22 +111,22 @@ class Accumulation:
     @property
     def schedule(self) -> Schedule | TorchSchedule:
         """The schedule, at the coming update."""
-        self.settle()
+        self.resolve_pending()
         return self._schedule
 
     @property
     def optimizer(self) -> OptimizerCalls:
         """The optimizer, with the rates of the coming update."""
-        self.settle()
+        self.resolve_pending()
         return self._optimizer
 
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the coming micro-batch."""
-        self.settle()
+        self.resolve_pending()
         return self._loss_scale
 
-    def settle(self) -> None:
+    def resolve_pending(self) -> None:
         """Learn whether the last update was skipped.
 
         Waits for its gradient norm, which is long there once the next step ends.
@@ -158,7 +158,7 @@ class Accumulation:
             self.written.before_forward()
         if self.held is not None and not order.micro_batch:
             self.held.look(compared=self._sampled)
-        order.enter("forward")
+        order.check_sampled("forward")
         if watched:
             self._outside.forward((args, kwargs))
         if order.before_update is not None:
@@ -192,7 +192,7 @@ class Accumulation:
         _require_backward(order, loss, training=self.adapter.module.training)
         if self._sampled:
             self._trainable.require_frozen()
-        order.enter(
+        order.check_sampled(
             "backward",
             _DETAILS[num_items is None, isinstance(num_items, Tensor)],
             skipped=self._reached.before_backward(loss),
@@ -211,7 +211,7 @@ class Accumulation:
         self._edited.compare()
         divided = loss if order.window == 1 or num_items is not None else loss / order.window
         if self._loss_scale.dynamic:
-            self.settle()
+            self.resolve_pending()
         with self._foreign.own_backward(), self.memory:
             self.adapter.backward(self._loss_scale.scale(divided))
         self._edited.keep()
@@ -230,7 +230,7 @@ class Accumulation:
             raise ContractError(
                 f"clip_grad_norm must be a positive number, got {max_norm!r}; {instead('clip_grad_norm', max_norm)}"
             )
-        self.settle()
+        self.resolve_pending()
         self._edited.compare()
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
@@ -238,7 +238,7 @@ class Accumulation:
             held = (
                 self.held.text(self.adapter.optimizer.param_groups) if self._sampled and self.held is not None else ""
             )
-            order.enter(
+            order.check_sampled(
                 "step",
                 clip + edited,
                 skipped=self._reached.after_backward(),
@@ -285,7 +285,7 @@ class Accumulation:
         if self.profiling is not None:
             self.profiling.close()
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
-            self.settle()
+            self.resolve_pending()
         if self.written is not None:
             self.written.close()
         self._optimizer.close()
@@ -320,7 +320,7 @@ class Accumulation:
         try:
             divisor = self._divisor()
         except ContractError:
-            self._order.enter("discard")
+            self._order.check_sampled("discard")
             self.discard()  # otherwise the next window would add to this one
             raise
         if self.recorder is not None:

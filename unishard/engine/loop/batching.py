@@ -98,7 +98,7 @@ class Batching:
             sizes = repeat(length) if lengths is None else lengths
             with self._following(loader, inner, told=reading is not None and reading.told) as look:
                 for window in windows(
-                    source, sizes, self._device, drop=drop, enter=order.enter if together else None, begin=check
+                    source, sizes, self._device, drop=drop, enter=order.check_sampled if together else None, begin=check
                 ):
                     look()
                     empty = False

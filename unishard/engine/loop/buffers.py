@@ -52,7 +52,7 @@ class Buffers:
         held = list({id(buffer): buffer for buffer in persistent_buffers(self._adapter.module).values()}.values())
         if not held:
             return
-        self._order.meet(call, ", buffers")
+        self._order.check_now(call, ", buffers")
         # `data`: BatchNorm's backward does not read the running statistics, but autograd counts writes to them.
         with self._order.awaiting():
             different = [buffer.data for buffer in _different(held, self._adapter.device)]

@@ -95,7 +95,7 @@ class CallOrder:
     # -- comparing the ranks' calls
     # ----------------------------------------------------------------------------------------
 
-    def enter(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
+    def check_sampled(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
         """Check that all ranks make the same call. Collective.
 
         Before the call's collectives in the first updates, in later ones that are not shorter than the check can be,
@@ -122,18 +122,18 @@ class CallOrder:
             or self.updates == self._checked
             or collective_check.samples(self.updates)
         ):
-            self.meet(call, detail, skipped=skipped, order=order, held=held)
+            self.check_now(call, detail, skipped=skipped, order=order, held=held)
         else:
-            self._member.note(call, self._where(detail), skipped=skipped, order=order)
+            self._member.record(call, self._where(detail), skipped=skipped, order=order)
 
-    def meet(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
-        """Check before the call's collectives, in every update; the arguments are those of `enter`. Collective.
+    def check_now(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
+        """Check before the call's collectives, in every update; the arguments are those of `check_sampled`. Collective.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
         """
         if self._member is not None:
-            slowest = self._member.enter(
+            slowest = self._member.check_now(
                 call, self._where(detail), self._seconds, skipped=skipped, order=order, held=held
             )
             if self.updates >= self._due:

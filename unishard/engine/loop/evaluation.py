@@ -64,14 +64,14 @@ class Evaluation:
         if self.lockstep_open is not None:
             raise ContractError("lockstep was entered inside lockstep; use one block")
         self._buffers.equalize_for_evaluation("lockstep")
-        self._order.meet("lockstep", ", begin")
+        self._order.check_now("lockstep", ", begin")
         self.lockstep_open = lockstep = Lockstep(self._adapter.device)
         try:
             yield
             if self._adapter.forward_is_collective:
                 self._join(lockstep)
             else:
-                self._order.meet("lockstep", ", end")
+                self._order.check_now("lockstep", ", end")
         finally:
             self.lockstep_open = None
 
@@ -93,14 +93,14 @@ class Evaluation:
     def gather_for_metrics(self, data: Any, *, pad: float | None) -> Any:
         """Gather what all ranks computed for a batch, in dataset order."""
         description = gather.describe(data, padded=pad is not None)
-        self._order.meet("gather_for_metrics", f", {description}")
+        self._order.check_now("gather_for_metrics", f", {description}")
         return gather.gather(data, self._adapter.device, pad, self._tail)
 
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward or `generate` without a graph. Collective."""
         if self.lockstep_open is None:
             self._buffers.equalize_for_evaluation(kind)
-            self._order.enter(kind)
+            self._order.check_sampled(kind)
         elif self._adapter.forward_is_collective:
             self._take_turn(self.lockstep_open, kind, (args, kwargs))
         return self._run(kind, (args, kwargs))
@@ -122,7 +122,7 @@ class Evaluation:
             self._running = False
 
     def _take_turn(self, lockstep: Lockstep, kind: str | None, call: Call | None) -> tuple[str, Call] | None:
-        self._order.enter("lockstep", f", turn {lockstep.taken + 1}")
+        self._order.check_sampled("lockstep", f", turn {lockstep.taken + 1}")
         return lockstep.take(kind, call)
 
     def _join(self, lockstep: Lockstep) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from unishard.contract.adapter import EngineAdapter
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.errors import ContractError
 
 __all__ = ["ForeignBackwardCheck"]
 
-_FOREIGN = CORE_PATCHES["foreign-backward"]
+_FOREIGN = CORE_PRIVATE_API["foreign-backward"]
 
 
 class ForeignBackwardCheck:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 
 __all__ = ["DeviceSkip"]
 
@@ -25,7 +25,7 @@ class DeviceSkip:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
-        self._known = type(optimizer) in _KINDS and CORE_PATCHES["skip-on-device"].works
+        self._known = type(optimizer) in _KINDS and CORE_PRIVATE_API["skip-on-device"].works
 
     def possible(self, stepped: Sequence[Tensor], norm: Tensor, *, hooks: int = 0) -> bool:
         """Whether the coming update can be skipped on the device, with the same result as if the optimizer had not been

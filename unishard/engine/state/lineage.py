@@ -21,7 +21,7 @@ class RunName(NamedTuple):
 
     run: str
     """8 hexadecimal digits, made at the first save in this directory; a resume from there carries it on."""
-    beside: bool
+    other_run_present: bool
     """Whether the run began beside checkpoints of another one: then the names of its checkpoints end with it."""
 
 
@@ -61,7 +61,10 @@ class Lineage:
         header, name = header_of(checkpoint), finding.STEP.fullmatch(checkpoint.name)
         run = header.run if header else UNKNOWN_RUN
         self._from, self._admitted = checkpoint, False
-        self._resumed = checkpoint.parent.resolve(), RunName(run, beside=name is not None and name["run"] == run)
+        self._resumed = (
+            checkpoint.parent.resolve(),
+            RunName(run, other_run_present=name is not None and name["run"] == run),
+        )
 
     def admit(self) -> None:
         """Check that `checkpoint.dir` holds no checkpoints of other runs only.
@@ -105,7 +108,7 @@ class Lineage:
             if self._root is not None and root.resolve() == self._root.resolve():
                 self.admit()
             others = finding.checkpoints(root)
-            name = RunName(self._new, beside=bool(others))
+            name = RunName(self._new, other_run_present=bool(others))
             if others:
                 _logger.warning(
                     "%s holds checkpoints of another run, which are kept; the names of this run's checkpoints end with "
@@ -116,7 +119,7 @@ class Lineage:
         self._saved[root.resolve()] = name
         there = header_of(root / finding.name_of(step))
         taken = there is not None and there.run != name.run
-        return name._replace(beside=name.beside or taken)
+        return name._replace(other_run_present=name.other_run_present or taken)
 
     def _known(self, root: Path) -> RunName | None:
         """The run's name there, if it has saved there or was resumed from there."""

@@ -50,8 +50,8 @@ def begin_average(
         raise ContractError(f"ema: decay must be a number from 0 to 1, such as 0.999, got {decay!r}")
     if tensors.average is not None:
         raise ContractError("ema was called before; keep what it returned")
-    order.meet("ema", f", {decay}")
-    adapter.settle()
+    order.check_now("ema", f", {decay}")
+    adapter.reshard_all()
     masters = {name: adapter.master_shard(parameter) for name, parameter in tensors.trained().items()}
     shards = AverageShards(decay, masters)
     _resume(shards, tensors.saved_average)
@@ -104,7 +104,7 @@ class MovingAverage:
             raise ContractError(
                 f"ema.parameter: {name!r} is not the first name of a parameter that was trainable in prepare"
             )
-        self._order.meet("ema.parameter", f", {name}")
+        self._order.check_now("ema.parameter", f", {name}")
         return full_tensor(self._shards.by_name[name], self._adapter.device)
 
     @without_inference_mode
@@ -124,7 +124,7 @@ class MovingAverage:
         order = self._order
         order.require_boundary("ema.weights")
         order.require_no_graph("ema.weights")
-        order.meet("ema.weights")
+        order.check_now("ema.weights")
         kept = [values.clone() for values in self._shards.live]
         self._write(self._shards.averages)
         order.averaged = True
@@ -133,12 +133,12 @@ class MovingAverage:
         finally:
             order.averaged = False
             if order.phase is not Phase.CLOSED:
-                order.meet("ema.weights", ", at the end of the block")
+                order.check_now("ema.weights", ", at the end of the block")
                 self._write(kept)
 
     @torch.no_grad()
     def _write(self, weights: list[Tensor]) -> None:
-        self._adapter.settle()
+        self._adapter.reshard_all()
         self._order.writes += 1
         for values, written in zip(self._shards.live, weights, strict=True):
             values.copy_(written)

@@ -66,7 +66,7 @@ class ParameterAccess:
             raise ContractError("gathered: names were added to or removed from the dict; only edit its tensors")
         edited = {parameter: name for name, parameter in found.items() if tensors[name] is not full[parameter]}
         names_of = {parameter: name for name, parameter in found.items()} | edited
-        self._order.meet("gathered", ", writing back")
+        self._order.check_now("gathered", ", writing back")
         with torch.no_grad():
             for parameter, name in names_of.items():
                 self._replace("gathered", name, parameter, tensors[name])
@@ -74,7 +74,7 @@ class ParameterAccess:
     @torch.no_grad()
     def parameter_norms(self) -> dict[str, float]:
         """The norm of each master weight by name."""
-        self._order.meet("parameter_norms")
+        self._order.check_now("parameter_norms")
         return shard_norms(
             {name: self._adapter.master_shard(parameter) for name, parameter in self._tensors.each()}, self._device
         )
@@ -87,7 +87,7 @@ class ParameterAccess:
             RankMismatchError: Another rank makes another call.
         """
         parameter = self._known(call, name)
-        self._order.meet(call, f", {name}")
+        self._order.check_now(call, f", {name}")
         return parameter
 
     def find_all(self, call: str, names: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -102,7 +102,7 @@ class ParameterAccess:
         asked = {name: self._known(call, name) for name in names}
         found = {name: asked[name] for name in self._tensors.named if name in asked}
         all_names = ", ".join(found)
-        self._order.enter(
+        self._order.check_sampled(
             call,
             f", {all_names}" if len(found) < 3 else f", {len(found)} parameters ({zlib.crc32(all_names.encode()):08x})",
         )
@@ -169,7 +169,7 @@ class GradientAccess:
     def grad_norms(self) -> dict[str, float]:
         """The norm of each gradient by name."""
         self._order.require_end_of_window("grad_norms")
-        self._order.meet("grad_norms")
+        self._order.check_now("grad_norms")
         divisor = self._finish("grad_norms")
         shards = {}
         for name, parameter in self._tensors.each():

@@ -61,7 +61,7 @@ def restore(
     state = on_all(group, lambda: unpack(manifest.state, read))
     states = on_all(group, lambda: random_states(run, manifest, tensors))
     on_all(group, lambda: _require_schedule(run, manifest))
-    run.adapter.settle()
+    run.adapter.reshard_all()
     run.order.writes += 1
     reader = on_all(group, lambda: CheckpointReader(run, folder, manifest, tensors, strict=strict))
     if run.accumulation is not None:

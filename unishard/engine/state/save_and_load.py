@@ -69,24 +69,26 @@ class SaveAndLoad:
         number = _number(metric)
         place = self._directory(root, "save")
         self._claim(place)
-        order.meet("save", f", to {root or self._cfg.dir}")
+        order.check_now("save", f", to {root or self._cfg.dir}")
         self._drop_average()
         group = process_group.host_group()
         _require_same(number, group)
         self._background.wait()
-        self._run.adapter.settle()
+        self._run.adapter.reshard_all()
         self._run.buffers.equalize("save")
         snapshot = take_snapshot(self._run, state, group)
         if self._autosave is not None:
             self._autosave.saved()
         self._own(place)
         name = on_first(group, lambda: self._begin(place, snapshot.step))
-        snapshot = snapshot._replace(run=name.run, beside=name.beside, facts={**snapshot.facts, "metric": number})
+        snapshot = snapshot._replace(
+            run=name.run, other_run_present=name.other_run_present, facts={**snapshot.facts, "metric": number}
+        )
         retention = Retention(self._cfg.keep_last, self._cfg.keep_every, self._cfg.keep_best, self._cfg.best)
         if self._cfg.async_save:
             copy = self._background.stage(snapshot)
             self._background.start(lambda own: save(place, copy, retention, own, cache=self._plans))
-            return place / finding.name_of(snapshot.step, name.run if name.beside else "")
+            return place / finding.name_of(snapshot.step, name.run if name.other_run_present else "")
         return save(place, snapshot, retention, group, cache=self._plans)
 
     def _begin(self, root: Path, step: int) -> RunName:
@@ -130,7 +132,7 @@ class SaveAndLoad:
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
         what = f"{which} of {self._cfg.dir}" if which else source
-        order.meet("load", f", from {what}, strict={strict}, verify={verify}, data={data}")
+        order.check_now("load", f", from {what}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self._background.wait()
         self._own_to_resume(place, which)
@@ -212,8 +214,8 @@ class SaveAndLoad:
     ) -> Path:
         """Export the weights in Hugging Face's layout."""
         self._run.order.require_boundary("export")
-        self._run.order.meet("export", f", to {folder}, overwrite={overwrite}")
-        self._run.adapter.settle()
+        self._run.order.check_now("export", f", to {folder}, overwrite={overwrite}")
+        self._run.adapter.reshard_all()
         self._run.buffers.equalize("export")
         export(
             folder,

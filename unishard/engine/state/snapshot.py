@@ -55,7 +55,7 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     )
     return Snapshot(
         step=run.order.updates,
-        stretches={name: lazy_shard_of(shard) for name, shard in shards.items() if shard.shape.numel()},
+        shards={name: lazy_shard_of(shard) for name, shard in shards.items() if shard.shape.numel()},
         ties=tensors.ties(),
         facts=on_all(group, lambda: _facts(run)) | {"data": _gathered(data, group), "state": user},
         assets=assets,
@@ -74,7 +74,7 @@ def _storable(shards: dict[str, Shard]) -> dict[str, Shard]:
 def _facts(run: Run) -> dict[str, Any]:
     tensors, accumulation = run.tensors, run.accumulation
     if accumulation is not None:
-        accumulation.settle()
+        accumulation.resolve_pending()
     ties = tensors.ties()
     shapes = {name.removeprefix(keys.PARAMETERS): list(shard.shape) for name, shard in tensors.model_shards().items()}
     backend = registry.get(run.cfg.backend)

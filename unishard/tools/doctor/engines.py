@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.contract import registry
 from unishard.contract.backend import Backend
-from unishard.contract.private_api import Patch
+from unishard.contract.private_api import PrivateApi
 from unishard.errors import BackendError
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.importing import one_line, quietly
@@ -56,7 +56,7 @@ def backends(usable: Sequence[Backend], broken: Collection[str]) -> Iterator[Che
             yield Check(name, Status.OK, "ready")
 
 
-def probes(tables: Mapping[str, Mapping[str, Patch]], unusable: Collection[str]) -> Iterator[Check]:
+def probes(tables: Mapping[str, Mapping[str, PrivateApi]], unusable: Collection[str]) -> Iterator[Check]:
     """One line for each case that needs private names.
 
     Args:
@@ -80,7 +80,7 @@ def probes(tables: Mapping[str, Mapping[str, Patch]], unusable: Collection[str])
                 yield _probe(name, patch, case, details)
 
 
-def _probe(name: str, patch: Patch, case: str, details: dict[str, Any]) -> Check:
+def _probe(name: str, patch: PrivateApi, case: str, details: dict[str, Any]) -> Check:
     try:
         with quietly():
             needed, missing = patch.needed, patch.missing()

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from unishard.config.topology import Topology, rendezvous
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.tested_versions import tested
 from unishard.errors import ConfigError
 from unishard.tools.doctor import engines
@@ -42,7 +42,7 @@ def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator
     yield from unreadable
     yield from engines.backends(usable, unusable)
     yield from engines.probes(
-        {"unishard": CORE_PATCHES} | {backend.name: backend.patches for backend in usable}, unusable
+        {"unishard": CORE_PRIVATE_API} | {backend.name: backend.private_api for backend in usable}, unusable
     )
     if "torch" not in unusable:
         yield from devices()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unishard.config import Config
 from unishard.contract.footprint import ModelShape
-from unishard.contract.private_api import CORE_PATCHES
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.engine.model.shape import shape_of
 from unishard.errors import ConfigError, ModelError, Problem
 from unishard.tools.plan.activations import Activations
@@ -21,7 +21,7 @@ from unishard.tools.plan.tracing import trace
 
 __all__ = ["Batch", "BuiltModel", "ModelWithBatch"]
 
-_FAKE = CORE_PATCHES["models-without-data"]
+_FAKE = CORE_PRIVATE_API["models-without-data"]
 
 Batch = Callable[[int, int], Mapping[str, Any]]
 """Makes the keyword arguments of a model's forward from a micro-batch size and a sequence length."""

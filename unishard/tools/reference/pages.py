@@ -20,7 +20,7 @@ from unishard.contract.rules import Fit, Rule
 from unishard.formats import NAMES
 from unishard.tools.reference.format_page import formats_page, overview
 from unishard.tools.reference.markdown import code, table
-from unishard.tools.reference.patch_page import private_names, replaced
+from unishard.tools.reference.private_api_page import private_names, replaced
 
 __all__ = ["manifest", "mapping", "pages", "reference", "sections"]
 

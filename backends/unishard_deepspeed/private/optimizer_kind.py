@@ -6,7 +6,7 @@ from typing import Literal
 
 from unishard.config import Config
 from unishard_deepspeed import fields
-from unishard_deepspeed.patches import PATCHES
+from unishard_deepspeed.private import PRIVATE_API
 
 __all__ = ["Kind", "kind_of", "require", "require_for"]
 
@@ -28,7 +28,7 @@ def require(case: str, kind: Kind) -> None:
     Raises:
         BackendError: A private name is missing.
     """
-    patch = PATCHES.get(f"{case}-{kind}")
+    patch = PRIVATE_API.get(f"{case}-{kind}")
     if patch is not None:
         patch.require()
 
@@ -49,17 +49,17 @@ def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: 
     """
     kind, fp16 = kind_of(cfg), cfg.precision.compute == "fp16"
     if fp16 and device == "cpu":
-        PATCHES["fp16-on-cpu"].require()
+        PRIVATE_API["fp16-on-cpu"].require()
     if cfg.offload.params == "nvme":
-        PATCHES["nvme-parameters"].require()
+        PRIVATE_API["nvme-parameters"].require()
     if groups:
         require("replica-groups", kind)
     if copies:
-        PATCHES["second-copies"].require()
+        PRIVATE_API["second-copies"].require()
     if not trains:
         return
     if kind == "stage-3" and units:
-        PATCHES["leaf-gradients"].require()
+        PRIVATE_API["leaf-gradients"].require()
     if cfg.sharding.conditional_modules:
         require("conditional-modules", kind)
     if cfg.training.nonfinite == "ignore" or (fp16 and kind == "stage-0"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unishard_deepspeed.patches.optimizer_kind import Kind
+from unishard_deepspeed.private.optimizer_kind import Kind
 
 __all__ = ["drop", "gather", "reduce_in_fp32", "reduce_last", "reduce_units_by_parameter", "remove_hooks"]
 

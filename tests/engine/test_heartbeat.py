@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 from unishard.failures import heartbeat
-from unishard.failures.heartbeat import SILENT, Silence
-from unishard.failures.monitor_client import Lifeline, _connect
-from unishard.failures.monitor_server import Hub
+from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
+from unishard.failures.monitor_client import MonitorClient, _connect
+from unishard.failures.monitor_server import MonitorServer
 from unishard.failures.verdict import Judgement
 
 PATIENCE = 0.2
@@ -20,19 +20,19 @@ STATUS = {"anything": "a rank that stands still"}
 
 
 @contextmanager
-def two_ranks(stopped: int) -> Iterator[Lifeline]:
+def two_ranks(stopped: int) -> Iterator[MonitorClient]:
     """The line of the rank that runs; the other one keeps its connection open and says nothing."""
     if stopped == 0:
         listener = socket.create_server(("localhost", 0))
         connection = socket.create_connection(listener.getsockname())
         accepted = listener.accept()[0]
         listener.close()
-        line = Lifeline(connection, 1, 2, None)
+        line = MonitorClient(connection, 1, 2, None)
     else:
-        hub = Hub(2, "token", lambda statuses: Judgement(), lambda rank: False)
-        connections = [_connect("localhost", hub.port, {"token": "token", "rank": rank}) for rank in (0, 1)]
+        server = MonitorServer(2, "token", lambda statuses: Judgement(), lambda rank: False)
+        connections = [_connect("localhost", server.port, {"token": "token", "rank": rank}) for rank in (0, 1)]
         assert connections[0] is not None
-        line = Lifeline(connections[0], 0, 2, hub)
+        line = MonitorClient(connections[0], 0, 2, server)
         accepted = connections[1]
     line.be_patient(PATIENCE)
     try:
@@ -43,7 +43,7 @@ def two_ranks(stopped: int) -> Iterator[Lifeline]:
         accepted.close()
 
 
-def wait_for_news(line: Lifeline, seconds: float) -> bool:
+def wait_for_news(line: MonitorClient, seconds: float) -> bool:
     """As the watchdog of a rank that stands still."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -68,9 +68,11 @@ def test_a_rank_that_answers_nothing_is_named_while_somebody_waits_for_it(stoppe
 
 
 def test_a_rank_that_answers_is_waited_for() -> None:
-    hub = Hub(2, "token", lambda statuses: Judgement(), lambda rank: False)
-    connections = [_connect("localhost", hub.port, {"token": "token", "rank": rank}) for rank in (0, 1)]
-    lines = [Lifeline(connection, rank, 2, hub if rank == 0 else None) for rank, connection in enumerate(connections)]
+    server = MonitorServer(2, "token", lambda statuses: Judgement(), lambda rank: False)
+    connections = [_connect("localhost", server.port, {"token": "token", "rank": rank}) for rank in (0, 1)]
+    lines = [
+        MonitorClient(connection, rank, 2, server if rank == 0 else None) for rank, connection in enumerate(connections)
+    ]
     for line in lines:
         line.be_patient(PATIENCE)
     lines[0].status(STATUS)  # the other one computes
@@ -85,7 +87,7 @@ def test_a_rank_that_answers_is_waited_for() -> None:
 def test_time_in_which_this_process_was_stopped_itself_does_not_count(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
-    found = Silence()
+    found = HeartbeatTimeout()
     found.look((1,))
     for passed in (3600.0, 0.5, 0.5):
         now += passed

@@ -5,9 +5,9 @@ Every other module of this package uses documented names only.
 
 from __future__ import annotations
 
-from unishard.contract.private_api import Patch, by_name
+from unishard.contract.private_api import PrivateApi, by_name
 
-__all__ = ["PATCHES"]
+__all__ = ["PRIVATE_API"]
 
 _RUN = "torch 2.11 to 2.15"
 _SOURCE = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard"
@@ -31,8 +31,8 @@ _SUMS = (
     f"{_PARAMETER}reduce_dtype",
 )
 
-PATCHES = by_name(
-    Patch(
+PRIVATE_API = by_name(
+    PrivateApi(
         name="mixed-accumulation",
         case="Accumulation without reduction in bf16 or fp16, where a micro-batch does not use all of a unit,",
         names=_SUMS,
@@ -42,7 +42,7 @@ PATCHES = by_name(
         "every_micro_batch",
         until="2.15",
     ),
-    Patch(
+    PrivateApi(
         name="hybrid-accumulation",
         case="A hybrid strategy that averages between groups only at the end of a window",
         names=(
@@ -56,7 +56,7 @@ PATCHES = by_name(
         instead="nothing to do: gradients are averaged between groups in each micro-batch",
         until="2.15",
     ),
-    Patch(
+    PrivateApi(
         name="conditional-modules",
         case="sharding.conditional_modules with a sharded strategy",
         names=(
@@ -75,7 +75,7 @@ PATCHES = by_name(
         instead="use every module in every forward and remove sharding.conditional_modules, or choose backend "
         "deepspeed",
     ),
-    Patch(
+    PrivateApi(
         name="kept-parameters",
         case="precision.keep_fp32, where parameters of a unit stay in fp32 beside others in bf16 or fp16,",
         names=(
@@ -93,7 +93,7 @@ PATCHES = by_name(
         link=f"{_SOURCE}/_fsdp_param.py#L586",
         instead="set precision.keep_fp32 to [], choose backend deepspeed, or train in fp32",
     ),
-    Patch(
+    PrivateApi(
         name="discard",
         case="engine.discard() in a window whose gradients are not reduced yet",
         names=(
@@ -107,7 +107,7 @@ PATCHES = by_name(
         instead="set native.fsdp.requires_gradient_sync to every_micro_batch",
         until="2.15",
     ),
-    Patch(
+    PrivateApi(
         name="trainable-dtypes",
         case="Parameters that are frozen or unfrozen after prepare in bf16 or fp16",
         names=(*_GROUPS, f"{_GROUP}_init_mp_dtypes"),
@@ -115,7 +115,7 @@ PATCHES = by_name(
         link=f"{_SOURCE}/_fsdp_param_group.py#L273",
         instead="set requires_grad before unishard.prepare, or train in fp32",
     ),
-    Patch(
+    PrivateApi(
         name="foreign-backward",
         case="A backward that is not the engine's, through an output of its forward,",
         names=(*_GROUPS, f"{_PARAMETER}_unsharded_param"),
@@ -123,7 +123,7 @@ PATCHES = by_name(
         link=f"{_SOURCE}/_fsdp_param.py",
         instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",
     ),
-    Patch(
+    PrivateApi(
         name="ddp-buckets",
         case="DistributedDataParallel on more than two ranks that adds up gradients in the same order after a restart",
         names=(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unishard.contract.private_api import Patch
-from unishard_deepspeed.patches.table.classes import (
+from unishard.contract.private_api import PrivateApi
+from unishard_deepspeed.private.table.classes import (
     BF16,
     ENGINE,
     INIT,
@@ -22,7 +22,7 @@ _NO_CONDITIONAL = "leave sharding.conditional_modules empty, or install a tested
 _NOT_HYBRID = "choose full_shard or shard_grad_op, or install a tested DeepSpeed"
 
 BUILDING = (
-    Patch(
+    PrivateApi(
         name="leaf-gradients",
         case="full_shard with units",
         names=(
@@ -33,7 +33,7 @@ BUILDING = (
         link="https://github.com/deepspeedai/DeepSpeed/issues/5524",
         instead="choose shard_grad_op, or install a tested DeepSpeed",
     ),
-    Patch(
+    PrivateApi(
         name="fp16-on-cpu",
         case="fp16 on a CPU",
         names=of("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator", "is_fp16_supported"),
@@ -41,7 +41,7 @@ BUILDING = (
         link=f"{TAG}/../accelerator/cpu_accelerator.py",
         instead="set precision to bf16",
     ),
-    Patch(
+    PrivateApi(
         name="nvme-parameters",
         case="offload.params: nvme",
         names=of(INIT, "param_swapper"),
@@ -49,7 +49,7 @@ BUILDING = (
         link=f"{TAG}/runtime/zero/partition_parameters.py",
         instead="set offload.params to cpu",
     ),
-    Patch(
+    PrivateApi(
         name="empty-parameters",
         case="full_shard of a model with parameters that have no elements",
         names=of(INIT, "ds_process_group", "partition_numel"),
@@ -57,7 +57,7 @@ BUILDING = (
         link=f"{TAG}/runtime/zero/partitioned_param_coordinator.py",
         instead="choose shard_grad_op, or remove these parameters",
     ),
-    Patch(
+    PrivateApi(
         name="second-process-group",
         case="A process group that was started again in the same process",
         names=(*of("deepspeed.utils.groups", "_release_process_group_references"), *of("deepspeed.comm.comm", "cdb")),
@@ -65,7 +65,7 @@ BUILDING = (
         link=f"{TAG}/utils/groups.py",
         instead="start a new process for each run",
     ),
-    Patch(
+    PrivateApi(
         name="no-compiler",
         case="Starting on a CPU without compiling shm_comm",
         names=of("deepspeed.ops", "_probe_compatible_ops"),  # the table itself would be filled by a look at it
@@ -73,7 +73,7 @@ BUILDING = (
         link=f"{TAG}/comm/torch.py",
         instead="wait half a minute for the compiler in the first run",
     ),
-    Patch(
+    PrivateApi(
         name="closed-engines",
         case="A model that is used after its engine was closed",
         names=(
@@ -85,7 +85,7 @@ BUILDING = (
         link=SOURCE["engine"],
         instead="build the model anew",
     ),
-    Patch(
+    PrivateApi(
         name="freed-models",
         case="full_shard engines one after the other in a process, whose models are freed",
         names=of(
@@ -96,7 +96,7 @@ BUILDING = (
         link=f"{TAG}/runtime/zero/partitioned_param_coordinator.py",
         instead="start a new process for each engine",
     ),
-    Patch(
+    PrivateApi(
         name="replica-groups-stages-1-2",
         case="hybrid_shard_grad_op",
         names=(
@@ -110,7 +110,7 @@ BUILDING = (
         link=SOURCE["stages-1-2"],
         instead=_NOT_HYBRID,
     ),
-    Patch(
+    PrivateApi(
         name="replica-groups-stage-3",
         case="hybrid_shard",
         names=(
@@ -129,7 +129,7 @@ BUILDING = (
         link=SOURCE["stage-3"],
         instead=_NOT_HYBRID,
     ),
-    Patch(
+    PrivateApi(
         name="second-copies",
         case="A number in sharding.reshard_after_forward, or zero_hpz_partition_size,",
         names=(
@@ -140,7 +140,7 @@ BUILDING = (
         link=f"{TAG}/utils/groups.py",
         instead="set sharding.reshard_after_forward to true or false, or install a tested DeepSpeed",
     ),
-    Patch(
+    PrivateApi(
         name="conditional-modules-bf16-stage-1",
         case="sharding.conditional_modules with shard_optimizer in bf16",
         names=of(BF16, "get_grads_for_norm", "bf16_groups", "fp32_groups_has_gradients"),
@@ -148,7 +148,7 @@ BUILDING = (
         link=SOURCE["bf16-stage-1"],
         instead=_NO_CONDITIONAL,
     ),
-    Patch(
+    PrivateApi(
         name="conditional-modules-stages-1-2",
         case="sharding.conditional_modules with shard_optimizer or shard_grad_op",
         names=(
@@ -160,7 +160,7 @@ BUILDING = (
         link=SOURCE["stages-1-2"],
         instead=_NO_CONDITIONAL,
     ),
-    Patch(
+    PrivateApi(
         name="conditional-modules-stage-3",
         case="sharding.conditional_modules with full_shard",
         names=(

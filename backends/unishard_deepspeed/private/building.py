@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard_deepspeed.patches import PATCHES
+from unishard_deepspeed.private import PRIVATE_API
 
 __all__ = [
     "allow_fp16",
@@ -49,7 +49,7 @@ def compile_nothing() -> None:
     tries each op with the machine's compilers, in every process (ops/__init__.py, _probe_compatible_ops). If the
     private name is missing, shm_comm is compiled.
     """
-    if PATCHES["no-compiler"].works:
+    if PRIVATE_API["no-compiler"].works:
         import deepspeed
 
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
@@ -57,7 +57,7 @@ def compile_nothing() -> None:
 
 def leave_process_group() -> None:
     """Release DeepSpeed's references to a destroyed process group (comm/comm.py and utils/groups.py)."""
-    PATCHES["second-process-group"].require()
+    PRIVATE_API["second-process-group"].require()
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -142,7 +142,7 @@ def gather_empty(parameters: Iterable[Any]) -> None:
     """
     empty = list(parameters)
     if empty:
-        PATCHES["empty-parameters"].require()
+        PRIVATE_API["empty-parameters"].require()
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         for parameter in empty:
             parameter.ds_process_group = group
@@ -151,7 +151,7 @@ def gather_empty(parameters: Iterable[Any]) -> None:
 
 def forget(engine: Any) -> None:
     """Remove what `engine.destroy()` leaves, so that the engine's memory is freed while the model lives."""
-    patch = PATCHES["closed-engines"]
+    patch = PRIVATE_API["closed-engines"]
     if not patch.works:
         warnings.warn(f"{patch.refusal()}; its hooks and memory are not freed", stacklevel=2)
         return
@@ -173,7 +173,7 @@ def _forget_released() -> None:
 
     Its keys are a method's `self` and the model's modules. What other engines have in it, they compute again.
     """
-    if not PATCHES["freed-models"].works:
+    if not PRIVATE_API["freed-models"].works:
         return
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.engine.optim.grad_norm import divide
-from unishard_deepspeed.patches.optimizer_kind import Kind
+from unishard_deepspeed.private.optimizer_kind import Kind
 
 __all__ = [
     "average_between_groups",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from unishard_fsdp.patches.groups import groups_of, has_no_gradient
+from unishard_fsdp.private.groups import groups_of, has_no_gradient
 
 __all__ = ["fill_unused"]
 

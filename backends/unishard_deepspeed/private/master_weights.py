@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unishard_deepspeed.flat_master_weights import FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.optimizer_kind import Kind
+from unishard_deepspeed.private.optimizer_kind import Kind
 
 __all__ = ["master_tensors", "relink_after_update", "shards_of_masters"]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches import PATCHES
-from unishard_deepspeed.patches.master_weights import master_tensors, relink_after_update
-from unishard_deepspeed.patches.optimizer_kind import Kind
+from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private.master_weights import master_tensors, relink_after_update
+from unishard_deepspeed.private.optimizer_kind import Kind
 
 __all__ = ["copy_masters", "gather_after", "groups_of_masters", "relink_states", "reshard_all", "unlink_states"]
 
@@ -57,7 +57,7 @@ def gather_after(optimizer: Any, kind: Kind) -> None:
     """
     if kind != "stage-3" or not torch.cuda.is_available():
         return
-    if PATCHES["gathers-stage-3"].works:
+    if PRIVATE_API["gathers-stage-3"].works:
         offload = getattr(optimizer, "parameter_offload", optimizer)
         offload._DeepSpeedZeRoOffload__allgather_stream.wait_stream(torch.cuda.current_stream())
     else:

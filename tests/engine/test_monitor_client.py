@@ -1,4 +1,4 @@
-"""The hub and the ranks' connections, all in this process: what a rank hears of the others, and when."""
+"""The monitor and the ranks' connections, all in this process: what a rank hears of the others, and when."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from unishard.distributed import serving
-from unishard.failures.monitor_client import Lifeline, _connect
-from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, Hub
+from unishard.failures.monitor_client import MonitorClient, _connect
+from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer
 from unishard.failures.verdict import Judgement
 
 TOKEN = "right"
@@ -30,22 +30,22 @@ def ranks(
     judge: Any = lambda statuses: Judgement(),
     unreachable: Any = lambda rank: False,
 ) -> Iterator:
-    """Lines of the first ranks to one hub."""
-    hub = Hub(size, TOKEN, judge, unreachable or (lambda rank: False))
+    """Lines of the first ranks to one server."""
+    server = MonitorServer(size, TOKEN, judge, unreachable or (lambda rank: False))
     lines = []
     for rank in range(size if connected is None else connected):
-        connection = _connect("localhost", hub.port, {"token": TOKEN, "rank": rank})
+        connection = _connect("localhost", server.port, {"token": TOKEN, "rank": rank})
         assert connection is not None
-        lines.append(Lifeline(connection, rank, size, None))
+        lines.append(MonitorClient(connection, rank, size, None))
     try:
-        yield lines if connected is None else (hub, lines)
+        yield lines if connected is None else (server, lines)
     finally:
         for line in lines:
             line._closed = True
             line._socket.close()
 
 
-def together(lines: list[Lifeline], *args: Any, **kwargs: Any) -> list[dict[int, Any]]:
+def together(lines: list[MonitorClient], *args: Any, **kwargs: Any) -> list[dict[int, Any]]:
     """What each of these ranks gets from the same collection; it gives its rank where no value is passed."""
     answers: list[Any] = [None] * len(lines)
 
@@ -60,7 +60,7 @@ def together(lines: list[Lifeline], *args: Any, **kwargs: Any) -> list[dict[int,
     return answers
 
 
-def die(line: Lifeline) -> None:
+def die(line: MonitorClient) -> None:
     """End as a killed process does."""
     line._socket.shutdown(socket.SHUT_RDWR)
 
@@ -99,13 +99,13 @@ def test_what_explains_the_end_of_a_run_comes_before_what_follows_from_it() -> N
 
 
 def test_a_rank_that_comes_later_hears_of_those_that_have_ended() -> None:
-    with ranks(3, connected=2) as (hub, lines):
+    with ranks(3, connected=2) as (server, lines):
         lines[0].end("raised ValueError: no", RAISED)
         die(lines[1])
         assert lines[0].wait(lambda: lines[0].is_gone(1), 2.0)
-        connection = _connect("localhost", hub.port, {"token": TOKEN, "rank": 2})
+        connection = _connect("localhost", server.port, {"token": TOKEN, "rank": 2})
         assert connection is not None
-        late = Lifeline(connection, 2, 3, None)
+        late = MonitorClient(connection, 2, 3, None)
         assert late.wait(lambda: late.is_gone(1), 2.0)
         assert str(late.others()[0]) == "rank 0 raised ValueError: no"
         die(late)
@@ -114,7 +114,7 @@ def test_a_rank_that_comes_later_hears_of_those_that_have_ended() -> None:
 def test_the_end_of_rank_0_is_known_although_it_serves() -> None:
     with ranks(2) as lines:
         lines[0].end("raised ValueError: no", RAISED)
-        die(lines[1])  # the connection breaks, as at the end of the hub's process
+        die(lines[1])  # the connection breaks, as at the end of the monitor's process
         assert lines[1].wait(lambda: lines[1].is_gone(0), 2.0)
         assert lines[1].cause() == "rank 0 raised ValueError: no"
         assert lines[1].collect("key", 5) == {1: 5}
@@ -171,9 +171,9 @@ def test_the_judge_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() -> 
 
 @pytest.mark.parametrize("hello", [{"token": "wrong", "rank": 1}, {"token": TOKEN, "rank": 0}, {"rank": 1}, []])
 def test_a_stranger_is_refused(hello: Any) -> None:
-    with ranks(2, connected=1) as (hub, lines):
-        assert _connect("localhost", hub.port, hello) is None
-        with socket.create_connection(("localhost", hub.port)) as connection:
+    with ranks(2, connected=1) as (server, lines):
+        assert _connect("localhost", server.port, hello) is None
+        with socket.create_connection(("localhost", server.port)) as connection:
             connection.sendall(b"\x00\xff not json\n")
             assert connection.recv(1) == b""
         assert not lines[0].endings
@@ -181,8 +181,8 @@ def test_a_stranger_is_refused(hello: Any) -> None:
 
 
 def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None:
-    with ranks(2, connected=2) as (hub, lines):
-        ends = [lines[1]._socket, hub._links[1].socket]
+    with ranks(2, connected=2) as (server, lines):
+        ends = [lines[1]._socket, server._links[1].socket]
         for end in ends:
             idle, interval, count = (
                 end.getsockopt(socket.IPPROTO_TCP, option)
@@ -198,17 +198,17 @@ def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None
     "sent", [b"[" * 4000 + b"\n", b"x" * 5000, b'{"token": 3, "rank": 1}\n', b'{"token": "right", "rank": -1}\n']
 )
 def test_what_a_stranger_sends_neither_ends_the_hub_nor_fills_its_memory(sent: bytes) -> None:
-    with ranks(2, connected=1) as (hub, lines):
-        with socket.create_connection(("localhost", hub.port)) as connection:
+    with ranks(2, connected=1) as (server, lines):
+        with socket.create_connection(("localhost", server.port)) as connection:
             connection.sendall(sent)
             connection.settimeout(5.0)
-            assert connection.recv(1) == b"", "the hub has not closed the connection"
+            assert connection.recv(1) == b"", "the monitor has not closed the connection"
         assert json.dumps(lines[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
 
 
 def test_a_hub_of_one_machine_listens_to_no_other() -> None:
     assert (
-        Hub(2, TOKEN, lambda statuses: Judgement(), lambda rank: False, local=True)._listener.getsockname()[0]
+        MonitorServer(2, TOKEN, lambda statuses: Judgement(), lambda rank: False, local=True)._listener.getsockname()[0]
         == "127.0.0.1"
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unishard.contract.private_api import Patch
-from unishard_deepspeed.patches.table.classes import (
+from unishard.contract.private_api import PrivateApi
+from unishard_deepspeed.private.table.classes import (
     BF16,
     ENGINE,
     FRAGMENT,
@@ -30,8 +30,8 @@ _PARTS = of(INIT, "ds_numel", "ds_zero_partition_rank", "ds_process_group", "ds_
 _LINKS = ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state")
 
 REACHING = (
-    Patch("gradients-stage-0", f"{_GRADIENTS}, with no_shard,", _EARLY, RUN, SOURCE["engine"], _DIRECTLY),
-    Patch(
+    PrivateApi("gradients-stage-0", f"{_GRADIENTS}, with no_shard,", _EARLY, RUN, SOURCE["engine"], _DIRECTLY),
+    PrivateApi(
         name="gradients-bf16-stage-1",
         case=f"{_GRADIENTS}, with shard_optimizer in bf16,",
         names=(*_EARLY, *of(BF16, "bf16_groups", "fp32_groups_has_gradients", "fp32_groups_gradients")),
@@ -39,7 +39,7 @@ REACHING = (
         link=SOURCE["bf16-stage-1"],
         instead=_DIRECTLY,
     ),
-    Patch(
+    PrivateApi(
         name="gradients-stages-1-2",
         case=f"{_GRADIENTS}, with shard_optimizer or shard_grad_op,",
         names=(
@@ -66,7 +66,7 @@ REACHING = (
         link=SOURCE["stages-1-2"],
         instead=_DIRECTLY,
     ),
-    Patch(
+    PrivateApi(
         name="gradients-stage-3",
         case=f"{_GRADIENTS}, with full_shard,",
         names=(
@@ -84,7 +84,7 @@ REACHING = (
         link=SOURCE["stage-3"],
         instead=_DIRECTLY,
     ),
-    Patch(
+    PrivateApi(
         name="master-weights-bf16-stage-1",
         case=f"{_MASTERS}, with shard_optimizer in bf16,",
         names=(*of(BF16, "_hp_mapping", "dp_process_group"), *_FRAGMENTS),
@@ -92,7 +92,7 @@ REACHING = (
         link=SOURCE["bf16-stage-1"],
         instead=_DIRECTLY,
     ),
-    Patch(
+    PrivateApi(
         name="master-weights-stages-1-2",
         case=f"{_MASTERS}, with shard_optimizer or shard_grad_op,",
         names=(*of(STAGES_1_2, "_hp_mapping", "dp_process_group"), *_FRAGMENTS),
@@ -100,7 +100,7 @@ REACHING = (
         link=SOURCE["stages-1-2"],
         instead=_DIRECTLY,
     ),
-    Patch(
+    PrivateApi(
         name="master-weights-stage-3",
         case=f"{_MASTERS}, with full_shard,",
         names=(*_PARTS, *of(STAGE_3, "grad_position", "get_param_id", "_get_fp32_opt_state_partition")),
@@ -108,7 +108,7 @@ REACHING = (
         link=SOURCE["stage-3"],
         instead=_DIRECTLY,
     ),
-    Patch(
+    PrivateApi(
         "discard-stage-0",
         "engine.discard, or a load,",
         of(ENGINE, "_unmanaged_backward_count"),
@@ -116,7 +116,7 @@ REACHING = (
         SOURCE["engine"],
         _TO_THE_END,
     ),
-    Patch(
+    PrivateApi(
         name="discard-stages-1-2",
         case="engine.discard, or a load, with shard_optimizer or shard_grad_op,",
         names=(
@@ -134,7 +134,7 @@ REACHING = (
         link=SOURCE["stages-1-2"],
         instead=_TO_THE_END,
     ),
-    Patch(
+    PrivateApi(
         name="discard-stage-3",
         case="engine.discard, or a load, with full_shard,",
         names=(
@@ -146,7 +146,7 @@ REACHING = (
         link=SOURCE["stage-3"],
         instead=_TO_THE_END,
     ),
-    Patch(
+    PrivateApi(
         name="checkpoints-bf16-stage-1",
         case=f"{_CHECKPOINTS}, with shard_optimizer in bf16,",
         names=(
@@ -157,7 +157,7 @@ REACHING = (
         link=SOURCE["bf16-stage-1"],
         instead=_INSTALL,
     ),
-    Patch(
+    PrivateApi(
         name="checkpoints-stages-1-2",
         case=f"{_CHECKPOINTS}, with shard_optimizer or shard_grad_op,",
         names=(
@@ -168,7 +168,7 @@ REACHING = (
         link=SOURCE["stages-1-2"],
         instead=_INSTALL,
     ),
-    Patch(
+    PrivateApi(
         name="checkpoints-stage-3",
         case=f"{_CHECKPOINTS}, with full_shard,",
         names=(
@@ -179,7 +179,7 @@ REACHING = (
         link=SOURCE["stage-3"],
         instead=_INSTALL,
     ),
-    Patch(
+    PrivateApi(
         name="early-gradients-bf16-stage-1",
         case="A weight that the loss uses outside the forward, with shard_optimizer in bf16,",
         names=of(BF16, "backward_prologue", "clear_lp_grads"),
@@ -187,7 +187,7 @@ REACHING = (
         link=SOURCE["engine"],
         instead="read the weight inside the forward, or choose shard_grad_op",
     ),
-    Patch(
+    PrivateApi(
         name="unsharded-stage-3",
         case="engine.unsharded, with full_shard,",
         names=of(INIT, "is_external_param"),

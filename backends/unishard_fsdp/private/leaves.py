@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unishard_fsdp.patches.groups import groups_of
+from unishard_fsdp.private.groups import groups_of
 
 __all__ = ["drop_unreduced", "gathered_leaves", "refresh_trainable"]
 

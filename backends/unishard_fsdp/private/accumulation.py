@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard_fsdp.patches.groups import groups_of, has_no_gradient
+from unishard_fsdp.private.groups import groups_of, has_no_gradient
 
 __all__ = ["patch_post_backward"]
 

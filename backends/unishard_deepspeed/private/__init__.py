@@ -13,10 +13,10 @@ A case that differs between DeepSpeed's optimizers has one entry for each, with 
 from __future__ import annotations
 
 from unishard.contract.private_api import by_name
-from unishard_deepspeed.patches.table.building import BUILDING
-from unishard_deepspeed.patches.table.reaching import REACHING
-from unishard_deepspeed.patches.table.updating import UPDATING
+from unishard_deepspeed.private.table.building import BUILDING
+from unishard_deepspeed.private.table.reaching import REACHING
+from unishard_deepspeed.private.table.updating import UPDATING
 
-__all__ = ["PATCHES"]
+__all__ = ["PRIVATE_API"]
 
-PATCHES = by_name(*BUILDING, *UPDATING, *REACHING)
+PRIVATE_API = by_name(*BUILDING, *UPDATING, *REACHING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from unishard.contract.backend import Backend
-from unishard.contract.private_api import CORE_PATCHES, Patch
+from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import UnishardError
 from unishard.tools.reference.markdown import table
 
@@ -18,16 +18,16 @@ _COLUMNS = ("Case", "Private names", "Run on", "Why", "Where a name is gone")
 
 def private_names(backends: Sequence[Backend]) -> str:
     """A table of all cases that need private names, for unishard itself and for each engine."""
-    tables = {"every engine": CORE_PATCHES} | {backend.name: backend.patches for backend in backends}
+    tables = {"every engine": CORE_PRIVATE_API} | {backend.name: backend.private_api for backend in backends}
     return "\n\n".join(block for name, patches in tables.items() for block in _section(name, patches))
 
 
-def _section(name: str, patches: Mapping[str, Patch]) -> Iterator[str]:
+def _section(name: str, patches: Mapping[str, PrivateApi]) -> Iterator[str]:
     yield f"### Private names: {name}"
     yield table(_COLUMNS, map(_row, patches.values())) if patches else "None."
 
 
-def _row(patch: Patch) -> tuple[str, ...]:
+def _row(patch: PrivateApi) -> tuple[str, ...]:
     case = f"**{patch.name}**: {patch.case.rstrip(',')}"
     run = patch.versions + (f"; {patch.package} does it itself from {patch.until} on" if patch.until else "")
     return (

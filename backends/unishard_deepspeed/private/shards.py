@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from unishard.distributed.shards import Shard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.patches.optimizer_kind import Kind
+from unishard_deepspeed.private.optimizer_kind import Kind
 
 __all__ = [
     "already_reduced",
