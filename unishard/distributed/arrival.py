@@ -19,6 +19,10 @@ from unishard.errors import RankMismatchError
 __all__ = ["join_group", "leave", "meet", "started", "stay_away"]
 
 _CALLS = "unishard.prepare, unishard.init or unishard.from_pretrained"
+_STORELESS = (
+    "your process group has no store, so its ranks do not hear of each other's errors; return from its get_group_store the store that "
+    "torch.distributed.init_process_group gave it"
+)
 _PATIENCE = 10.0
 """Seconds until a rank that is waited for is named in a warning."""
 _FAREWELL = 3.0
@@ -75,7 +79,11 @@ def join_group(timeout: timedelta, patience: float) -> None:
         return
     _world = dist.group.WORLD
     second_signal.install()
-    _line(_store_of_group(), dist.get_rank(), dist.get_world_size(), [], timeout, patience)
+    store = _store_of_group()
+    if store is None:  # of a class in Python
+        _logger.warning(_STORELESS)
+        return
+    _line(store, dist.get_rank(), dist.get_world_size(), [], timeout, patience)
 
 
 def _line(store: Any, rank: int, size: int, hosts: list[str], timeout: timedelta, patience: float, *, local: bool = False) -> Any:
