@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> Staged:
-    return Staged(dist.ProcessGroupGloo(dist.PrefixStore("staged", store), rank, size, timeout), rank, size)
+    return Staged(store, rank, size, timeout)
 
 
 def _done(result: Any) -> Any:
@@ -36,13 +36,18 @@ def _done(result: Any) -> Any:
 class Staged(dist.ProcessGroup):
     """What FSDP2, DeepSpeed and unishard call of a process group."""
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
-        self._gloo = gloo
+        self._store = store
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("staged", store), rank, size, timeout)
 
     def getBackendName(self) -> str:  # torch's name
         """What `dist.get_backend` says."""
         return "staged"
+
+    def get_group_store(self) -> Any:
+        """What the ranks of a group of gloo or NCCL meet in; a group in Python has none of its own."""
+        return self._store
 
     @property
     def group_name(self) -> str:

@@ -175,6 +175,38 @@ def test_each_engine_generates_from_a_prompt_of_the_host():
         assert raced == []
 
 
+class Continuing(torch.nn.Module):
+    """With a `generate` of its own, which leaves its inputs where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))  # type: ignore[no-any-return]
+
+    def generate(self, tokens: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens
+
+
+TOKENS = torch.tensor([[1, 2], [3, 4]])
+
+
+def generated_by_the_model() -> list[list[list[int]]]:
+    found = []
+    for backend in BACKENDS:
+        with unishard.prepare(Continuing(), config(backend)) as engine:
+            found += [generate(TOKENS).tolist() for generate in (engine.eval().generate, engine.module.generate)]
+    return found
+
+
+def test_each_engine_moves_the_inputs_of_a_generate_of_the_models_own():
+    assert run_ranks(2, generated_by_the_model, timeout=200) == [[Continuing().generate(TOKENS).tolist()] * 4] * 2
+
+
 def written(backend: str) -> tuple[list[float], list[str]]:
     """Writes a weight before each forward, and evaluates an average between updates; then writes it without
     training."""

@@ -292,9 +292,9 @@ class Engine(ParametersByName):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `generate`, such as that of transformers, without a graph. Collective.
 
-        Each rank passes its own inputs and gets its own sequences, which may differ in length. With sharded parameters,
-        finished ranks continue to compute until all are done, if `generate` takes `synced_gpus` as in transformers;
-        otherwise it must make the same number of forwards on every rank.
+        Each rank passes its own inputs, which are moved to `engine.device`, and gets its own sequences, which may
+        differ in length. With sharded parameters, finished ranks continue to compute until all are done, if `generate`
+        takes `synced_gpus` as in transformers; otherwise it must make the same number of forwards on every rank.
 
         Args:
             args: For the model's `generate`.

@@ -22,6 +22,11 @@ from unishard.failures.monitor_server import DIED, RAISED
 __all__ = ["announce_failure", "connect", "join_group", "leave", "started"]
 
 _CALLS = "unishard.prepare, unishard.init or unishard.from_pretrained"
+_STORELESS = (
+    "your process group has no store, so its ranks do not hear of each other's errors; return from its get_group_store "
+    "the store that "
+    "torch.distributed.init_process_group gave it"
+)
 _PATIENCE = 10.0
 """Seconds until a rank that is waited for is named in a warning."""
 _FAREWELL = 3.0
@@ -78,7 +83,11 @@ def join_group(timeout: timedelta, patience: float) -> None:
         return
     _world = dist.group.WORLD
     second_signal.install()
-    _line(_store_of_group(), dist.get_rank(), dist.get_world_size(), [], timeout, patience)
+    store = _store_of_group()
+    if store is None:  # of a class in Python
+        _logger.warning(_STORELESS)
+        return
+    _line(store, dist.get_rank(), dist.get_world_size(), [], timeout, patience)
 
 
 def _line(

@@ -50,6 +50,6 @@ def install() -> None:
     spec.loader.exec_module(device)
     if not device.install(len(visible()), int(os.environ.get("DEVICE_SIM_PATIENCE", "50"))):
         raise RuntimeError("torch does not take the hooks of the simulated device")
-    torch_cuda.install(device, visible())
+    torch_cuda.install(device, visible)
     distributed.install(device)
     atexit.register(device.end_streams)

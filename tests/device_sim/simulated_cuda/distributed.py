@@ -1,4 +1,5 @@
-"""The backend `nccl` of `torch.distributed`, which the CPU build does not have."""
+"""What `torch.distributed` does with tensors of the device: the backend `nccl`, and gloo's part, which the CPU build
+does not have."""
 
 from __future__ import annotations
 
@@ -20,6 +21,10 @@ def install(device: Any) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
+    def moving(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        """What moves the bytes of one communicator."""
+        return dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout)
+
     class Options:
         """Of a communicator."""
 
@@ -30,12 +35,12 @@ def install(device: Any) -> None:
             self.global_ranks_in_group: list[int] = []
             self.group_name = ""
 
-    class ProcessGroupNCCL(device.ProcessGroupNCCL):  # type: ignore[name-defined,misc]
+    class ProcessGroupNCCL(device.Communicator):  # type: ignore[name-defined,misc]
         """One communicator. Gloo moves its bytes, over the same store."""
 
         def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
             timeout = getattr(options, "_timeout", datetime.timedelta(minutes=10))
-            super().__init__(dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout))
+            super().__init__(moving(store, rank, size, timeout), "nccl")
             self._options = options or Options()
 
         options = property(lambda self: self._options)
@@ -64,3 +69,14 @@ def install(device: Any) -> None:
     torch._C._distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined,misc]
     distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined,misc]
     distributed_c10d._NCCL_AVAILABLE = True
+
+    register = dist.ProcessGroup._register_backend
+
+    def registering(group: Any, where: torch.device, kind: Any, backend: Any) -> None:
+        if where.type == "cuda" and isinstance(backend, dist.ProcessGroupGloo):
+            gloo = moving(group.get_group_store(), group.rank(), group.size(), backend.options._timeout)
+            # Under the same kind the group would take the first one for all devices.
+            kind, backend = dist.ProcessGroup.BackendType.CUSTOM, device.Communicator(gloo, "gloo")
+        register(group, where, kind, backend)
+
+    dist.ProcessGroup._register_backend = registering  # type: ignore[method-assign]

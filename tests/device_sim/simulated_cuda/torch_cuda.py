@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import uuid
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,6 @@ _NONE = (
     "record_memory_history",
     "record_memory_history_legacy",
     "sleep",
-    "init",
 )
 """Calls that have nothing to do here."""
 
@@ -114,19 +114,24 @@ def _set_stream(stream: Any) -> None:
         torch._C._accelerator_setStream(stream)
 
 
-def install(device: Any, visible: list[int]) -> None:
+def install(device: Any, visible: Callable[[], list[int]]) -> None:
     """Let `torch.cuda` find its device.
 
     Args:
         device: The extension.
-        visible: The number of each visible device in its machine.
+        visible: Says the number of each visible device in its machine.
     """
     core, cuda = torch._C, torch.cuda
     core._has_cuda = True
     torch.version.cuda = "13.0"
 
+    def count() -> int:
+        if not cuda._initialized:  # CUDA reads the environment when it starts, not when torch is imported
+            device.set_device_count(len(visible()))
+        return int(device.device_count())
+
     def properties(index: int) -> Properties:
-        return Properties(visible[index])
+        return Properties(visible()[index])
 
     def statistics(index: int) -> dict[str, Any]:
         one = {"current": device.allocated(index), "peak": device.peak(index), "allocated": 0, "freed": 0}
@@ -137,7 +142,8 @@ def install(device: Any, visible: list[int]) -> None:
         return Properties.total_memory - device.allocated(_index(index)), Properties.total_memory
 
     answers = {
-        "getDeviceCount": device.device_count,
+        "getDeviceCount": count,
+        "init": count,
         "getDevice": device.get_device,
         "setDevice": device.set_device,
         "exchangeDevice": device.exchange_device,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.contract.adapter import InferenceAdapter
+from unishard.data.batches import to_device
 from unishard.data.sampler import ShareSampler
 from unishard.distributed import gather
 from unishard.distributed.nested_tensors import tensors_in
@@ -50,6 +51,8 @@ class Evaluation:
             )
         if self._adapter.forward_is_collective and dist.get_world_size() > 1 and _takes_synced_gpus(generate):
             kwargs.setdefault("synced_gpus", True)
+        if self._adapter.device.type != "cpu":  # as in `Engine.__call__`
+            args, kwargs = to_device((args, kwargs), self._adapter.device)
         return self.run("generate", args, kwargs)
 
     @without_inference_mode

@@ -1,7 +1,14 @@
 // The collectives on gloo, which does not average or multiply.
 #include <ATen/ops/zeros.h>
+#include <torch/headeronly/version.h>
 
 #include "nccl.h"
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+namespace c10d {
+using PreMulSumSupplement = NCCLPreMulSumSupplement;
+}
+#endif
 
 namespace sim {
 

@@ -17,6 +17,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return has_hooks();
   });
   module.def("device_count", [] { return state().devices; });
+  module.def("set_device_count", [](int devices) { state().devices = devices; });
   module.def("get_device", &current_device);
   module.def("set_device", &set_current_device);
   module.def("exchange_device", &exchange_device);
@@ -38,8 +39,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("races", &races);
   module.def("counts", &counts);
   module.def("reset_counts", &reset_counts);
-  py::class_<Communicator, c10d::Backend, c10::intrusive_ptr<Communicator>>(module, "ProcessGroupNCCL", py::dynamic_attr())
-      .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& gloo) { return c10::make_intrusive<Communicator>(gloo); }))
+  py::class_<Communicator, c10d::Backend, c10::intrusive_ptr<Communicator>>(module, "Communicator", py::dynamic_attr())
+      .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& gloo, const std::string& as) { return c10::make_intrusive<Communicator>(gloo, as); }))
       .def("bind", &Communicator::bind)
       .def("abort", &Communicator::abort);
 }

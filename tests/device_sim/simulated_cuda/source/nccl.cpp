@@ -32,8 +32,8 @@ using HeldP = std::shared_ptr<Held>;
 // Holds the tensors until the waiting stream is ordered behind the collective, as ProcessGroupNCCL does instead of `record_stream`.
 class Communicator::Pending final : public c10d::Work {
  public:
-  Pending(c10d::OpType type, int device, Tensors out, HeldP held)
-      : Work(-1, type), device_(device), out_(std::move(out)), held_{std::move(held)}, blocks_(type == c10d::OpType::BARRIER) {}
+  Pending(c10d::OpType type, int device, Tensors out, HeldP held, bool blocks)
+      : Work(-1, type), device_(device), out_(std::move(out)), held_{std::move(held)}, blocks_(blocks) {}
 
   void over(const Moment& moment, const c10::Stream& stream) {
     moment_ = moment;
@@ -71,12 +71,13 @@ class Communicator::Pending final : public c10d::Work {
 
 // ---------------------------------------------------------------- one collective
 
-Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+Communicator::Communicator(c10::intrusive_ptr<c10d::Backend> gloo, std::string as)
+    : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), as_(std::move(as)) {}
 
 void Communicator::check(const Tensor& tensor) {
-  TORCH_CHECK(on_device(tensor) && tensor.layout() == at::kStrided, "Tensors must be CUDA and dense (NCCL got one on ", tensor.device(), ")");
+  TORCH_CHECK(on_device(tensor) && tensor.layout() == at::kStrided, "Tensors must be CUDA and dense (", as_, " got one on ", tensor.device(), ")");
   TORCH_CHECK(tensor.is_contiguous(tensor.suggest_memory_format()), "Tensors must be contiguous");
-  TORCH_CHECK(device_ < 0 || device_ == tensor.device().index(), "NCCL: a tensor on cuda:", tensor.device().index(),
+  TORCH_CHECK(device_ < 0 || device_ == tensor.device().index(), as_, ": a tensor on cuda:", tensor.device().index(),
               ", the communicator is on cuda:", device_);
   device_ = tensor.device().index();
 }
@@ -99,19 +100,21 @@ WorkP Communicator::collective(c10d::OpType type, const Tensors& in, const Tenso
   if (!stream_) stream_ = new_stream(device);
   auto stream = async ? *stream_ : current_stream(device);
   auto& queue = queue_of(stream);
-  auto name = "NCCL " + c10d::opTypeToString(type);
+  auto name = as_ + " " + c10d::opTypeToString(type);
+  bool is_nccl = as_ == "nccl", waits_on_host = !is_nccl || type == c10d::OpType::BARRIER;
   if (async) wait_on_stream(queue, moment_of(current_queue(device)));
   if (last_ && last_->queue != &queue && !last_->queue->done(last_->number)) {
     auto before = *last_;
     queue.push([before] { before.queue->wait(before.number); });
   }
   count(name);
-  launch(queue, uses, name, [gloo = gloo_, body = std::move(body), from = host_views(in), to = host_views(out), aborted = aborted_]() mutable {
+  launch(queue, uses, name, [gloo = gloo_, body = std::move(body), from = host_views(in), to = host_views(out), aborted = aborted_, is_nccl]() mutable {
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
     try {
       body(*gloo, from, to);
     } catch (const std::exception& error) {
+      if (!is_nccl) throw;
       wait_for_abort(*aborted, error.what());
     }
   });
@@ -120,9 +123,9 @@ WorkP Communicator::collective(c10d::OpType type, const Tensors& in, const Tenso
   queue.push([held, stream] {
     for (auto& tensor : held->take()) record_stream(tensor.storage().data_ptr(), stream);
   });
-  auto work = c10::make_intrusive<Pending>(type, device, out, held);
+  auto work = c10::make_intrusive<Pending>(type, device, out, held, waits_on_host);
   work->over(*last_, stream);
-  if (!async && type != c10d::OpType::BARRIER) work->synchronize();
+  if (!async && !waits_on_host) work->synchronize();
   if (batching_) batch_.push_back(work);
   return work;
 }

@@ -14,10 +14,11 @@ class Communicator final : public c10d::Backend {
   // What it does on gloo, with what it reads and what it writes.
   using Body = std::function<void(c10d::Backend& gloo, Tensors& in, Tensors& out)>;
 
-  explicit Communicator(c10::intrusive_ptr<c10d::Backend> gloo);
+  // `as` is `nccl`, or `gloo` for tensors of the device in a group of gloo.
+  Communicator(c10::intrusive_ptr<c10d::Backend> gloo, std::string as);
   void bind(int device) { device_ = device; }
 
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return as_; }
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return false; }
   void setSequenceNumberForGroup() override {}
@@ -52,6 +53,7 @@ class Communicator final : public c10d::Backend {
   void check(const Tensor& tensor);
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  const std::string as_;
   int device_ = -1;
   std::optional<c10::Stream> stream_;
   std::optional<Moment> last_;  // NCCL runs the collectives of a communicator one after the other
