@@ -331,7 +331,7 @@ def test_links_lead_to_files(page):
 @pytest.mark.parametrize("strategy", get_args(get_args(Strategy)[0]))
 def test_the_table_of_strategies_says_what_the_rules_say(strategy):
     (row,) = re.findall(rf"^\| `{strategy}` \|.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    _, _, _, _, fsdp, _, deepspeed, _ = (cell.strip() for cell in row.split("|"))
+    fsdp, deepspeed = (cell.strip() for cell in row.split("|")[3:5])
     cfg = unishard.Config.model_validate({"sharding": strategy})
     verdicts = [unishard.translate(cfg, backend=name).report.lines[1] for name in ("fsdp", "deepspeed")]
     assert [line.path for line in verdicts] == ["sharding.strategy"] * 2
