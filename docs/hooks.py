@@ -18,8 +18,8 @@ OUTSIDE = {
     "MAPPING.md": "mapping.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Pages by their path in the checkout, and what they are called in the site. A README.md there would be another
-index."""
+"""Pages by their path in the checkout, and what they are called in the site. A README.md
+there would be another index."""
 
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
@@ -34,21 +34,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links that are right in the checkout be right in the site, and show code in tables without GitHub's escapes
-    of bars.
+    """Let links of the checkout be right in the site, and show code in tables without
+    GitHub's escapes of bars.
     """
     markdown = _CODE.sub(lambda match: match[0].replace("\\|", "|"), markdown)
     return _LINK.sub(lambda match: in_site(match[1], page.file.src_uri), markdown)
 
 
 def in_site(target: str, page: str) -> str:
-    """A link target of the checkout as one of the site, both relative to the page they stand on.
+    """A link target of the checkout as one of the site, both relative to their page.
 
     Args:
         target: A path, without an anchor.
         page: The page's path in the site, such as `api/index.md`.
     """
-    source = {name: outside for outside, name in OUTSIDE.items()}.get(page, f"docs/{page}")
+    source = {name: outside for outside, name in OUTSIDE.items()}.get(
+        page, f"docs/{page}"
+    )
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     path = OUTSIDE.get(path, path.removeprefix("docs/"))
     return posixpath.relpath(path, posixpath.dirname(page) or ".")

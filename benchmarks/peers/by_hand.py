@@ -1,7 +1,7 @@
 """FSDP2 and DeepSpeed as a user writes them who knows them well and does not use unishard.
 
 Each loop is a generator that gives the mean loss of this rank's micro-batches after each optimizer step. They follow
-the tutorials, with what the strategy means (docs/architecture.md) set where the engine's default is another:
+the tutorials, with what the strategy means (docs/sharding.md) set where the engine's default is another:
 DeepSpeed's stage 3 would keep up to 1e9 parameters from forward to backward, and replicate small ones; its reduction
 would allocate buckets of 5e8 elements whatever the model's size. Where micro-batches are accumulated under
 `shard_grad_op`, FSDP2 keeps gathered parameters until the last one. The units of FSDP2 are those of torchtitan's Llama:
