@@ -296,22 +296,18 @@ def without_fp16(*arguments):
 FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 ASYNC_IO = (
     "BackendError: offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio "
-    "with its "
-    "headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
+    "with its headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
 )
 ROUNDS = (
     "BackendError: offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed "
-    "0.19.8); set it to "
-    "cpu, or precision to bf16"
+    "0.19.8); set it to cpu, or precision to bf16"
 )
 OTHER = "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu"
 REFUSED = {
     (strictly, ("fsdp", "cpu", "none")): (
         "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy "
-        "moves parameters, "
-        "gradients and optimizer state together, so the optimizer's state lives in host memory as well, and it steps "
-        "there: more device "
-        "memory is free, and the update is slower; the same maths"
+        "moves parameters, gradients and optimizer state together, so the optimizer's state lives in host memory as "
+        "well, and it steps there: more device memory is free, and the update is slower; the same maths"
     ),
     (
         refused,

@@ -126,8 +126,7 @@ def test_training_does_not_depend_on_it() -> None:
             },
             None,
             "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id "
-            "unishard "
-            "--rdzv-conf join_timeout=60,read_timeout=5 -- train.py --log 3",
+            "unishard --rdzv-conf join_timeout=60,read_timeout=5 -- train.py --log 3",
         ),
         (
             {
@@ -139,8 +138,7 @@ def test_training_does_not_depend_on_it() -> None:
             },
             Host(node_rank=1),
             "A='b c' N=3 torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --rdzv-backend static --rdzv-endpoint "
-            "'[fd00::1]:7' "
-            "--rdzv-id unishard -- train.py --log 3",
+            "'[fd00::1]:7' --rdzv-id unishard -- train.py --log 3",
         ),
     ],
 )

@@ -29,8 +29,7 @@ BAD = [
     (
         "sharding.units=[A",
         "override: sharding.units: is not YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream "
-        "end>'; "
-        "close the bracket that is opened here",
+        "end>'; close the bracket that is opened here",
     ),
     (
         "optimizer.lr=${LR}",

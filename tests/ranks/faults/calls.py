@@ -127,8 +127,7 @@ CALLS.rows += [
         "`MASTER_PORT` is in use by another program",
         "`prepare`",
         "unishard: rank 0 of 2 raised ConfigError: MASTER_PORT=... is in use by another program on this machine, that "
-        "of rank 0; set "
-        "MASTER_PORT to a free port",
+        "of rank 0; set MASTER_PORT to a free port",
         port_in_use,
         (),
     ),

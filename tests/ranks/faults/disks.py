@@ -34,8 +34,7 @@ DISKS.rows += [
         "the disk becomes read-only",
         "`engine.save`, creating the checkpoint",
         "unishard: rank ... of 2 raised CheckpointError: ...cannot create a checkpoint here (Read-only file system); "
-        "choose a writable "
-        "folder...",
+        "choose a writable folder...",
         disk,
         ("read-only", 0),
         _BEFORE,

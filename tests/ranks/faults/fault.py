@@ -17,9 +17,8 @@ BOUND = 25.0
 """Seconds from the fault to the end of the last rank."""
 GONE = "is gone: its process ended without an error..."
 WARNING = re.compile(
-    r"rank \d has (waited|been) .*|a signal to .*"
-    r"|\[Rank \d\] \[deepspeed\] .*"
-    r"|(\[rank\d\]:)?\[W\d+ .*|Exception raised from .*|frame #\d+: .*|<omitting python frames>|"
+    r"rank \d has (waited|been) .*|a signal to .*|\[Rank \d\] \[deepspeed\] .*|(\[rank\d\]:)?\[W\d+ .*|Exception "
+    r"raised from .*|frame #\d+: .*|<omitting python frames>|"
 )
 """What ranks log before it is clear that the run cannot go on: unishard, DeepSpeed, and torch with a stack in C++."""
 

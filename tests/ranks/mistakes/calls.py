@@ -18,22 +18,19 @@ from unishard.testing.models import mlp
 @HABITS.raises(
     "`engine.zero_grad()`",
     "AttributeError: 'Engine' object has no attribute 'zero_grad'; remove the call: engine.step() zeroes gradients "
-    "after each update, and "
-    "engine.discard() drops a window",
+    "after each update, and engine.discard() drops a window",
     "zero_grad",
 )
 @HABITS.raises(
     "`engine.clip_grad_norm_(...)`, and other names of Accelerate, Fabric, DeepSpeed and the Trainer",
-    "AttributeError: 'Engine' object has no attribute 'clip_grad_norm_'; set training.gradient_clipping in the config, "
-    "or call "
-    "engine.step(clip_grad_norm=1.0); the norm is engine.step().grad_norm",
+    "AttributeError: 'Engine' object has no attribute 'clip_grad_norm_'; set training.gradient_clipping in the "
+    "config, or call engine.step(clip_grad_norm=1.0); the norm is engine.step().grad_norm",
     "clip_grad_norm_",
 )
 @HABITS.raises(
     "`AdamW(engine.parameters())`",
     "AttributeError: 'Engine' object has no attribute 'parameters'; ...an optimizer is made from model.parameters() "
-    "before "
-    "unishard.prepare(model, cfg, optimizer)",
+    "before unishard.prepare(model, cfg, optimizer)",
     "parameters",
 )
 @HABITS.raises(
@@ -68,8 +65,7 @@ CALLS = {
 @HABITS.raises(
     "`engine.step(loss)`",
     "ContractError: clip_grad_norm must be a positive number, got tensor(...); engine.step takes no loss: call "
-    "engine.backward(loss), then "
-    "engine.step()",
+    "engine.backward(loss), then engine.step()",
     "step",
 )
 @HABITS.raises(
@@ -96,16 +92,14 @@ CALLS = {
 @HABITS.raises(
     '`engine.load("model.pt")`',
     "CheckpointError: .../model.pt: no such folder; weights are loaded before unishard.prepare, as in "
-    "model.load_state_dict(torch.load(path)) or unishard.from_pretrained(cls, folder, cfg), and engine.load reads what "
-    "engine.save has "
-    "written",
+    "model.load_state_dict(torch.load(path)) or unishard.from_pretrained(cls, folder, cfg), and engine.load reads "
+    "what engine.save has written",
     "file",
 )
 @HABITS.raises(
     "`engine.load(state_dict)`",
     "ContractError: load needs the folder of a checkpoint, got OrderedDict; load the weights of a state dict before "
-    "unishard.prepare, with "
-    "model.load_state_dict(...)",
+    "unishard.prepare, with model.load_state_dict(...)",
     "state",
 )
 def call_of_another_tool(backend, call):
@@ -146,9 +140,8 @@ ARGUMENTS = {
 )
 @HABITS.raises(
     "`unishard.prepare([generator, critic], cfg)`",
-    "ModelError: prepare needs a torch.nn.Module, got list; call prepare for each model, or pass one module that holds "
-    "them all and whose "
-    "forward uses them",
+    "ModelError: prepare needs a torch.nn.Module, got list; call prepare for each model, or pass one module that "
+    "holds them all and whose forward uses them",
     "list",
 )
 @HABITS.raises(
@@ -171,8 +164,7 @@ ARGUMENTS = {
 @HABITS.raises(
     "`unishard.dataloader(DataLoader(...), cfg)`",
     "DataError: dataloader needs a dataset of samples, got DataLoader; pass the dataset, "
-    "unishard.dataloader(loader.dataset, cfg), or the "
-    "loader to engine.batches(loader)",
+    "unishard.dataloader(loader.dataset, cfg), or the loader to engine.batches(loader)",
     "loader",
 )
 @HABITS.raises(
@@ -212,11 +204,10 @@ class Doubles(nn.Linear):
 
 @HABITS.raises(
     "a token id that the vocabulary does not have",
-    "ModelError: the forward of table (Embedding, calls.py:... in forward) got the id 11, and has the ids from 0 to 7; "
-    "if they are tokens, "
-    "the tokenizer is larger than the vocabulary: call model.resize_token_embeddings(len(tokenizer)) before "
-    "unishard.prepare; if they are "
-    "positions, the sequences are too long: truncate them",
+    "ModelError: the forward of table (Embedding, calls.py:... in forward) got the id 11, and has the ids from 0 to "
+    "7; if they are tokens, the tokenizer is larger than the vocabulary: call "
+    "model.resize_token_embeddings(len(tokenizer)) before unishard.prepare; if they are positions, the sequences are "
+    "too long: truncate them",
     Tokens,
     ((3, 11),),
 )
@@ -231,10 +222,9 @@ class Doubles(nn.Linear):
 @HABITS.raises(
     "inputs in float64, as numpy makes them, under `precision: fp32`",
     "ModelError: the forward of the model (Doubles, calls.py:... in an_input_of_torch) computes with tensors of "
-    "different dtypes (mat1 and "
-    "mat2 must have the same dtype, but got Double and Float); parameters are in the dtypes of `precision`, and "
-    "numbers from numpy and "
-    "Python in float64 or int64: cast such inputs to torch.float32 in the dataset, or before engine(...)",
+    "different dtypes (mat1 and mat2 must have the same dtype, but got Double and Float); parameters are in the "
+    "dtypes of `precision`, and numbers from numpy and Python in float64 or int64: cast such inputs to torch.float32 "
+    "in the dataset, or before engine(...)",
     Doubles,
     ((0.5, 1.5),),
 )

@@ -105,8 +105,7 @@ def moved_away(backend):
 @CHECKPOINTS.raises(
     "`engine.export` into a folder that holds something",
     "CheckpointError: ... exists and is not an empty folder; pass overwrite=True (`unishard export --overwrite`) to "
-    "replace the export "
-    "that it holds, or choose another folder",
+    "replace the export that it holds, or choose another folder",
 )
 def exported_twice(backend):
     with prepare(config(backend)) as engine, folder() as root:
@@ -116,9 +115,8 @@ def exported_twice(backend):
 
 @CHECKPOINTS.raises(
     "`engine.save(metric=loss.item())`, the loss of each rank's own samples",
-    "RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass the mean over the "
-    "ranks, "
-    "engine.mean(value)",
+    "RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass the mean over "
+    "the ranks, engine.mean(value)",
 )
 def own_metric(backend):
     with prepare(config(backend)) as engine, folder() as root:
@@ -127,8 +125,7 @@ def own_metric(backend):
 
 CHECKPOINTS.elsewhere(
     "`engine.ema(decay)` after `prepare` under `checkpoint.on_existing: resume`",
-    "The average of the checkpoint continues. Without the call, a warning on rank 0: its moving average of the weights "
-    "is not resumed; to "
-    "resume it, call engine.ema(decay) before the first training forward, and before a save",
+    "The average of the checkpoint continues. Without the call, a warning on rank 0: its moving average of the "
+    "weights is not resumed; to resume it, call engine.ema(decay) before the first training forward, and before a save",
     "tests/ranks/test_ema.py::test_a_run_that_prepare_resumes_continues_its_average",
 )

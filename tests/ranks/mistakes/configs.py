@@ -23,8 +23,7 @@ CONFIGS = Mistakes("Configs")
 @CONFIGS.raises(
     "a config of DeepSpeed, Accelerate or `TrainingArguments`",
     "ConfigError: is a config of DeepSpeed (zero_optimization, train_batch_size), not of unishard; translate it: "
-    "unishard translate FILE "
-    "--to unishard -o train.yaml",
+    "unishard translate FILE --to unishard -o train.yaml",
     "{train_batch_size: 8, zero_optimization: {stage: 2}}",
 )
 @CONFIGS.raises(
@@ -141,9 +140,8 @@ def copy_with_a_mapping(backend):
     "`precision: bf16` for a model with fp32 buffers that torch does not take together with bf16, such as those of "
     "BatchNorm",
     "ModelError: the forward of 1 computes with tensors in fp32 and bf16 (...); precision.compute is bf16, but "
-    "precision.buffers: keep "
-    "leaves buffers in fp32: 1.running_mean, 1.running_var; set precision.buffers to bf16, keep the module in "
-    "precision.keep_fp32, or cast them where the module uses them",
+    "precision.buffers: keep leaves buffers in fp32: 1.running_mean, 1.running_var; set precision.buffers to bf16, "
+    "keep the module in precision.keep_fp32, or cast them where the module uses them",
 )
 def buffers_in_fp32(backend):
     with unishard.prepare(
@@ -166,8 +164,7 @@ def buffers_in_fp32(backend):
 @CONFIGS.raises(
     "`precision.keep_fp32` beside `reduce: bf16`",
     "ConfigError: precision.keep_fp32: keeps ...norm.weight in fp32 (precision.reduce bf16 would round it); set "
-    "precision.reduce to fp32, "
-    "or keep_fp32 to [] to keep nothing",
+    "precision.reduce to fp32, or keep_fp32 to [] to keep nothing",
     "{keep_fp32: [norm], reduce: bf16}",
 )
 @CONFIGS.raises(

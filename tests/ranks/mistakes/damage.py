@@ -46,8 +46,7 @@ def own_disk() -> Iterator[Path]:
 @DAMAGE.raises(
     "`checkpoint.dir` on a disk of each node",
     "CheckpointError: /proc/self/cwd/checkpoints: not the same folder on all ranks: rank 1 on ... cannot read what "
-    "rank 0 on ... wrote "
-    "there (No such file or directory); checkpoint.dir must be on a disk that all nodes share",
+    "rank 0 on ... wrote there (No such file or directory); checkpoint.dir must be on a disk that all nodes share",
     False,
 )
 def checkpoints_on_a_disk_of_each_node(backend, in_background):
@@ -78,8 +77,7 @@ def export_to_a_disk_of_each_node(backend):
 @DAMAGE.raises(
     "a sparse buffer, or one of a dtype that torch cannot copy, such as `uint4`",
     "ModelError: mask of Mlp is torch.sparse_coo, which can be neither sent to other ranks nor saved; make it a dense "
-    "tensor of another "
-    "dtype, or keep it as a plain attribute of its module",
+    "tensor of another dtype, or keep it as a plain attribute of its module",
     "sparse",
 )
 @DAMAGE.raises(
@@ -123,8 +121,7 @@ DAMAGE.elsewhere(
 DAMAGE.elsewhere(
     "a manifest with nonsense, such as `world_size: 0` or a shape of `[-7, 11]`",
     "CheckpointError: .../manifest.json: tensors.model.a.weight.shape: is not the shape of a tensor; the file is "
-    "damaged, or "
-    "was written by a later version of unishard",
+    "damaged, or was written by a later version of unishard",
     "tests/checkpoint/test_manifest.py::test_a_nonsense_manifest_is_one_error_that_names_the_field",
 )
 DAMAGE.elsewhere(

@@ -44,22 +44,19 @@ _ENVIRONMENTS = {
 @DATA.raises(
     "`accelerate launch --cpu --num_processes 2 train.py`",
     "ConfigError: accelerate launch has set MASTER_ADDR but no RANK: on the CPU it starts one process whatever "
-    "--num_processes says; start "
-    "with torchrun --nproc-per-node N, or for a single rank with python",
+    "--num_processes says; start with torchrun --nproc-per-node N, or for a single rank with python",
     "accelerate",
 )
 @DATA.raises(
     "a launcher that only numbers its processes, such as `prterun`",
     "ConfigError: PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, "
-    "WORLD_SIZE, LOCAL_RANK, "
-    "MASTER_ADDR and MASTER_PORT for each process, or start with torchrun or srun...",
+    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, or start with torchrun or srun...",
     "pmix",
 )
 @DATA.raises(
     "the same with MPICH or Intel MPI",
     "ConfigError: mpirun (MPICH or Intel MPI) has started 4 ranks, which cannot find each other without MASTER_ADDR "
-    "and MASTER_PORT...: "
-    "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 -n 4 python train.py",
+    "and MASTER_PORT...: mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 -n 4 python train.py",
     "mpich",
 )
 @DATA.raises(
@@ -125,8 +122,7 @@ def loader_in_the_epoch_loop(backend):
 @DATA.raises(
     "a new dataset in each epoch, `unishard.dataloader(TensorDataset(x, y), cfg)`",
     "UserWarning: a new list with the same samples as the last one starts again at epoch 0, in the same order; build "
-    "the dataset once, "
-    "before the loop over epochs",
+    "the dataset once, before the loop over epochs",
 )
 def dataset_in_the_epoch_loop(backend):
     cfg = config(backend)
@@ -137,9 +133,8 @@ def dataset_in_the_epoch_loop(backend):
 
 @DATA.raises(
     "fewer samples than one micro-batch on each rank",
-    "DataError: the dataset has 16 samples, but a micro-batch on each rank takes 128 (training.micro_batch_size 64 x 2 "
-    "ranks), so every "
-    "update would repeat samples; set training.micro_batch_size to at most 8, or use more data",
+    "DataError: the dataset has 16 samples, but a micro-batch on each rank takes 128 (training.micro_batch_size 64 x "
+    "2 ranks), so every update would repeat samples; set training.micro_batch_size to at most 8, or use more data",
 )
 def more_than_the_dataset_in_a_micro_batch(backend):
     cfg = config(backend, training={"micro_batch_size": 64})
@@ -150,8 +145,7 @@ def more_than_the_dataset_in_a_micro_batch(backend):
 @DATA.raises(
     "`unishard.dataloader` over a dataset that is split by rank already, or shuffled without a seed",
     "UserWarning: the ranks pass different datasets to unishard.dataloader, which gives each rank its share of one "
-    "dataset; pass the same "
-    "on every rank: not one that is split by rank, or shuffled or drawn without a seed",
+    "dataset; pass the same on every rank: not one that is split by rank, or shuffled or drawn without a seed",
 )
 def split_before_the_loader(backend):
     cfg = config(backend)
@@ -164,8 +158,7 @@ def split_before_the_loader(backend):
 
 _HIDES = (
     "UserWarning: {} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run reads "
-    "the data from their "
-    "beginning; {}"
+    "the data from their beginning; {}"
 )
 AROUND = {
     "enumerate": lambda loader: (each for _, each in enumerate(loader)),
@@ -207,15 +200,13 @@ def iterated_again(backend):
 @DATA.raises(
     "a validation without `engine.eval()` inside the training loop",
     "UserWarning: a loop over engine.batches() inside the training loop ran the model in training mode and made no "
-    "update; for a "
-    "validation, call engine.eval() before and engine.train() after it",
+    "update; for a validation, call engine.eval() before and engine.train() after it",
     1,
 )
 @DATA.raises(
     "the same inside an accumulation window",
     "ContractError: a loop over engine.batches() in training mode began inside an accumulation window of the loop "
-    "around it; for a "
-    "validation, call engine.eval() before and engine.train() after it",
+    "around it; for a validation, call engine.eval() before and engine.train() after it",
     2,
 )
 def validation_in_training_mode(backend, accumulate):
@@ -244,8 +235,7 @@ def ours_without_batches(backend):
 @DATA.raises(
     "`for batch in loader:` over a `DataLoader` that gives each rank the same batches",
     "UserWarning: ranks 0 and 1 train on the same batches, so the other ranks add nothing; read the data with `for "
-    "batch in "
-    "engine.batches(unishard.dataloader(dataset, cfg)):`, which gives each rank its own share",
+    "batch in engine.batches(unishard.dataloader(dataset, cfg)):`, which gives each rank its own share",
 )
 def theirs_without_batches(backend):
     with prepare(config(backend)) as engine, warnings_raised():

@@ -114,8 +114,7 @@ def zero_grad_between_windows(backend, strategy):
 @HABITS.raises(
     "`optimizer.step()` beside `engine.step()`, or in its place",
     "ContractError: engine.optimizer.step() was called, but the engine steps its optimizer; remove the call: "
-    "engine.step() updates the "
-    "parameters, zeroes their gradients and steps the scheduler",
+    "engine.step() updates the parameters, zeroes their gradients and steps the scheduler",
 )
 @in_every_strategy
 def optimizer_step(backend, strategy):
@@ -124,9 +123,8 @@ def optimizer_step(backend, strategy):
 
 @HABITS.raises(
     "the same on the optimizer that was passed to `prepare`",
-    "ContractError: SGD.step() was called, but the engine steps this optimizer; remove the call: engine.step() updates "
-    "the parameters, "
-    "zeroes their gradients and steps the scheduler",
+    "ContractError: SGD.step() was called, but the engine steps this optimizer; remove the call: engine.step() "
+    "updates the parameters, zeroes their gradients and steps the scheduler",
 )
 @in_every_strategy
 def step_of_the_own_optimizer(backend, strategy):
@@ -139,10 +137,9 @@ def step_of_the_own_optimizer(backend, strategy):
 
 @HABITS.raises(
     "an optimizer that is made from `engine.module.parameters()` after `prepare`, and stepped",
-    "ContractError: AdamW.step() was called on 25 parameters of the Mlp that unishard.prepare has prepared without it, "
-    "so it would train "
-    "nothing, or bypass the engine; create it before prepare and pass it, as in unishard.prepare(model, cfg, "
-    "optimizer=optimizer)...",
+    "ContractError: AdamW.step() was called on 25 parameters of the Mlp that unishard.prepare has prepared without "
+    "it, so it would train nothing, or bypass the engine; create it before prepare and pass it, as in "
+    "unishard.prepare(model, cfg, optimizer=optimizer)...",
     "after",
 )
 @HABITS.raises(
@@ -168,8 +165,7 @@ def foreign_optimizer(backend, strategy, made):
 @HABITS.raises(
     "`torch.save(optimizer.state_dict(), ...)`",
     "ContractError: engine.optimizer.state_dict() returns only shards of the state; engine.save() saves the optimizer "
-    "with the model, and "
-    "engine.load() loads both, on any engine",
+    "with the model, and engine.load() loads both, on any engine",
     "state_dict",
 )
 @HABITS.raises(
@@ -181,8 +177,7 @@ def foreign_optimizer(backend, strategy, made):
 @HABITS.raises(
     "`optimizer.add_param_group(...)` after `prepare`",
     "ContractError: engine.optimizer.add_param_group() comes too late: the parameters are sharded; give the optimizer "
-    "all groups before "
-    "prepare, and freeze what trains later with engine.set_trainable(names, False)",
+    "all groups before prepare, and freeze what trains later with engine.set_trainable(names, False)",
     "add_param_group",
 )
 def state_of_the_optimizer(backend, call):
@@ -219,8 +214,7 @@ def state_of_the_own_optimizer(backend, call):
 @HABITS.raises(
     "`scheduler.step()` of the scheduler that was passed to `prepare`",
     "ContractError: StepLR.step() was called, but the engine steps this scheduler; remove the call: engine.step() "
-    "moves the learning rate "
-    "once after each update that was not skipped",
+    "moves the learning rate once after each update that was not skipped",
 )
 @in_every_strategy
 def scheduler_step(backend, strategy):
@@ -234,11 +228,9 @@ def scheduler_step(backend, strategy):
 
 @HABITS.raises(
     "a scheduler on `engine.optimizer` beside the config's schedule",
-    "ContractError: a scheduler was built on engine.optimizer, but the engine's own schedule writes the learning rates "
-    "after each update; "
-    "use only one: remove `scheduler` from the config, or pass a function that builds yours, as in "
-    "unishard.prepare(model, cfg, "
-    "scheduler=lambda optimizer: ...)",
+    "ContractError: a scheduler was built on engine.optimizer, but the engine's own schedule writes the learning "
+    "rates after each update; use only one: remove `scheduler` from the config, or pass a function that builds yours, "
+    "as in unishard.prepare(model, cfg, scheduler=lambda optimizer: ...)",
 )
 def two_schedules(backend):
     with prepare(config(backend, scheduler=COSINE)) as engine:
@@ -270,10 +262,9 @@ def scheduler_by_hand(backend, strategy):
 @HABITS.raises(
     "`torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)` under `no_shard` and `shard_optimizer`",
     "ContractError: gradients were changed between engine.backward and engine.step, as by "
-    "torch.nn.utils.clip_grad_norm_, which other "
-    "engines would not see; remove that: clip with training.gradient_clipping in the config or "
-    "engine.step(clip_grad_norm=1.0), edit a "
-    "gradient with engine.set_grad, and drop a window with engine.discard()",
+    "torch.nn.utils.clip_grad_norm_, which other engines would not see; remove that: clip with "
+    "training.gradient_clipping in the config or engine.step(clip_grad_norm=1.0), edit a gradient with "
+    "engine.set_grad, and drop a window with engine.discard()",
 )
 def clipping_by_hand(backend):
     for strategy in ("no_shard", "shard_optimizer"):
@@ -296,17 +287,15 @@ def clip_each_micro_batch(engine):
 HABITS.elsewhere(
     "the same under `shard_grad_op` and `full_shard`",
     "On FSDP the same error. On DeepSpeed nothing happens and nothing is clipped: its parameters hold no gradients "
-    "there, and the norm "
-    "that the function returns is 0. Clip with `training.gradient_clipping` in the config, or "
+    "there, and the norm that the function returns is 0. Clip with `training.gradient_clipping` in the config, or "
     "`engine.step(clip_grad_norm=1.0)`.",
     "tests/ranks/test_habits.py::test_clipping_by_hand_is_refused_where_parameters_hold_gradients",
 )
 HABITS.elsewhere(
     "`engine.backward(loss / accumulation)`",
     "A warning on rank 0 at the first backward: the loss that was passed to engine.backward ends in a division by 4, "
-    "which is "
-    "training.gradient_accumulation_steps; engine.backward divides by the accumulation window itself: pass the "
-    "undivided loss...",
+    "which is training.gradient_accumulation_steps; engine.backward divides by the accumulation window itself: pass "
+    "the undivided loss...",
     "tests/ranks/test_habits.py::test_a_loss_that_is_divided_by_hand_is_named_once",
 )
 
@@ -327,8 +316,7 @@ def zero_grad_of_the_module(backend, strategy):
 @HABITS.raises(
     "`loss.backward()` instead of `engine.backward(loss)`",
     "ContractError: a backward that is not this engine's reaches the parameters of its ... call this engine's "
-    "backward(loss), or, if the "
-    "loss trains only another model, compute and backward it inside `with engine.frozen():`",
+    "backward(loss), or, if the loss trains only another model, compute and backward it inside `with engine.frozen():`",
 )
 def backward_of_the_loss(backend):
     with prepare(config(backend)) as engine:
@@ -364,11 +352,9 @@ def in_every_sharded_strategy(scenario):
 
 @HABITS.raises(
     "`torch.save(engine.module.state_dict(), ...)`",
-    "ContractError: state_dict() was called on a prepared Mlp, of whose weights this rank holds only shards or rounded "
-    "copies; write a "
-    "checkpoint with engine.save(folder), write the weights in Hugging Face's layout with engine.export(folder), or "
-    "read one with "
-    "engine.parameter(name)",
+    "ContractError: state_dict() was called on a prepared Mlp, of whose weights this rank holds only shards or "
+    "rounded copies; write a checkpoint with engine.save(folder), write the weights in Hugging Face's layout with "
+    "engine.export(folder), or read one with engine.parameter(name)",
     "state_dict",
 )
 @HABITS.raises(
@@ -401,9 +387,8 @@ def save_pretrained(backend):
 @HABITS.raises(
     "`model.load_state_dict(...)` after `prepare`",
     "ContractError: load_state_dict() was called on a prepared Mlp, and would not reach the engine's shards; load the "
-    "weights before "
-    "unishard.prepare, or load a checkpoint with engine.load(folder), or set one with engine.set_parameter(name, "
-    "value)",
+    "weights before unishard.prepare, or load a checkpoint with engine.load(folder), or set one with "
+    "engine.set_parameter(name, value)",
 )
 @in_every_sharded_strategy
 def load_into_the_model(engine):
@@ -429,10 +414,8 @@ def state_of_a_replicated_model(backend):
 @HABITS.raises(
     "`nn.init.constant_(model.head.weight, 0.5)` after `prepare`, or another edit of a parameter between two updates",
     "ContractError: parameter head.weight changed since the last update, but not by the engine, whose shards or "
-    "rounded copies of the "
-    "weights this would reach in part or not at all; write the parameter with `with engine.gathered(['head.weight']) "
-    "as weights:` or "
-    "engine.set_parameter, or before unishard.prepare",
+    "rounded copies of the weights this would reach in part or not at all; write the parameter with `with "
+    "engine.gathered(['head.weight']) as weights:` or engine.set_parameter, or before unishard.prepare",
 )
 @in_every_sharded_strategy
 def edit_of_a_parameter(engine):
@@ -443,8 +426,7 @@ def edit_of_a_parameter(engine):
 HABITS.elsewhere(
     "the same as `model.head.weight.data.fill_(0.5)`",
     "The same error where the parameter holds elements. Under `full_shard` on DeepSpeed it holds none between two "
-    "forwards: nothing "
-    "happens, and there is no trace of it.",
+    "forwards: nothing happens, and there is no trace of it.",
     "tests/ranks/test_written_parameters.py::test_a_parameter_that_is_written_between_updates_is_named",
 )
 
@@ -452,14 +434,11 @@ HABITS.elsewhere(
 @HABITS.raises(
     "a forward that writes a parameter: a clamped weight, a first batch that sets a scale, a momentum encoder",
     "ContractError: the forward writes parameter head.weight, of which it has only a shard, or a gathered or rounded "
-    "copy, so the write is "
-    "lost or differs between engines; write it after engine.step() with `with engine.gathered(['head.weight']) as "
-    "weights:`, for example "
-    "to clamp a weight or to update a momentum encoder (engine.ema averages all weights); for an initialization that "
-    "depends on data, run "
-    "a batch through the model before unishard.prepare; a write that is the same on all ranks also works with "
-    "sharding: no_shard and "
-    "precision: fp32",
+    "copy, so the write is lost or differs between engines; write it after engine.step() with `with "
+    "engine.gathered(['head.weight']) as weights:`, for example to clamp a weight or to update a momentum encoder "
+    "(engine.ema averages all weights); for an initialization that depends on data, run a batch through the model "
+    "before unishard.prepare; a write that is the same on all ranks also works with sharding: no_shard and precision: "
+    "fp32",
 )
 @in_every_sharded_strategy
 def write_in_the_forward(engine):
@@ -477,10 +456,8 @@ def write_in_the_forward(engine):
 @HABITS.raises(
     "`nn.Embedding(..., max_norm=1.0)`",
     "ModelError: 0 (Embedding) of Sequential has max_norm, with which each rank's forward writes the rows of its own "
-    "batch into the "
-    "weight, where sharding loses them and replicas would differ; leave max_norm out, and limit the norms of the rows "
-    "after engine.step() "
-    "in `with engine.gathered(['0.weight']) as weights:`",
+    "batch into the weight, where sharding loses them and replicas would differ; leave max_norm out, and limit the "
+    "norms of the rows after engine.step() in `with engine.gathered(['0.weight']) as weights:`",
 )
 def embedding_with_a_maximum(backend):
     unishard.prepare(
@@ -533,16 +510,14 @@ class Changing(torch.nn.Module):
 @HABITS.raises(
     "`x += 1` on the input of a block, under `full_shard`",
     "ModelError: unit unit (Adding) changes its input in place, as x.add_(y) does, behind the function with which the "
-    "engine runs its "
-    "backward; write x = x + y, or change a copy, x = x.clone()",
+    "engine runs its backward; write x = x + y, or change a copy, x = x.clone()",
     Adding,
 )
 @HABITS.raises(
     "`y *= 2` on an output of a block that is a view, under `full_shard`",
     "ModelError: an output of unit unit (Viewing) is a view or its input, and is changed in place after the unit, as "
-    "y.add_(x) does, "
-    "behind the function with which the engine runs the unit's backward; write y = y + x, or return y.clone() from the "
-    "unit",
+    "y.add_(x) does, behind the function with which the engine runs the unit's backward; write y = y + x, or return "
+    "y.clone() from the unit",
     Viewing,
 )
 def change_in_place(backend, kind):
@@ -554,9 +529,8 @@ def change_in_place(backend, kind):
 HABITS.elsewhere(
     "a mean loss with `num_items`",
     "A warning on rank 0 at the first backward: the loss that was passed to engine.backward with num_items ends in a "
-    "mean "
-    "(NllLossBackward0), and the engine divides it by the number of items again; pass the sum of the losses of the "
-    "items...",
+    "mean (NllLossBackward0), and the engine divides it by the number of items again; pass the sum of the losses of "
+    "the items...",
     "tests/ranks/test_habits.py::test_a_mean_with_num_items_is_named_once",
 )
 HABITS.elsewhere(
@@ -568,8 +542,7 @@ HABITS.elsewhere(
 HABITS.elsewhere(
     "NaN in every batch or weight",
     "Updates are skipped, and after 5 in a row a warning on rank 0: 5 updates in a row were skipped, because a "
-    "gradient is infinite or "
-    "NaN; nothing is trained while this lasts...",
+    "gradient is infinite or NaN; nothing is trained while this lasts...",
     "tests/ranks/test_habits.py::test_a_run_that_trains_nothing_is_named_once",
 )
 
@@ -694,8 +667,7 @@ def in_unsharded(backend, strategy, act, names=("head.weight",)):
 @HABITS.raises(
     "`engine.step()` inside `engine.unsharded`",
     "ContractError: step was called inside engine.unsharded(), where weights are full for a forward and its backward; "
-    "call it after the "
-    "block",
+    "call it after the block",
 )
 @in_every_strategy
 def step_inside_unsharded(backend, strategy):
@@ -705,8 +677,7 @@ def step_inside_unsharded(backend, strategy):
 @HABITS.raises(
     "`engine.backward` after the block of `engine.unsharded`",
     "ContractError: engine.unsharded() ended without a backward, which needs the full weights; call "
-    "engine.backward(loss) inside the "
-    "block, or use torch.no_grad() around it if you only read weights",
+    "engine.backward(loss) inside the block, or use torch.no_grad() around it if you only read weights",
 )
 @in_every_strategy
 def backward_after_unsharded(backend, strategy):
@@ -716,8 +687,7 @@ def backward_after_unsharded(backend, strategy):
 @HABITS.raises(
     "edits a weight inside `engine.unsharded`",
     "ContractError: a parameter was edited inside engine.unsharded(), which holds copies: head.weight; edit weights "
-    "inside "
-    "`with engine.gathered(names):`, which writes them back",
+    "inside `with engine.gathered(names):`, which writes them back",
 )
 @in_every_strategy
 def edit_inside_unsharded(backend, strategy):
@@ -749,10 +719,9 @@ def unknown_name_in_unsharded(backend, strategy):
 @HABITS.raises(
     "`HfDeepSpeedConfig(...)` or `TrainingArguments(deepspeed=...)` of stage 3 beside `prepare`",
     "ModelError: transformers holds a DeepSpeed config of stage 3, from HfDeepSpeedConfig(...), "
-    "TrainingArguments(deepspeed=...) or "
-    "Accelerate's DeepSpeedPlugin; with it, its models partition the weights that they load and run without LayerDrop; "
-    "remove it from the "
-    "script: the config of unishard.prepare says how the model is sharded",
+    "TrainingArguments(deepspeed=...) or Accelerate's DeepSpeedPlugin; with it, its models partition the weights that "
+    "they load and run without LayerDrop; remove it from the script: the config of unishard.prepare says how the "
+    "model is sharded",
 )
 def zero3_of_transformers(backend):
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config

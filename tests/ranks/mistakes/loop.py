@@ -156,8 +156,7 @@ def closed(backend, call):
     "a gradient penalty, `torch.autograd.grad(..., create_graph=True)` of an output, elsewhere than under `no_shard` "
     "of FSDP",
     "ContractError: torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work "
-    "with "
-    "sharding.strategy full_shard ...; set ...sharding: no_shard and precision: fp32...",
+    "with sharding.strategy full_shard ...; set ...sharding: no_shard and precision: fp32...",
 )
 def gradient_penalty(backend):
     batch = own_share(1)[0]

@@ -46,11 +46,9 @@ TIES = {"transposed": transposed, "same data": same_data, "watched": watched}
 
 @MODELS.raises(
     "weights that are tied by their memory: `decoder.weight = nn.Parameter(encoder.weight.t())`",
-    "ModelError: parameters encoder.weight and decoder.weight of Twice share memory but are two objects, which engines "
-    "would train apart; "
-    "tie them by one object, decoder.weight = encoder.weight; for a transpose or a slice, keep only encoder.weight and "
-    "compute with it in "
-    "the forward, such as F.linear(x, encoder.weight.t())",
+    "ModelError: parameters encoder.weight and decoder.weight of Twice share memory but are two objects, which "
+    "engines would train apart; tie them by one object, decoder.weight = encoder.weight; for a transpose or a slice, "
+    "keep only encoder.weight and compute with it in the forward, such as F.linear(x, encoder.weight.t())",
     "transposed",
 )
 @MODELS.raises(
@@ -72,9 +70,8 @@ def shared_memory(backend, tie):
 
 @MODELS.raises(
     "`nn.Embedding(..., sparse=True)`",
-    "ModelError: 0 (Embedding) of Sequential has sparse=True, and engines reduce and shard only dense gradients; build "
-    "it with "
-    "sparse=False, and train it with an optimizer for dense gradients, such as AdamW",
+    "ModelError: 0 (Embedding) of Sequential has sparse=True, and engines reduce and shard only dense gradients; "
+    "build it with sparse=False, and train it with an optimizer for dense gradients, such as AdamW",
 )
 def sparse_gradients(backend):
     unishard.prepare(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), config(backend))
@@ -83,9 +80,8 @@ def sparse_gradients(backend):
 @MODELS.raises(
     "two models that share a module, each prepared",
     "ModelError: module encoder of Twice was already prepared in another model, whose engine shards and trains it; "
-    "prepare one model that "
-    "contains both and let its forward choose, or give each model its own copy before prepare, such as "
-    "copy.deepcopy(module)",
+    "prepare one model that contains both and let its forward choose, or give each model its own copy before prepare, "
+    "such as copy.deepcopy(module)",
     "module",
 )
 @MODELS.raises(
@@ -123,8 +119,7 @@ ADDED = {"head": replace_head, "adapters": add_adapters, "parameter": add_parame
 @MODELS.raises(
     "a head that is replaced after `prepare`",
     "ContractError: module head was added or replaced after unishard.prepare, so no engine trains or saves it; change "
-    "the model before "
-    "prepare: get_peft_model, a new head, a resized embedding",
+    "the model before prepare: get_peft_model, a new head, a resized embedding",
     "head",
 )
 @MODELS.raises(

@@ -42,14 +42,12 @@ LOADERS = {
 
 _WRONG_SHARES = (
     "DataError: DistributedSampler does not give each of the 2 ranks its own share: rank 0 reads share 0 of {0}, rank "
-    "1 reads share {1} "
-    "of {0}; give it neither num_replicas nor rank, which it takes from the process group, or use "
+    "1 reads share {1} of {0}; give it neither num_replicas nor rank, which it takes from the process group, or use "
     "unishard.dataloader(dataset, cfg)"
 )
 _OTHER_SIZE = (
     "{} has batches of 4, and training.micro_batch_size is 2; write batch_size=cfg.training.micro_batch_size in the "
-    "script, or "
-    "training.micro_batch_size: 4 in the config"
+    "script, or training.micro_batch_size: 4 in the config"
 )
 
 
@@ -105,15 +103,13 @@ def own_loader(backend, name, global_batch_size=None):
 @DATA.raises(
     "a new `DataLoader` with a generator of the same seed in each epoch",
     "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its generator has the same "
-    "seed again: make it "
-    "once, before the loop over epochs",
+    "seed again: make it once, before the loop over epochs",
     "generator",
 )
 @DATA.raises(
     "no `set_epoch` on a `DistributedSampler`",
     "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its DistributedSampler is "
-    "still at epoch 0: "
-    "call set_epoch(epoch) on it before each epoch",
+    "still at epoch 0: call set_epoch(epoch) on it before each epoch",
     "sampler",
 )
 def same_order(backend, kind):
@@ -154,8 +150,7 @@ RIGHT = {
 
 @DATA.harmless(
     "loaders that give each rank its share: a `DistributedSampler`, a `batch_sampler` by number of tokens, a dataset "
-    "that is split by "
-    "rank, a loader that Accelerate has prepared",
+    "that is split by rank, a loader that Accelerate has prepared",
     "they are read as they are, without a warning",
 )
 def right_loaders(backend):

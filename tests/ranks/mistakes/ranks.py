@@ -20,15 +20,13 @@ _DIFFERENT = "RankMismatchError: ranks made different calls and would deadlock: 
 RANKS.elsewhere(
     "an error on one rank, before, inside or after `prepare`",
     "The first line of the output is the cause, its traceback follows once, and every other rank ends with one line: "
-    "unishard: rank 0 of 2 "
-    "ended in engine.step (...) because rank 1 raised ValueError: a broken sample (...)",
+    "unishard: rank 0 of 2 ended in engine.step (...) because rank 1 raised ValueError: a broken sample (...)",
     _ENDS,
 )
 RANKS.elsewhere(
     "a rank that is killed, for example for lack of memory",
     "unishard: rank 0 of 2 ended in engine.backward (...) because rank 1 is gone: its process ended without an error "
-    "(killed, for lack of "
-    "memory, or in C++)",
+    "(killed, for lack of memory, or in C++)",
     _ENDS,
 )
 RANKS.elsewhere(
@@ -57,8 +55,7 @@ RANKS.elsewhere(
     "another `clip_grad_norm` on each rank",
     _DIFFERENT
     + "rank 0 is in engine.step (..., clip_grad_norm=1.0); rank 1 is in engine.step (..., clip_grad_norm=2.0); they "
-    "have trained on "
-    "since, perhaps differently: go back to a checkpoint from before this",
+    "have trained on since, perhaps differently: go back to a checkpoint from before this",
     _CALLS,
 )
 _ALONE = "tests/ranks/test_same_values.py::test_what_one_rank_writes_alone_is_one_error_that_names_ranks_and_values"
@@ -82,20 +79,16 @@ RANKS.elsewhere(
 RANKS.elsewhere(
     "a branch in the forward that depends on the data, under `full_shard`",
     _DIFFERENT + "rank 0 enters left (Expert) and is in engine.forward (...); rank 1 enters right (Expert) and is in "
-    "engine.forward (...); all "
-    "ranks must run the same modules in the same order, except those of the classes in sharding.conditional_modules: "
-    "add Expert there, or "
-    "let every rank take the same branch",
+    "engine.forward (...); all ranks must run the same modules in the same order, except those of the classes in "
+    "sharding.conditional_modules: add Expert there, or let every rank take the same branch",
     _FAULTS + "test_ranks_in_other_branches_are_told_of_conditional_modules",
 )
 RANKS.elsewhere(
     "a batch of another task on each rank, with a head for each task",
     "RankMismatchError: ranks have gradients of different parameters, which would be added up: rank 0 is in "
-    "engine.backward (...), without "
-    "gradients for second (Linear); rank 1 is in engine.backward (...), without gradients for first (Linear); all "
-    "ranks must use the same "
-    "parameters, except those of the classes in sharding.conditional_modules: add Linear there, or let every rank take "
-    "the same branch",
+    "engine.backward (...), without gradients for second (Linear); rank 1 is in engine.backward (...), without "
+    "gradients for first (Linear); all ranks must use the same parameters, except those of the classes in "
+    "sharding.conditional_modules: add Linear there, or let every rank take the same branch",
     "tests/ranks/test_reached_parameters.py::test_ranks_that_train_different_parameters_are_told_before_anything_is_reduced",
 )
 RANKS.elsewhere(
