@@ -84,9 +84,8 @@ parity: $(READY) ## Train every cell on both engines and write how far each is f
 matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
 	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
 
-mistakes: $(READY) ## Make every mistake on both engines and write docs/mistakes.md.
-	$(PYTEST) tests/ranks/test_mistakes.py -k "not up_to_date" --deep
-	PYTHONPATH=tests/ranks $(BIN)/python -m mistakes.page docs/mistakes.md
+mistakes: $(READY) ## Make every mistake of docs/mistakes.md on both engines.
+	$(PYTEST) tests/ranks/test_mistakes.py --deep
 
 models: $(READY) ## Train every model of tests/ranks/models on both engines beside plain torch; writes docs/models-tested.md; ONLY="llama, t5" for some.
 	PYTHONPATH=tests/ranks $(BIN)/python -m models.sweep docs/models-tested.md $(if $(ONLY),--only '$(ONLY)') $(ARGS)

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 BRANCHES = [(branch, (backend, first, False)) for backend in BACKENDS for first in (2, 13)]
 ABORT = (branch, ("fsdp", 13, True))
 STUCK = [(signalled, ("fsdp", "SIGINT", ())), (signalled, ("deepspeed", "SIGTERM", ("SIGTERM",)))]
-ELSEWHERE = [row for subject in SUBJECTS for row in subject.rows if isinstance(row, Elsewhere)]
 SPANNING = {subject.title: subject.spanning() for subject in SUBJECTS}
 RUNS = tuple(
     dict.fromkeys(
