@@ -71,8 +71,8 @@ crash: $(READY) ## Kill ranks at every moment of a save and look at what is left
 kill: $(READY) ## Kill ranks and launchers at random and start them again (15 s a kill); N=... for that many kills.
 	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(if $(N),$(N)) $(ARGS)
 
-faults: $(READY) ## Play every fault of a rank or a disk on both engines and write what comes of it (minutes); ONLY="kill -9" for some.
-	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page docs/reliability.md $(if $(ONLY),--only '$(ONLY)')
+faults: $(READY) ## Play every fault of docs/reliability.md on both engines and note how long each takes (minutes); ONLY="kill -9" for some.
+	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page $(if $(ONLY),--only '$(ONLY)')
 
 # Each thread of a background save may get an arena of its own from glibc, up to 8 a core: 20 MiB that grow and stop, unless there are few.
 soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; nothing may grow (15 minutes); N=... for that many updates.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from page_rows import rows
 
 __all__ = ["ELSEWHERE", "MISTAKES", "OUTCOMES", "Mistake", "elsewhere", "mistake"]
 
 Scenario = Callable[..., Any]
-_ROW = re.compile(r"^\| (?!Mistake )(.*?) (?<!\\)\| (.*) \|$", re.MULTILINE)
-_PAGE = (Path(__file__).parents[3] / "docs/mistakes.md").read_text()
-OUTCOMES = {what: outcome.replace("\\|", "|").replace("<br>", "\n") for what, outcome in _ROW.findall(_PAGE)}
+OUTCOMES: dict[str, str] = {what: outcome for _, (what, outcome) in rows("mistakes.md")}
 """By mistake, what comes of it: the message as `Type: text`, where `...` stands for what differs between runs; or,
 where it does no harm, what happens."""
 

@@ -11,20 +11,19 @@ from mistakes.mistake import elsewhere, mistake
 from unishard.testing.models import MODELS
 
 _FAULTS = "tests/ranks/test_faults.py::"
-_ENDS = _FAULTS + "test_a_rank_that_ends_is_named_in_the_first_line_and_ends_the_others"
-_CALLS = _FAULTS + "test_other_calls_of_one_rank_in_any_update_are_one_error_on_all"
+_PLAYED = _FAULTS + "test_a_fault_ends_as_the_page_says"
 
-elsewhere("an error on one rank, before, inside or after `prepare`", _ENDS)
-elsewhere("a rank that is killed, for example for lack of memory", _ENDS)
-elsewhere("`sys.exit()` on one rank", _ENDS)
-elsewhere("`if rank == 0: engine.mean(loss)`", _CALLS)
-elsewhere("`if rank == 0: engine.save(folder)`", _CALLS)
-elsewhere("`if rank == 0: torch.distributed.barrier()`", _CALLS)
-elsewhere("another `clip_grad_norm` on each rank", _CALLS)
+elsewhere("an error on one rank, before, inside or after `prepare`", _PLAYED)
+elsewhere("a rank that is killed, for example for lack of memory", _PLAYED)
+elsewhere("`sys.exit()` on one rank", _PLAYED)
+elsewhere("`if rank == 0: engine.mean(loss)`", _PLAYED)
+elsewhere("`if rank == 0: engine.save(folder)`", _PLAYED)
+elsewhere("`if rank == 0: torch.distributed.barrier()`", _PLAYED)
+elsewhere("another `clip_grad_norm` on each rank", _PLAYED)
 _ALONE = "tests/ranks/test_same_values.py::test_what_one_rank_writes_alone_is_one_error_that_names_ranks_and_values"
 elsewhere('`engine.optimizer.param_groups[0]["lr"] = ...` on one rank', _ALONE)
 elsewhere("a weight that one rank writes, where each rank holds it in full", _ALONE)
-elsewhere("two engines, updated in another order on each rank", _CALLS)
+elsewhere("two engines, updated in another order on each rank", _PLAYED)
 elsewhere(
     "a branch in the forward that depends on the data, under `full_shard`",
     _FAULTS + "test_ranks_in_other_branches_are_told_of_conditional_modules",
