@@ -10,7 +10,6 @@ import pytest
 import torch
 from conforming import ACCUMULATION, MICRO_BATCHES, assert_conforms, configured, tolerance, windows
 from playing import PRECISIONS, curve, error, everyones, my_rank, own_share, play, train, values
-from test_options import routed_batch, routing
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -233,29 +232,6 @@ def unused(backend, place, precision):
 @pytest.mark.parametrize("cell", HELD, ids="-".join)
 def test_no_gradient_is_applied_a_second_time(cell):
     assert max(played(unused, HELD, cell)) < (1e-6 if cell[2] == "fp32" else 2e-2)
-
-
-def routes(backend, place):
-    cfg = offloaded(backend, place, sharding={"units": ["Part"]})
-    data = [routed_batch(turn, my_rank(), "on both ranks, in some micro-batches") for turn in range(MICRO_BATCHES)]
-    with unishard.prepare(routing(), cfg) as engine:
-        return curve(train(engine, data))
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
-    found = played(routes, CELLS, cell)
-    assert found[0] == found[1]
-    data = [
-        [
-            routed_batch(turn, rank, "on both ranks, in some micro-batches")
-            for turn in range(start, start + ACCUMULATION)
-            for rank in (0, 1)
-        ]
-        for start in range(0, MICRO_BATCHES, ACCUMULATION)
-    ]
-    wanted = oracle.train(routing(), data, configured("fsdp", "full_shard", "fp32"), world=2)
-    assert_conforms(found[0], wanted, tolerance(cell[0], PLACES[cell[1]][0], "fp32"))
 
 
 # -- what cannot be had
