@@ -123,8 +123,7 @@ def test_what_a_backend_is() -> None:
 def test_signatures() -> None:
     assert str(inspect.signature(unishard.load)) == (
         "(source: 'str | Path | Mapping[str, Any] | None' = None, overrides: 'Sequence[str]' = (), *, section: 'str | "
-        "None' = None)"
-        " -> 'Config'"
+        "None' = None) -> 'Config'"
     )
     assert str(inspect.signature(unishard.translate)) == (
         "(cfg: 'Config', *, backend: 'str | None' = None, topology: 'Topology | None' = None) -> 'Translation'"

@@ -24,8 +24,6 @@ from unishard.checkpoint.regular_file import path_of
 from unishard.checkpoint.user_state import once, pack, unpack
 from unishard.errors import CheckpointError, ContractError
 
-EMPTY = torch.Size([0])
-
 
 def index(chunks: int, *, shared: bool, dims: int = 1) -> bytes:
     """torch's index of a tensor: each chunk an object of its own, as torch writes them, or one that all places refer

@@ -66,8 +66,7 @@ def test_everything_may_be_in_sections() -> None:
         (
             {"no_decay": ["layernorm"]},
             "optimizer.no_decay: 'layernorm' matches no parameter; write part of a name, such as embed.weight, "
-            "layers.0.up.weight, "
-            "layers.0.up.bias, layers.0.norm.weight, head.weight",
+            "layers.0.up.weight, layers.0.up.bias, layers.0.norm.weight, head.weight",
         ),
         (
             {"groups": [{"params": ["embed"], "lr": 0.1}, {"params": ["head", "Head"], "lr": 0.1}]},

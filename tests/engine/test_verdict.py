@@ -27,9 +27,6 @@ def status(doing: str, *places: str, inside: bool = True, seconds: float = 12.0,
     return json.loads(json.dumps(status_of(tail(*places), doing, where, inside=inside, seconds=seconds, patience=10.0)))
 
 
-OUTSIDE = "waits in torch.distributed at train.py:7 in main, outside unishard"
-
-
 def test_ranks_in_different_calls_are_named_whatever_they_do() -> None:
     verdict = Judge()({0: status(MEETS, "a", SAVE, seconds=2.0), 1: status(BUSY, "a", FORWARD, seconds=2.0)}).verdict
     assert verdict == f"ranks made different calls and would deadlock: rank 0 {SAVE}; rank 1 {FORWARD}"

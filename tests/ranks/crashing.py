@@ -262,8 +262,7 @@ def main() -> int:
         typer.echo(f"LOST: {point.scenario.name}, ranks {point.victims} at event {point.at} ({point.kind}): {problem}")
     typer.echo(
         f"{len(points)} points, {len(lost)} lost, in {time.monotonic() - begin:.0f} s; the ranks of a run that was cut "
-        "off had all ended "
-        f"{harness.slowest:.1f} s after its start at the latest"
+        f"off had all ended {harness.slowest:.1f} s after its start at the latest"
     )
     wrong = [outcome for outcome in outcomes if outcome.fault]
     for outcome in wrong:

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, values
+from playing import SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, prepare, values
 from recording import Recorder
 from torch import nn
 from torch.nn import functional
@@ -233,28 +233,6 @@ def written(*place):
         return found | {"own": [tensor.unique().tolist() for tensor in tensors]}
 
 
-def evaluated_in_between(*place):
-    """Gradients are read, and set to what they are; then a forward; then the step."""
-    done = []
-    with prepare(configured(place)) as engine:
-        batches = own_share(6)
-        for turn in range(0, 6, 2):
-            losses = []
-            for micro_batch in batches[turn : turn + 2]:
-                loss = engine(**micro_batch).loss
-                engine.backward(loss)
-                losses.append(engine.mean(loss))
-                if len(losses) == 2:
-                    engine.set_grad(NAMES[0], engine.grad(NAMES[0]))
-                    with torch.no_grad():
-                        engine.eval()(**micro_batch)
-                    engine.train()
-                    engine.set_parameter(NAMES[0], engine.parameter(NAMES[0]))
-                step = engine.step()
-            done.append((sum(losses) / 2, step))
-        return curve(done)
-
-
 @pytest.mark.parametrize("place", SPANNED, ids=str)
 def test_zeroing_every_gradient_makes_the_engine_stand_still(place):
     for found in outcome(written, place):
@@ -274,15 +252,6 @@ def test_whether_an_update_is_skipped_is_decided_by_the_gradients_as_they_were_w
         assert (found["replaced"].updated, found["replaced"].skipped) == (True, False)
         assert found["replaced"].grad_norm == pytest.approx(math.sqrt(elements), rel=1e-5)
         assert (found["put in"].updated, found["put in"].skipped) == (False, True)
-
-
-@pytest.mark.parametrize("place", SPANNED, ids=str)
-def test_reading_writing_back_and_evaluating_before_the_step_changes_nothing(place):
-    windows = [everyones(turn, turn + 2, world=2) for turn in (0, 2, 4)]
-    wanted = oracle.train(MODELS["mlp"].build(), windows, config("fsdp", precision=place[2]), world=2)
-    for found in outcome(evaluated_in_between, place):
-        assert found.losses == pytest.approx(wanted.losses, rel=bound(*place))
-        assert found.norms == pytest.approx(wanted.norms, rel=bound(*place) * 5)
 
 
 def weighted(*place):
@@ -537,7 +506,7 @@ def frozen_gradient(backend):
 
 AT_TWO = (
     *((read, place) for place in PLACES),
-    *((scenario, place) for scenario in (written, evaluated_in_between, weighted, dropped) for place in SPANNED),
+    *((scenario, place) for scenario in (written, weighted, dropped) for place in SPANNED),
     *((counted, place) for place in COUNTED),
     *((kinds, place) for place in KINDS),
     *((refused, place) for place in REFUSED),

@@ -92,8 +92,7 @@ def test_a_named_argument_is_cast_and_a_timestep_is_not(cell):
         assert len(said) == (which == "all"), "once, although the model ran twice"
     assert values(played[trained, (*cell, "all")])[0][2] == [
         "precision.cast_inputs rounds whole numbers of timestep, an argument of Diffusion.forward: 997 becomes 996; if "
-        "they are timesteps "
-        "or positions, name only the other arguments in precision.cast_inputs, or pass integers"
+        "they are timesteps or positions, name only the other arguments in precision.cast_inputs, or pass integers"
     ]
 
 
@@ -112,6 +111,5 @@ def test_a_name_that_no_forward_has_is_refused():
     for backend in BACKENDS:
         assert error(play(tuple((unknown, (each,)) for each in BACKENDS), world=1)[unknown, (backend,)]) == (
             "ConfigError: precision.cast_inputs: no forward of the model or of its units has an argument 'smaple'; "
-            "they have sample, "
-            "timestep, scale, input"
+            "they have sample, timestep, scale, input"
         )

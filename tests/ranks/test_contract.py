@@ -72,24 +72,6 @@ def bad_gradient_on_one_rank(backend, strategy, precision):
         return done, engine.lr
 
 
-def evaluation_in_between(backend, strategy):
-    """After each micro-batch, also inside windows, the loss of the micro-batch that comes next."""
-    seen, losses = [], []
-    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2})) as engine:
-        batches = own_share(9)
-        done = []
-        for turn, batch in enumerate(engine.batches(batches[:8])):
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            done.append((engine.mean(loss), engine.step()))
-            seen.append(engine.module.training)
-            with torch.no_grad():
-                losses.append(engine.mean(engine.eval()(**batches[turn + 1]).loss))
-            seen.append(engine.module.training)
-            assert engine.train() is engine
-        return curve(done), [loss for loss, _ in done], losses, seen
-
-
 def validation_in_between(backend, strategy):
     """In the middle of a window, a whole loop over other batches in evaluation mode; then how many of them there
     were."""
@@ -117,7 +99,6 @@ TRAINING = (
     *((clip_by_step, (strategy,)) for strategy in STRATEGIES),
     *((clip_by_step_without_one_in_the_config, (strategy,)) for strategy in STRATEGIES),
     *((short_window, (strategy, last)) for strategy in STRATEGIES for last in ("step", "drop")),
-    *((evaluation_in_between, (strategy,)) for strategy in STRATEGIES),
 )
 
 
@@ -197,15 +178,6 @@ def test_an_infinite_gradient_on_one_rank_skips_the_update_everywhere_and_leaves
     wanted = expect(kept, cfg)
     assert_curve(curve(done), wanted, rel=losses_within(backend, strategy, precision))
     assert next_lr == pytest.approx(0.1 * oracle.rate(cfg.scheduler, 4), rel=1e-12)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_evaluation_between_micro_batches_sees_the_live_model_and_does_not_disturb_training(backend, strategy):
-    found, losses, evaluated, training = trained(backend, evaluation_in_between, strategy)
-    assert_curve(found, expect([everyones(turn, turn + 2, world=2) for turn in (0, 2, 4, 6)], config("fsdp")))
-    assert evaluated[:-1] == pytest.approx(losses[1:], rel=1e-6)
-    assert training == [True, False] * 8
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

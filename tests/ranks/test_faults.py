@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 from faulting import branch, endings, signalled
-from faults import SUBJECTS
-from faults.calls import CALLS
-from faults.disks import DISKS
-from faults.ends import ENDS, WAYS
-from faults.errors import ERRORS
-from faults.fault import BOUND, Elsewhere
-from faults.page import page, without_times
-from faults.signals import SIGNALS
+from faults.fault import BOUND, ROWS, spanning
+from faults.page import timed
+from faults.played import ELSEWHERE, ENDS, PLAYED, WAYS
+from page_rows import DOCS
 
 from unishard.testing.cells import BACKENDS
 
@@ -28,13 +24,13 @@ ROOT = Path(__file__).parents[2]
 BRANCHES = [(branch, (backend, first, False)) for backend in BACKENDS for first in (2, 13)]
 ABORT = (branch, ("fsdp", 13, True))
 STUCK = [(signalled, ("fsdp", "SIGINT", ())), (signalled, ("deepspeed", "SIGTERM", ("SIGTERM",)))]
-ELSEWHERE = [row for subject in SUBJECTS for row in subject.rows if isinstance(row, Elsewhere)]
-SPANNING = {subject.title: subject.spanning() for subject in SUBJECTS}
-RUNS = tuple(
-    dict.fromkeys(
-        [*(fault.run(backend) for some in SPANNING.values() for fault, backend in some), *BRANCHES, ABORT, *STUCK]
-    )
-)
+SECTIONS = list(dict.fromkeys(row.section for row in ROWS.values()))
+SPANNING = [
+    run
+    for section in SECTIONS
+    for run in spanning([fault for fault in PLAYED if fault.row.section == section], by_place=section == SECTIONS[0])
+]
+RUNS = tuple(dict.fromkeys([*(fault.run(backend) for fault, backend in SPANNING), *BRANCHES, ABORT, *STUCK]))
 
 
 def ending(run):
@@ -51,50 +47,29 @@ def name(run) -> str:
     return "-".join((fault.scenario.__name__, *words, backend))
 
 
-@pytest.mark.parametrize("run", SPANNING[ENDS.title], ids=name)
-def test_a_rank_that_ends_is_named_in_the_first_line_and_ends_the_others(run):
-    fault, backend = run
-    found = ending(fault.run(backend))
-    assert not fault.wrong(found), found
-    _, kind, victim = fault.arguments
-    assert f"rank {victim}" in found.recorded[1 - victim], "what torchrun shows of the other rank names this one"
-    assert kind != "raise" or found.recorded[victim].endswith("ValueError: a broken sample")
-
-
-@pytest.mark.parametrize("run", SPANNING[CALLS.title], ids=name)
-def test_other_calls_of_one_rank_in_any_update_are_one_error_on_all(run):
-    fault, backend = run
-    found = ending(fault.run(backend))
-    assert not fault.wrong(found), found
-    if "different calls" in fault.outcome and fault.lines == 2:
-        assert len(found.lines) == 2, found
-        assert re.fullmatch(r"unishard: rank \d of 2 ended for the same reason as rank \d", found.lines[1])
-        assert all("ranks made different calls" in message for message in found.recorded.values()), found
-
-
-@pytest.mark.parametrize("run", [*SPANNING[SIGNALS.title], *SPANNING[DISKS.title]], ids=name)
-def test_signals_and_disks_lose_no_complete_checkpoint(run):
-    fault, backend = run
-    found = ending(fault.run(backend))
-    assert not fault.wrong(found), found
-
-
-@pytest.mark.parametrize("run", SPANNING[ERRORS.title], ids=name)
-def test_the_first_line_is_the_cause_also_of_an_error_that_is_hard_to_write(run):
+@pytest.mark.parametrize("run", SPANNING, ids=name)
+def test_a_fault_ends_as_the_page_says(run):
     fault, backend = run
     found = ending(fault.run(backend))
     assert not fault.wrong(found), {key: str(value)[:2000] for key, value in found._asdict().items()}
     assert sum(map(len, found.lines)) < 20_000, "a text of megabytes is cut"
     assert all(len(message) < 10_000 for message in found.recorded.values()), "also in the file that torchrun shows"
+    if fault in ENDS:
+        _, kind, victim = fault.arguments
+        assert f"rank {victim}" in found.recorded[1 - victim], "what torchrun shows of the other rank names this one"
+        assert kind != "raise" or found.recorded[victim].endswith("ValueError: a broken sample")
+    if "different calls" in fault.row.outcome and fault.lines == 2:
+        assert len(found.lines) == 2, found
+        assert re.fullmatch(r"unishard: rank \d of 2 ended for the same reason as rank \d", found.lines[1])
+        assert all("ranks made different calls" in message for message in found.recorded.values()), found
 
 
 def test_the_runs_span_every_fault_every_place_and_both_engines():
-    for subject in SUBJECTS:
-        spanned = SPANNING[subject.title]
-        assert {fault.what for fault, _ in spanned} == {fault.what for fault in subject.played() if fault.short}
-        assert {backend for _, backend in spanned} == {*BACKENDS}
-    assert {fault.where for fault, _ in SPANNING[ENDS.title]} == {fault.where for fault in ENDS.played()}
-    assert {fault.what for fault in ENDS.played()} == {*WAYS.values()}
+    assert {fault.what for fault, _ in SPANNING} == {fault.what for fault in PLAYED if fault.short}
+    for section in SECTIONS:
+        assert {backend for fault, backend in SPANNING if fault.row.section == section} == {*BACKENDS}
+    assert {fault.where for fault, _ in SPANNING if fault in ENDS} == {fault.where for fault in ENDS}
+    assert {fault.what for fault in ENDS} == {*WAYS.values()}
 
 
 def written_of_branches(run):
@@ -137,30 +112,28 @@ def test_the_second_signal_ends_a_rank_that_is_stuck_in_a_collective(run):
 # --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "row", [row for subject in SUBJECTS for row in subject.rows if isinstance(row, Elsewhere)], ids=lambda row: row.test
-)
-def test_the_test_of_a_fault_that_is_tested_elsewhere_exists(row):
-    file, _, function = row.test.partition("::")
+@pytest.mark.parametrize("test", dict.fromkeys(ELSEWHERE.values()))
+def test_the_test_of_a_fault_that_is_tested_elsewhere_exists(test):
+    file, _, function = test.partition("::")
     assert f"def {function}(" in (ROOT / file).read_text()
 
 
-def test_the_page_is_up_to_date():
-    assert without_times((ROOT / "docs/reliability.md").read_text()) == page({}), (
-        "run `make faults` and commit docs/reliability.md"
-    )
+def test_every_row_of_the_page_is_tested():
+    played = {(fault.what, fault.where) for fault in PLAYED}
+    assert {*ROWS} == played | {row for row in ROWS if row[0] in ELSEWHERE}
+    assert len(ROWS) == len(PLAYED) + len(ELSEWHERE)
 
 
-def test_times_make_the_page_no_other_one():
-    runs = [run for subject in SUBJECTS for run in subject.every()]
-    timed = page({run: 0.25 * number for number, run in enumerate(runs)})
-    assert timed.count(" / ") == page({}).count(" / ") + len(runs) / len(BACKENDS)
-    assert without_times(timed) == page({})
+def test_times_stand_in_the_last_column():
+    page = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    assert timed(page, dict.fromkeys(((fault, backend) for fault in PLAYED for backend in BACKENDS), 1.25)).count(
+        " | 1.2 / 1.2 |"
+    ) == len(PLAYED)
 
 
 def test_a_fault_whose_outcome_is_another_is_told():
-    fault = next(ENDS.played())
-    good = endings(RUNS)[fault.run(SPANNING[ENDS.title][0][1])]
+    fault, backend = SPANNING[0]
+    good = endings(RUNS)[fault.run(backend)]
     assert not fault.wrong(good)
     assert "not the cause" in fault.wrong(good._replace(lines=["[rank0]: no", *good.lines]))
     assert "too long" in fault.wrong(good._replace(seconds=BOUND))

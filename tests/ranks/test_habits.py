@@ -108,10 +108,8 @@ def divided(backend, how):
 
 WARNING = (
     "the loss that was passed to engine.backward ends in a division by 4, which is "
-    "training.gradient_accumulation_steps; engine.backward "
-    "divides by the accumulation window itself: pass the undivided loss, or the gradients are 4 times too small "
-    "(ignore this if the "
-    "division has another purpose)"
+    "training.gradient_accumulation_steps; engine.backward divides by the accumulation window itself: pass the "
+    "undivided loss, or the gradients are 4 times too small (ignore this if the division has another purpose)"
 )
 
 
@@ -152,8 +150,7 @@ def test_a_mean_with_num_items_is_named_once(backend, how):
     kind = "MeanBackward0" if how == "mean of losses" else "NllLossBackward0"
     warning = (
         f"the loss that was passed to engine.backward with num_items ends in a mean ({kind}), and the engine divides "
-        "it by the number of "
-        "items again"
+        "it by the number of items again"
     )
     scenarios = tuple((averaged, (each, way)) for each in BACKENDS for way in MEANS)
     assert values(play(scenarios)[averaged, (backend, how)]) == [
@@ -216,8 +213,7 @@ def test_distributed_data_parallel_names_a_layer_that_is_frozen_by_hand():
     said = error(play(FROZEN)[frozen_late, (*LATE[3], True)])
     assert said == (
         "ModelError: head.weight was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did "
-        "not reduce its "
-        "bucket; call engine.set_trainable('head.weight', False) instead"
+        "not reduce its bucket; call engine.set_trainable('head.weight', False) instead"
     )
 
 

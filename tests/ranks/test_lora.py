@@ -7,14 +7,13 @@ from functools import cache
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, train, values
+from playing import SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, train, values
 from recording import Recorder
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import unishard
 from unishard.engine.model.facts import facts_of
-from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp
@@ -59,7 +58,6 @@ def adapted(backend, strategy, compute):
     with unishard.prepare(model, config(backend, strategy, precision=compute, optimizer=optimizer)) as engine:
         recorder = Recorder()
         with recorder:
-            done = []
             for micro_batch in engine.batches(own_share(3, "llama")):
                 recorder.phase = "forward"
                 loss = engine(**micro_batch).loss
@@ -70,9 +68,8 @@ def adapted(backend, strategy, compute):
                     for name, parameter in engine.module.named_parameters()
                     if name in before and parameter.grad is not None
                 ]
-                step = engine.step()
+                engine.step()
                 recorder.phase = "after"
-                done.append((engine.mean(loss), step))
         frozen = {name: own(parameter) for name, parameter in engine.module.named_parameters() if name in before}
         reduced = sum(
             event.numel
@@ -83,7 +80,6 @@ def adapted(backend, strategy, compute):
         )
         unchanged = engine_values(engine, before)
         return {
-            "curve": curve(done),
             "formats": {str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values()},
             "frozen bytes": sum(tensor.nbytes for tensor in frozen.values()),
             "bytes": engine.placement().param_bytes,
@@ -125,12 +121,6 @@ def run(*cell):
     return values(play(ADAPTED)[adapted, cell])
 
 
-@cache
-def expected(compute):
-    windows = [everyones(turn, turn + 1, world=WORLD, model="llama") for turn in range(3)]
-    return oracle.train(lora(torch.bfloat16), windows, config("fsdp", precision=compute), world=WORLD)
-
-
 @pytest.mark.parametrize("cell", [cell for _, cell in ADAPTED], ids="-".join)
 def test_a_bf16_base_stays_bf16_and_is_held_once(cell):
     sharded = cell[1] == "full_shard" or (cell[0] == "fsdp" and cell[1] != "no_shard")
@@ -158,13 +148,6 @@ def test_only_adapters_have_masters_state_and_gradients(cell):
 def test_no_gradient_of_a_frozen_parameter_travels(cell):
     for rank in run(*cell):
         assert rank["reduced"] <= 1.5 * TRAINABLE < FROZEN / 4  # FSDP2 pads each adapter to whole rows of each rank
-
-
-@pytest.mark.parametrize("cell", [cell for _, cell in ADAPTED], ids="-".join)
-def test_adapters_train_as_in_plain_torch_in_the_formats_that_each_layer_has(cell):
-    found, wanted = run(*cell)[0]["curve"], expected(cell[2])
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
-    assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
 
 
 # -- stopping and starting

@@ -73,48 +73,7 @@ class Plain:
         return norm
 
 
-def judge(discriminator, real, fake):
-    return functional.softplus(-discriminator(real)).mean() + functional.softplus(discriminator(fake)).mean()
-
-
-# -- two models that are trained against each other
-# ---------------------------------------------------------------------------------
-
-
-def gan(backend, strategy, precision, first="generator"):
-    cfg = {
-        "generator": configured(backend, strategy, precision, 0.1),
-        "discriminator": configured(backend, strategy, precision, 0.05),
-    }
-    models = {"generator": seeded(5, 13, 7), "discriminator": seeded(7, 11, 1, seed=4)}
-    order = sorted(models, key=lambda name: name != first)
-    engines = {name: unishard.prepare(models[name], cfg[name]) for name in order}
-    generator, discriminator, found = engines["generator"], engines["discriminator"], []
-    with generator, discriminator:
-        for turn in range(UPDATES * ACCUMULATION):
-            noise, real = drawn(turn, my_rank())
-            with torch.no_grad():
-                fake = generator(noise)
-            loss = judge(discriminator, real, fake)
-            discriminator.backward(loss)
-            judged = discriminator.step()
-            with discriminator.frozen():
-                deceit = functional.softplus(-discriminator(generator(noise))).mean()
-                generator.backward(deceit)
-            made = generator.step()
-            found.append((discriminator.mean(loss), generator.mean(deceit), judged.grad_norm, made.grad_norm))
-    return found
-
-
-def plain_gan(world=2):
-    generator, discriminator, found = Plain(seeded(5, 13, 7), 0.1), Plain(seeded(7, 11, 1, seed=4), 0.05), []
-    for turn in range(UPDATES * ACCUMULATION):
-        noise, real = (torch.cat(parts) for parts in zip(*(drawn(turn, rank) for rank in range(world)), strict=True))
-        loss = judge(discriminator.module, real, generator.module(noise).detach())
-        judged = discriminator.learn(loss)
-        deceit = functional.softplus(-discriminator.module(generator.module(noise))).mean()
-        found.append((loss.item(), deceit.item(), judged, generator.learn(deceit)))
-    return found
+# -- a backward that reaches another engine
 
 
 def mixed_up(backend, strategy):
@@ -194,15 +153,6 @@ def distil(backend, strategy, precision, first="student"):
             held.param_bytes,
             any(parameter.requires_grad for parameter in teacher.module.parameters()),
         )
-
-
-def plain_distil(world=2):
-    student, teacher, found = Plain(seeded(5, 13, 7), 0.1), seeded(5, 17, 7, seed=9), []
-    for turn in range(UPDATES * ACCUMULATION):
-        noise = torch.cat([drawn(turn, rank)[0] for rank in range(world)])
-        loss = functional.mse_loss(student.module(noise), teacher(noise).detach())
-        found.append((loss.item(), student.learn(loss)))
-    return found
 
 
 # -- a model that is only evaluated
@@ -290,8 +240,7 @@ def played(backend, function, *arguments):
     cells = [cell for cell in SPANNING if cell[0] == backend]
     scenarios = (
         *((name, (backend, *given)) for name, given in PLAYED),
-        *((name, cell) for name in (gan, distil, evaluated) for cell in cells),
-        (gan, (*cells[-1], "discriminator")),
+        *((name, cell) for name in (distil, evaluated) for cell in cells),
         (distil, (*cells[-1], "teacher")),
     )
     return values(play(scenarios)[function, (backend, *arguments)])
@@ -302,13 +251,6 @@ def assert_close(found, wanted, *, rel, floor=0.0):
         assert [value is None for value in row] == [value is None for value in expected]
         there = [value for value in expected if value is not None]
         assert [value for value in row if value is not None] == pytest.approx(there, rel=rel, abs=floor)
-
-
-@pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
-def test_a_generator_learns_through_a_discriminator_as_in_plain_torch(backend, strategy, precision):
-    wanted = plain_gan()
-    for found in played(backend, gan, strategy, precision):
-        assert_close(found, wanted, rel={"fp32": 2e-6, "bf16": 2e-2}[precision])
 
 
 @pytest.mark.parametrize("penalty", [False, True])
@@ -328,7 +270,6 @@ def test_gradients_of_an_output_are_those_of_plain_torch_or_refused_by_name(back
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_order_of_prepare_calls_makes_no_difference(backend):
     sharded = "full_shard", PRECISION_OF[backend, "full_shard"]
-    assert played(backend, gan, *sharded, "discriminator") == played(backend, gan, *sharded)
     assert played(backend, distil, *sharded, "teacher") == played(backend, distil, *sharded)
 
 
@@ -341,12 +282,10 @@ def test_a_backward_of_another_engine_that_would_leave_gradients_is_refused(back
 
 
 @pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
-def test_a_frozen_teacher_teaches_as_in_plain_torch_and_holds_its_part_alone(backend, strategy, precision):
-    wanted = plain_distil()
+def test_a_frozen_teacher_holds_its_part_alone(backend, strategy, precision):
     elements = sum(parameter.numel() for parameter in seeded(5, 17, 7).parameters())
-    rel, size = {"fp32": (2e-6, 4), "bf16": (2e-2, 2)}[precision]
-    for found, masters, held, needs_gradient in played(backend, distil, strategy, precision):
-        assert_close(found, wanted, rel=rel)
+    size = {"fp32": 4, "bf16": 2}[precision]
+    for _, masters, held, needs_gradient in played(backend, distil, strategy, precision):
         assert masters == 0
         assert held <= size * (elements / 2 + 32)
         assert not needs_gradient

@@ -1,4 +1,4 @@
-"""Eight of the models that `make models` trains, with a part of their runs; and its page, docs/models-tested.md."""
+"""Some of the models that `make models` trains, with a part of their runs; and its page, docs/models-tested.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,22 @@ from models.sweep import attempt
 from unishard.testing.cells import BACKENDS
 
 PAGE = Path(__file__).parents[2] / "docs/models-tested.md"
-SOME = ("gemma2", "mixtral", "lfm2", "albert", "bart", "hubert", "swin", "blocks in another order in each update")
+SOME = (
+    *(
+        "gpt2",
+        "gemma2",
+        "mixtral",
+        "lfm2",
+        "albert",
+        "bart",
+        "hubert",
+        "swin",
+        "nn.Transformer",
+        "BatchNorm",
+        "dropout",
+    ),
+    *("weights tied across units", "a block that is used three times", "blocks in another order in each update"),
+)
 
 
 def _runs(number: int) -> list[Run]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conforming import ACCUMULATION, MICRO_BATCHES, assert_conforms, configured, tolerance, windows
 from playing import PRECISIONS, curve, error, everyones, my_rank, own_share, play, train, values
-from test_options import routed_batch, routing
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -235,29 +234,6 @@ def test_no_gradient_is_applied_a_second_time(cell):
     assert max(played(unused, HELD, cell)) < (1e-6 if cell[2] == "fp32" else 2e-2)
 
 
-def routes(backend, place):
-    cfg = offloaded(backend, place, sharding={"units": ["Part"]})
-    data = [routed_batch(turn, my_rank(), "on both ranks, in some micro-batches") for turn in range(MICRO_BATCHES)]
-    with unishard.prepare(routing(), cfg) as engine:
-        return curve(train(engine, data))
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
-    found = played(routes, CELLS, cell)
-    assert found[0] == found[1]
-    data = [
-        [
-            routed_batch(turn, rank, "on both ranks, in some micro-batches")
-            for turn in range(start, start + ACCUMULATION)
-            for rank in (0, 1)
-        ]
-        for start in range(0, MICRO_BATCHES, ACCUMULATION)
-    ]
-    wanted = oracle.train(routing(), data, configured("fsdp", "full_shard", "fp32"), world=2)
-    assert_conforms(found[0], wanted, tolerance(cell[0], PLACES[cell[1]][0], "fp32"))
-
-
 # -- what cannot be had
 # -------------------------------------------------------------------------------------------------------------
 
@@ -296,22 +272,18 @@ def without_fp16(*arguments):
 FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 ASYNC_IO = (
     "BackendError: offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio "
-    "with its "
-    "headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
+    "with its headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
 )
 ROUNDS = (
     "BackendError: offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed "
-    "0.19.8); set it to "
-    "cpu, or precision to bf16"
+    "0.19.8); set it to cpu, or precision to bf16"
 )
 OTHER = "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu"
 REFUSED = {
     (strictly, ("fsdp", "cpu", "none")): (
         "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy "
-        "moves parameters, "
-        "gradients and optimizer state together, so the optimizer's state lives in host memory as well, and it steps "
-        "there: more device "
-        "memory is free, and the update is slower; the same maths"
+        "moves parameters, gradients and optimizer state together, so the optimizer's state lives in host memory as "
+        "well, and it steps there: more device memory is free, and the update is slower; the same maths"
     ),
     (
         refused,

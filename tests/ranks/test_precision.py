@@ -7,16 +7,13 @@ from collections import UserDict
 
 import pytest
 import torch
-from playing import STRATEGIES, config, curve, error, everyones, my_rank, own_share, play, prepare, train, values
+from playing import STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 import unishard
-from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
-from unishard.testing.models import Mlp, MlpOutput, llama, mlp
-from unishard.testing.tolerances import TOLERANCES
+from unishard.testing.models import Mlp, llama, mlp
 
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
@@ -271,60 +268,6 @@ def test_buffers_keep_their_bits_unless_another_format_is_asked_for(cell):
             for name, buffer in original.items():
                 assert found[name] == (str(dtype), buffer.to(dtype).double().tolist())
                 assert wanted == "keep" or found[name][1] != buffer.double().tolist()
-
-
-class Normalized(nn.Module):
-    """With BatchNorm, which torch computes in bf16 only if its buffers are bf16 too."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.body, self.norm, self.head = nn.Linear(13, 12), nn.BatchNorm1d(12), nn.Linear(12, 11)
-
-    def forward(self, x, labels):
-        logits = self.head(torch.relu(self.norm(self.body(x))))
-        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
-
-
-class Looped(nn.Module):
-    """Calls one layer three times, as ALBERT and recurrent cells do: its weight gets three gradients in one
-    backward."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.body, self.block, self.head = nn.Linear(13, 12), nn.Linear(12, 12), nn.Linear(12, 11)
-
-    def forward(self, x, labels):
-        hidden = self.body(x)
-        for _ in range(3):
-            hidden = hidden + torch.tanh(self.block(hidden))
-        logits = self.head(hidden)
-        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
-
-
-def in_bf16(model, backend, strategy):
-    with unishard.prepare(
-        model(), config(backend, strategy, precision={"compute": "bf16", "buffers": "bf16"})
-    ) as engine:
-        return curve(train(engine, own_share(3)))
-
-
-IN_BF16 = tuple((in_bf16, (model, *cell)) for model in (Normalized, Looped) for cell in CELLS)
-
-
-@everywhere
-@pytest.mark.parametrize("model", [Normalized, Looped])
-def test_a_model_trains_as_in_plain_torch_in_bf16(model, cell):
-    plain = model()
-    for module in plain.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.bfloat16() if buffer.is_floating_point() else buffer)
-    windows = [everyones(turn, turn + 1, world=2) for turn in range(3)]
-    wanted = oracle.train(plain, windows, config("fsdp", precision="bf16"), world=2)
-    for found in values(play(IN_BF16)[in_bf16, (model, *cell)]):
-        assert found.losses == pytest.approx(wanted.losses, rel=TOLERANCES["bf16"].first_losses)
-        assert found.norms[0] == pytest.approx(wanted.norms[0], rel=TOLERANCES["bf16"].first_norm)
 
 
 class Encoding(UserDict):

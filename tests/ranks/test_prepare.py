@@ -25,13 +25,12 @@ from playing import (
     values,
 )
 from torch import nn
-from torch.nn import functional
 
 import unishard
 from unishard.contract import registry
 from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
-from unishard.testing.models import Mlp, MlpOutput, mlp
+from unishard.testing.models import Mlp, mlp
 
 # -- what trains
 # ------------------------------------------------------------------------------------------------------------------
@@ -78,40 +77,7 @@ def formats(backend, strategy, precision):
         }
 
 
-class Branching(nn.Module):
-    """Runs its second branch only when told to, or alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.always = nn.Linear(13, 11)
-        self.sometimes = nn.ModuleList([nn.Linear(13, 11), nn.Linear(11, 11)])
-
-    def forward(self, x, labels, branch):
-        logits = self.always(x) if branch != "alone" else 0.0
-        if branch:
-            logits = logits + self.sometimes[1](self.sometimes[0](x))
-        return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
-
-
-def unused_parameters(backend, strategy):
-    """The branch's own output after each of four updates, of which the second and third do not use it."""
-    torch.manual_seed(5)
-    outputs = []
-    with unishard.prepare(
-        Branching(), config(backend, strategy, optimizer={"name": "sgd", "lr": 0.5, "weight_decay": 0.0})
-    ) as engine:
-        for turn, batch in enumerate(own_share(4)):
-            engine.backward(engine(**batch, branch=turn in (0, 3)).loss)
-            assert engine.step().updated
-            with torch.no_grad():
-                outputs.append(engine(**own_share(1)[0], branch="alone").logits.tolist())
-    return outputs
-
-
-TRAINED = (
-    *((another_seed_on_each_rank, (strategy,)) for strategy in STRATEGIES),
-    (unused_parameters, ("full_shard",)),
-)
+TRAINED = (*((another_seed_on_each_rank, (strategy,)) for strategy in STRATEGIES),)
 
 
 def trained(backend, function, *arguments):
@@ -149,13 +115,6 @@ def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_thei
             "fine": ("torch.float32", 1.0 + 2**-20),
             "count": ("torch.int64", 2**40 + 1),
         }
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_parameters_that_an_update_did_not_use_do_not_move(backend):
-    for first, second, third, fourth in trained(backend, unused_parameters, "full_shard"):
-        assert first == second == third
-        assert third != fourth
 
 
 # -- the check after prepare

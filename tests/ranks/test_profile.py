@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from playing import config, own_share, play, prepare, train, values
 
-import unishard
 from unishard.testing.cells import BACKENDS
 
 everywhere = pytest.mark.parametrize("backend", BACKENDS)
@@ -97,24 +96,3 @@ def test_steps_that_do_not_end_are_not_written_and_harm_nothing(backend, root):
 
 
 SCENARIOS = (ended, traced, untraced)
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"steps": [3]}, "profile.dir: is missing; traces need a directory, such as runs/profile"),
-        (
-            {"steps": [0], "dir": "a"},
-            "profile.steps: counts from 1, got 0; write numbers of at least 1, such as [10, 11]",
-        ),
-        (
-            {"steps": [3, 2], "dir": "a"},
-            "profile.steps: must rise, without a number twice; sort them, as in [10, 11, 12]",
-        ),
-        ({"memory": True}, "profile.memory: is unused without profile.steps; name the steps, or remove profile.memory"),
-    ],
-)
-def test_what_the_section_refuses(section, message):
-    with pytest.raises(unishard.ConfigError) as caught:
-        unishard.load({"profile": section})
-    assert str(caught.value) == message

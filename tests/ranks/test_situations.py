@@ -1,5 +1,4 @@
-"""Models and loops off the beaten path: frozen and tied parameters, parameter groups, two engines at once, evaluation
-before a step."""
+"""Models and loops off the beaten path: a part that runs alone, two engines at once, a layer with other weights."""
 
 from __future__ import annotations
 
@@ -10,14 +9,13 @@ import torch
 from conforming import ACCUMULATION, MICRO_BATCHES, UPDATES, assert_conforms, configured, tolerance, windows
 from playing import SPANNING, config, curve, error, everyones, own_share, play, prepare, train, values
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils.parametrize import register_parametrization
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.models import MlpOutput, llama, mlp
+from unishard.testing.models import MlpOutput, mlp
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CELLS = SPANNING
@@ -29,159 +27,29 @@ def played(scenario, cell, cells=CELLS):
     return values(play(tuple((scenario, cell) for cell in cells))[scenario, cell])
 
 
-# -- frozen parameters
-# ------------------------------------------------------------------------------------------------------------
+# -- a part of the model alone
 
 
-def frozen_in_part():
-    """The first block, and in every other the biases."""
-    model = mlp()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = not (name.startswith("blocks.0.") or name.endswith("down.bias"))
-    return model
-
-
-def held(parameter):
-    """A copy of what this rank keeps of a parameter."""
-    with torch.no_grad():
-        part = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
-        return part.detach().clone()
-
-
-def frozen(backend, strategy, precision):
-    with unishard.prepare(frozen_in_part(), configured(backend, strategy, precision)) as engine:
-        parameters = dict(engine.module.named_parameters())
-        before = {name: held(parameter) for name, parameter in parameters.items()}
-        with torch.no_grad():
-            block = engine.module.blocks[1](torch.linspace(-1, 1, 46, dtype=COMPUTE[precision]).view(2, 23))
-        trained = curve(train(engine, own_share(MICRO_BATCHES)))
-        after = {name: held(parameter) for name, parameter in parameters.items()}
-        placement = engine.placement()
-        return {
-            "block": block.float(),
-            "curve": trained,
-            "moved": {name for name in parameters if not torch.equal(before[name], after[name])},
-            "formats": {after[name].dtype for name, parameter in parameters.items() if not parameter.requires_grad},
-            "masters": placement.master_numel,
-            "bytes": placement.param_bytes,
-        }
-
-
-@everywhere
-def test_a_frozen_parameter_does_not_move_and_has_no_master(cell):
-    backend, strategy, precision = cell
-    model = frozen_in_part()
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    learning = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    ranks = played(frozen, cell)
-    wanted = oracle.train(model, windows(), configured("fsdp", strategy, precision), world=2)
-    for found in ranks:
-        assert_conforms(found["curve"], wanted, tolerance(*cell))
-    assert set.union(*(found["moved"] for found in ranks)) == set(learning)
-    # DeepSpeed computes with the tensors that it keeps; FSDP2 keeps what it was given and gathers in the compute
-    # format.
-    low = backend == "deepspeed" and precision == "bf16"
-    assert [found["formats"] for found in ranks] == [{torch.bfloat16 if low else torch.float32}] * 2
-    padding = 2 * len(list(model.parameters()))  # stage 3 divides each parameter evenly
-    copies = 2 if strategy == "no_shard" else 1
-    masters = sum(found["masters"] for found in ranks)
-    assert copies * sum(learning.values()) <= masters <= copies * sum(learning.values()) + padding
-    # ZeRO 1 and 2 keep whole parameters on each rank.
-    copies = 1 if strategy == "full_shard" or (backend == "fsdp" and strategy != "no_shard") else 2
-    size = 2 if low else 4
-    kept = sum(found["bytes"] for found in ranks)
-    assert copies * everything * size <= kept <= (copies * everything + padding) * size
+def part(backend, strategy, precision):
+    with prepare(configured(backend, strategy, precision)) as engine, torch.no_grad():
+        return engine.module.blocks[1](torch.linspace(-1, 1, 46, dtype=COMPUTE[precision]).view(2, 23)).float()
 
 
 @everywhere
 def test_a_block_runs_before_the_model_does(cell):
     with torch.no_grad():
         wanted = mlp().blocks[1](torch.linspace(-1, 1, 46).view(2, 23))
-    for found in played(frozen, cell):
-        assert torch.allclose(found["block"], wanted, atol=1e-6 if cell[2] == "fp32" else 3e-2)
+    for found in played(part, cell):
+        assert torch.allclose(found, wanted, atol=1e-6 if cell[2] == "fp32" else 3e-2)
 
 
-# -- tied parameters, parameter groups
-# --------------------------------------------------------------------------------------------
-
-
-def tied(backend, strategy, precision):
-    cfg = configured(backend, strategy, precision, optimizer={"name": "adamw", "lr": 3e-3})
-    with unishard.prepare(llama(tie_word_embeddings=True), cfg) as engine:
-        trained = curve(train(engine, own_share(MICRO_BATCHES, "llama")))
-        return trained, engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
-
-
-@everywhere
-def test_a_tied_llama_trains_as_in_plain_torch_and_stays_tied(cell):
-    cfg = configured("fsdp", *cell[1:], optimizer={"name": "adamw", "lr": 3e-3})
-    wanted = oracle.train(llama(tie_word_embeddings=True), windows("llama"), cfg, world=2)
-    for trained, same in played(tied, cell):
-        assert same
-        assert_conforms(trained, wanted, tolerance(*cell, "llama"))
-
-
-def two_groups(params):
-    params = list(params)
-    groups = [
-        {"params": [parameter for parameter in params if parameter.ndim > 1], "lr": 3e-3, "weight_decay": 0.2},
-        {"params": [parameter for parameter in params if parameter.ndim < 2], "lr": 2e-2, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.9))
-
-
-GROUPED = (*((*cell, False) for cell in CELLS), ("fsdp", "shard_optimizer", "fp32", True))
-FALLING = {"name": "linear", "total_steps": 2 * UPDATES}
-
-
-def grouped(backend, strategy, precision, zero_redundancy):
-    native = {"fsdp": {"zero_redundancy_optimizer": True}} if zero_redundancy else {}
-    cfg = configured(backend, strategy, precision, optimizer=None, scheduler=FALLING, native=native)
-    with unishard.prepare(mlp(), cfg, optimizer=two_groups) as engine:
-        trained = curve(train(engine, own_share(MICRO_BATCHES)))
-        return trained, [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
-
-
-@pytest.mark.parametrize("cell", GROUPED, ids=lambda cell: "-".join(map(str, cell)))
-def test_parameter_groups_keep_their_own_rate_and_weight_decay(cell):
-    cfg = configured("fsdp", *cell[1:3], optimizer=None, scheduler=FALLING)
-    wanted = oracle.train(mlp(), windows(), cfg, world=2, optimizer=two_groups)
-    for trained, groups in played(grouped, cell, GROUPED):
-        assert_conforms(trained, wanted, tolerance(*cell[:3]))
-        assert groups == [(pytest.approx(3e-3 / 2), 0.2), (pytest.approx(2e-2 / 2), 0.0)]
-
-
-# -- evaluation between backward and step
-# -----------------------------------------------------------------------------------------
-
-
-def evaluated(backend, strategy, precision):
-    done, losses = [], []
-    with prepare(configured(backend, strategy, precision)) as engine:
-        for batch in engine.batches(own_share(MICRO_BATCHES)):
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            with torch.no_grad():
-                losses.append((loss.item(), engine.eval()(**batch).loss.item()))
-            engine.train()
-            done.append((engine.mean(loss), engine.step()))
-    return curve(done), losses
+# -- two engines in one process
 
 
 @cache
 def plain(precision, seed=7, updates=UPDATES):
     return oracle.train(mlp(seed), windows(updates=updates), configured("fsdp", "full_shard", precision), world=2)
 
-
-@everywhere
-def test_evaluation_between_backward_and_step_sees_the_old_parameters_and_disturbs_nothing(cell):
-    for trained, losses in played(evaluated, cell):
-        assert_conforms(trained, plain(cell[2]), tolerance(*cell))
-        assert [after for _, after in losses] == pytest.approx([before for before, _ in losses], rel=1e-6)
-
-
-# -- two engines in one process
-# ---------------------------------------------------------------------------------------------------
 
 PAIRS = {
     "fsdp": (("fsdp", "full_shard", "fp32"), ("fsdp", "no_shard", "fp32")),

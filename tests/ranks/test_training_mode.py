@@ -93,8 +93,7 @@ SAID = {
         (
             "WARNING",
             "4 of 8 modules of Body were in evaluation mode, such as first; prepare has put them in training mode; "
-            "call .eval() on a part "
-            "after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
+            "call .eval() on a part after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
         )
     ],
 }

@@ -243,8 +243,7 @@ def test_an_iterator_that_is_read_again_is_named():
         assert counts == [3, 0]
         assert said == [
             "this pass over engine.batches() read nothing: list_iterator is an iterator, which an earlier pass has "
-            "read to its end; pass "
-            "the loader itself"
+            "read to its end; pass the loader itself"
         ]
 
 

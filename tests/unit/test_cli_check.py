@@ -114,8 +114,7 @@ def test_a_global_batch_that_no_number_of_ranks_gives(config: Path) -> None:
         "training: {micro_batch_size: 4, global_batch_size: 10}\nsharding: {strategy: hybrid_shard, group_size: 2}\n"
     ) == [
         "c.yaml:1: training.global_batch_size: is 10, but each rank adds micro_batch_size 4 x "
-        "gradient_accumulation_steps 1 = 4 samples; "
-        "write a multiple of 4, such as 8, or remove it"
+        "gradient_accumulation_steps 1 = 4 samples; write a multiple of 4, such as 8, or remove it"
     ]
 
 

@@ -33,63 +33,61 @@ def native(key: str, value: Any) -> Any:
     return backend.translate(Config.model_validate({"native": {"deepspeed": nested({key: value})}}), Topology())
 
 
-@pytest.mark.parametrize("key", TAKEN)
-def test_a_constant_is_a_value_that_the_key_takes(key: str) -> None:
-    if ROWS[key].constant is not NOTHING:
-        assert check(nested({key: ROWS[key].constant})) == []
+def test_a_constant_is_a_value_that_the_key_takes() -> None:
+    for key in TAKEN:
+        if ROWS[key].constant is not NOTHING:
+            assert check(nested({key: ROWS[key].constant})) == []
 
 
-@pytest.mark.parametrize("key", CONSTANTS)
-def test_deepspeed_takes_a_constant_and_its_reason_is_given(key: str) -> None:
-    row = ROWS[key]
-    assert row.why
-    if row.values.takes:
-        row.values.takes(row.constant)
+def test_deepspeed_takes_a_constant_and_its_reason_is_given() -> None:
+    for key in CONSTANTS:
+        row = ROWS[key]
+        assert row.why
+        if row.values.takes:
+            row.values.takes(row.constant)
 
 
-@pytest.mark.parametrize("key", CONSTANTS)
-def test_a_constant_is_written_unless_something_decides_the_key(key: str) -> None:
-    value = CONSTANTS[key][0]
-    written = dict(flat(backend.translate(Config(), Topology()).native))
-    for name, part in flat(nested({key: value})):
-        assert written[name] == part
+def test_a_constant_is_written_unless_something_decides_the_key() -> None:
+    for key in CONSTANTS:
+        value = CONSTANTS[key][0]
+        written = dict(flat(backend.translate(Config(), Topology()).native))
+        for name, part in flat(nested({key: value})):
+            assert written[name] == part
 
 
-@pytest.mark.parametrize("key", ROWS)
-def test_a_row_has_what_its_use_needs(key: str) -> None:
-    row = ROWS[key]
-    if row.use in (Use.REFUSED, Use.REMOVED):
-        assert "; " in row.text, "why, and what instead"
-    elif row.use is Use.DECIDED:
-        assert not row.ignored
-        assert set(row.text.split(" and ")) <= {*(path for path, _ in leaves(Config)), *Config.model_fields}
-    else:
-        assert not row.text
-        assert row.values.types != (object,)
-    for note in (row.why, row.ignored):
-        assert len(note) <= 80, note
+def test_a_row_has_what_its_use_needs() -> None:
+    for key in ROWS:
+        row = ROWS[key]
+        if row.use in (Use.REFUSED, Use.REMOVED):
+            assert "; " in row.text, "why, and what instead"
+        elif row.use is Use.DECIDED:
+            assert not row.ignored
+            assert set(row.text.split(" and ")) <= {*(path for path, _ in leaves(Config)), *Config.model_fields}
+        else:
+            assert not row.text
+            assert row.values.types != (object,)
+        for note in (row.why, row.ignored):
+            assert len(note) <= 80, note
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in used(Use.DECIDED) if key != "train_batch_size"]
-)  # a product: its factors are set instead
-def test_the_field_that_a_refusal_names_is_the_one_that_a_config_sets_by_the_key(key: str) -> None:
-    below = [row.fields for name, row in KEYS.items() if row.fields and (name == key or name.startswith(f"{key}."))]
-    fields = {field for text in below for field in re.split(", | and ", text)}
-    named = ROWS[key].text.split(" and ")
-    assert not fields or any(field == name or field.startswith(f"{name}.") for field in fields for name in named), (
-        fields
-    )
+def test_the_field_that_a_refusal_names_is_the_one_that_a_config_sets_by_the_key() -> None:
+    for key in [key for key in used(Use.DECIDED) if key != "train_batch_size"]:
+        below = [row.fields for name, row in KEYS.items() if row.fields and (name == key or name.startswith(f"{key}."))]
+        fields = {field for text in below for field in re.split(", | and ", text)}
+        named = ROWS[key].text.split(" and ")
+        assert not fields or any(field == name or field.startswith(f"{name}.") for field in fields for name in named), (
+            fields
+        )
 
 
-@pytest.mark.parametrize("key", used(Use.DECIDED, Use.REFUSED, Use.REMOVED))
-def test_what_cannot_be_set_says_what_to_do_instead(key: str) -> None:
-    above = next(name for at, name in enumerate(prefixes(key)) if name in ROWS)
-    with pytest.raises(ConfigError) as caught:
-        native(key, {} if above != key else 1)
-    (problem,) = caught.value.problems
-    assert problem.path == f"native.deepspeed.{above}"
-    assert ROWS[above].text in problem.what
+def test_what_cannot_be_set_says_what_to_do_instead() -> None:
+    for key in used(Use.DECIDED, Use.REFUSED, Use.REMOVED):
+        above = next(name for at, name in enumerate(prefixes(key)) if name in ROWS)
+        with pytest.raises(ConfigError) as caught:
+            native(key, {} if above != key else 1)
+        (problem,) = caught.value.problems
+        assert problem.path == f"native.deepspeed.{above}"
+        assert ROWS[above].text in problem.what
 
 
 def prefixes(key: str) -> list[str]:
@@ -97,25 +95,27 @@ def prefixes(key: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
-@pytest.mark.parametrize("key", TAKEN)
-def test_what_can_be_set_is_merged_last_and_has_a_line(key: str) -> None:
-    translation = native(key, sample(ROWS[key]))
-    line = translation.report.lines[-1]
-    assert (line.path, line.value, line.fit) == (f"native.deepspeed.{key}", sample(ROWS[key]), fit(key)[0])
-    assert dict(flat(translation.native)).get(key, {}) == sample(ROWS[key]) or key == "timers"
+def test_what_can_be_set_is_merged_last_and_has_a_line() -> None:
+    for key in TAKEN:
+        translation = native(key, sample(ROWS[key]))
+        line = translation.report.lines[-1]
+        assert (line.path, line.value, line.fit) == (f"native.deepspeed.{key}", sample(ROWS[key]), fit(key)[0])
+        assert dict(flat(translation.native)).get(key, {}) == sample(ROWS[key]) or key == "timers"
 
 
-@pytest.mark.parametrize("key", TAKEN)
-def test_a_value_of_another_type_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="must be "):
-        native(key, object if float in ROWS[key].values.types else math.pi)
+def test_a_value_of_another_type_is_refused() -> None:
+    for key in TAKEN:
+        with pytest.raises(ConfigError, match="must be "):
+            native(key, object if float in ROWS[key].values.types else math.pi)
 
 
-@pytest.mark.parametrize("key", TAKEN)
-def test_a_key_is_judged_alike_under_native_and_in_a_config_of_deepspeed(key: str) -> None:
-    lost = {Fit.EQUIVALENT: Fit.IGNORED, Fit.APPROXIMATE: Fit.APPROXIMATE}[fit(key)[0]]
-    for name in spellings(key):
-        assert KEYS[name].fit is lost or KEYS[name].fields, name  # one that decides fields is translated through them
+def test_a_key_is_judged_alike_under_native_and_in_a_config_of_deepspeed() -> None:
+    for key in TAKEN:
+        lost = {Fit.EQUIVALENT: Fit.IGNORED, Fit.APPROXIMATE: Fit.APPROXIMATE}[fit(key)[0]]
+        for name in spellings(key):
+            assert KEYS[name].fit is lost or KEYS[name].fields, (
+                name
+            )  # one that decides fields is translated through them
 
 
 def test_a_key_that_only_deepspeed_has_comes_back_as_a_native_setting() -> None:

@@ -8,49 +8,6 @@ import pytest
 import unishard
 from unishard import ConfigError
 
-BAD = [
-    ("training.seed", "override: 'training.seed' has no '='; write field=value, such as training.micro_batch_size=4"),
-    ("=3", "override: '=3' does not name a field; write field=value, such as training.micro_batch_size=4"),
-    (
-        "training..seed=3",
-        "override: 'training..seed=3' does not name a field; write field=value, such as training.micro_batch_size=4",
-    ),
-    ("training.seed=", "override: training.seed: has no value; write training.seed=value, or null for none"),
-    ("training.sed=3", "override: training.sed: unknown field; did you mean 'seed'?"),
-    ("lr=3", "override: lr: unknown field; did you mean 'optimizer.lr'?"),
-    ("trainig.seed=3", "override: trainig: unknown field; did you mean 'training'?"),
-    ("training.seed.x=3", "override: training.seed: is a single value without a field 'x'; write seed=value"),
-    (
-        "training.seed=x",
-        "override: training.seed: must be a whole number of at least 0 and below 4294967296, got 'x' (text)",
-    ),
-    ("training={seed: 3, sed: 4}", "override: training.sed: unknown field; did you mean 'seed'?"),
-    ("training={seed: 3, seed: 4}", "override: training.seed: is a duplicate of line 1; remove one of the two"),
-    (
-        "sharding.units=[A",
-        "override: sharding.units: is not YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream "
-        "end>'; "
-        "close the bracket that is opened here",
-    ),
-    (
-        "optimizer.lr=${LR}",
-        "override: optimizer.lr: contains ${LR}, but environment variables are not expanded; write the value, or set "
-        "it with an override",
-    ),
-    (
-        "scheduler.name=linear",
-        "override: scheduler.total_steps: is required by a linear schedule; write the number of updates",
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), BAD, ids=[case[0] for case in BAD])
-def test_message(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        unishard.load({}, [text])
-    assert str(caught.value) == message
-
-
 EXAMPLE = "write them as overrides=['training.seed=3']"
 
 

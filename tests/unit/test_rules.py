@@ -192,8 +192,7 @@ def test_batch_sizes_must_agree() -> None:
         translate(cfg, topology=Topology(world_size=4))
     assert str(caught.value) == (
         "training.global_batch_size: is 12, but micro_batch_size 2 x gradient_accumulation_steps 3 x 4 ranks is 24; "
-        "write "
-        "gradient_accumulation_steps: 3 and micro_batch_size: 1, or remove global_batch_size"
+        "write gradient_accumulation_steps: 3 and micro_batch_size: 1, or remove global_batch_size"
     )
 
 

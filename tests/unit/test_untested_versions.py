@@ -61,8 +61,7 @@ def test_an_untested_version_is_one_warning_on_rank_0(
     assert [(record.name, record.levelno) for record in caplog.records] == [("unishard", logging.WARNING)]
     assert caplog.messages == [
         "torch 9.0.1 was not tested with backend b (tested: 2.11 to 2.12); engine 3.0 was not tested with backend b "
-        "(tested: 2); "
-        "run `unishard doctor` to check this environment"
+        "(tested: 2); run `unishard doctor` to check this environment"
     ]
 
 

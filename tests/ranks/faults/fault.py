@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from faulting import Ending
+from page_rows import rows
 
 from unishard.testing.cells import BACKENDS
 
-__all__ = ["BOUND", "GONE", "WARNING", "Elsewhere", "Fault", "Subject"]
+__all__ = ["BOUND", "ROWS", "WARNING", "Fault", "Row", "spanning"]
 
 BOUND = 25.0
 """Seconds from the fault to the end of the last rank."""
-GONE = "is gone: its process ended without an error..."
 WARNING = re.compile(
     r"rank \d has (waited|been) .*|a signal to .*"
     r"|\[Rank \d\] \[deepspeed\] .*"
@@ -26,90 +26,74 @@ WARNING = re.compile(
 Run = tuple[Callable[..., None], tuple[Any, ...]]
 
 
+class Row(NamedTuple):
+    """What the page says of a fault."""
+
+    section: str
+    outcome: str
+    """First line of the output, where `...` stands for what differs between runs; or what happens, if the run goes
+    on."""
+    kept: str
+    """The newest complete checkpoint afterwards; empty if there is none."""
+
+
+ROWS = {(what, where): Row(section, *said) for section, (what, where, *said, _) in rows("reliability.md")}
+"""By fault and place."""
+
+
 class Fault(NamedTuple):
     """A fault that a run of two ranks plays."""
 
     what: str
     where: str
-    outcome: str
-    """First line of the output, where `...` stands for what differs between runs; or what happens, if the run goes
-    on."""
     scenario: Callable[..., None]
     arguments: tuple[Any, ...]
     """After the backend."""
-    kept: str = ""
-    """The newest complete checkpoint afterwards; empty if there is none."""
     lines: int = 2
-    """Lines of ranks that end with an error."""
-    code: int = 1
-    """Exit code of a rank that lives."""
+    """Lines of ranks that end with an error, where some do."""
     short: bool = True
     """Whether `make test` may play it; not where another test of the suite does."""
+
+    @property
+    def row(self) -> Row:
+        """What must come of it."""
+        return ROWS[self.what, self.where]
 
     def run(self, backend: str) -> Run:
         """The run on an engine."""
         return self.scenario, (backend, *self.arguments)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether no rank raises an error."""
-        return self.lines == 0
-
     def wrong(self, ending: Ending) -> str:
         """What is not as it should be; empty if all is well."""
+        _, outcome, kept = self.row
+        goes_on = not outcome.startswith(("unishard: ", "the save "))
+        code = 85 if outcome.endswith("exit code 85.") else int(not goes_on)
         told = [line for line in ending.lines if not WARNING.fullmatch(line)]
         errors = [line for line in told if line.startswith("unishard: rank ")]
         tracebacks = {line.partition("]")[0] for line in told if line.startswith("[rank")}
-        first = "(?s:.*)".join(map(re.escape, self.outcome.split("...")))
+        first = "(?s:.*)".join(map(re.escape, outcome.split("...")))
+        ends = [said.endswith(f"exit code {code} before it answered") for said in ending.codes.values()]
         checks = {
-            "a rank hangs": any(code.startswith("Hung") for code in ending.codes.values()),
+            "a rank hangs": any(said.startswith("Hung") for said in ending.codes.values()),
             "the fault did not happen": ending.seconds < 0,
             "it took too long": ending.seconds >= BOUND,
-            "the first line is not the cause": not self.goes_on and not (told and re.fullmatch(first, told[0])),
-            "a rank that goes on wrote an error": self.goes_on and bool(told),
-            f"not {self.lines} lines of ranks": len(errors) != self.lines,
+            "the first line is not the cause": not goes_on and not (told and re.fullmatch(first, told[0])),
+            "a rank that goes on wrote an error": goes_on and bool(told),
+            f"not {self.lines} lines of ranks": len(errors) != (0 if goes_on else self.lines),
             "two ranks wrote a traceback": len(tracebacks) > 1,
             "an error of gloo": any("gloo/" in line or "Connection closed" in line for line in told),
-            "another exit code": not any(
-                code.endswith(f"exit code {self.code} before it answered") for code in ending.codes.values()
-            ),
-            f"the newest checkpoint is {ending.kept or 'none'}": ending.kept != self.kept,
+            "another exit code": not any(ends),
+            f"the newest checkpoint is {ending.kept or 'none'}": ending.kept != kept,
         }
         return "; ".join(problem for problem, found in checks.items() if found)
 
 
-class Elsewhere(NamedTuple):
-    """A fault that a test of its own plays."""
-
-    what: str
-    where: str
-    outcome: str
-    test: str
-    """The function, as `tests/ranks/test_x.py::test_y`."""
-
-
-class Subject:
-    """The faults of one subject: a section of the page."""
-
-    def __init__(self, title: str, *, by_place: bool = False) -> None:
-        self.title, self.by_place = title, by_place
-        self.rows: list[Fault | Elsewhere] = []
-
-    def played(self) -> Iterator[Fault]:
-        """Those that have a scenario."""
-        return (row for row in self.rows if isinstance(row, Fault))
-
-    def every(self) -> list[tuple[Fault, str]]:
-        """Each on every engine: `make faults`."""
-        return [(fault, backend) for fault in self.played() for backend in BACKENDS]
-
-    def spanning(self) -> list[tuple[Fault, str]]:
-        """Each kind of fault and, of faults with a choice of places, each place, on the engines in turn:
-        `make test`."""
-        chosen: list[tuple[Fault, str]] = []
-        seen: Counter[str] = Counter()
-        for fault in (fault for fault in self.played() if fault.short):
-            if seen[fault.what] == 0 or (self.by_place and seen[fault.where] == 0):
-                chosen.append((fault, BACKENDS[len(chosen) % len(BACKENDS)]))
-                seen.update({fault.what, fault.where})
-        return chosen
+def spanning(faults: list[Fault], *, by_place: bool = False) -> list[tuple[Fault, str]]:
+    """Each kind of fault and, of faults with a choice of places, each place, on the engines in turn: `make test`."""
+    chosen: list[tuple[Fault, str]] = []
+    seen: Counter[str] = Counter()
+    for fault in (fault for fault in faults if fault.short):
+        if seen[fault.what] == 0 or (by_place and seen[fault.where] == 0):
+            chosen.append((fault, BACKENDS[len(chosen) % len(BACKENDS)]))
+            seen.update({fault.what, fault.where})
+    return chosen

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from playing import checked as config
 from playing import my_rank, own_share, prepare, train
 
-from mistakes.mistake import Mistakes
+from mistakes.mistake import elsewhere, mistake
 from unishard.checkpoint import finding, manifest
-
-CHECKPOINTS = Mistakes("Checkpoints")
 
 
 @contextmanager
@@ -38,14 +36,7 @@ def steps(root):
     return [found.step for found in finding.checkpoints(root)]
 
 
-@CHECKPOINTS.raises(
-    "a second run with the `checkpoint.dir` of an earlier one, and no `engine.load`",
-    "CheckpointError: ...: holds checkpoints of another run, the newest of step 4, and this run was not resumed from "
-    "one of them; set "
-    "checkpoint.on_existing to `resume` to continue that run or to `new` to keep it and begin another one beside it, "
-    "or set another "
-    'checkpoint.dir; or call engine.load("latest") before the first update',
-)
+@mistake("a second run with the `checkpoint.dir` of an earlier one, and no `engine.load`")
 def rerun(backend):
     with prepare(config(backend)), folder() as root:
         cfg = config(backend, checkpoint={"dir": str(root), "every_steps": 2, "keep_last": 2})
@@ -55,10 +46,7 @@ def rerun(backend):
             train(engine, own_share(1))
 
 
-@CHECKPOINTS.harmless(
-    "resuming from an earlier checkpoint, and later from `latest`",
-    "`latest` is the checkpoint that was saved last, not the highest step, whatever the clocks of the machines say",
-)
+@mistake("resuming from an earlier checkpoint, and later from `latest`")
 def gone_back(backend):
     with prepare(config(backend)), folder() as root:
         with prepare(config(backend, checkpoint={"dir": str(root), "every_steps": 1})) as engine:
@@ -83,10 +71,7 @@ def clock_ahead(root: Path) -> None:
     dist.barrier()
 
 
-@CHECKPOINTS.harmless(
-    "a relative `checkpoint.dir`, and `os.chdir` during the run",
-    "the directory is where it was when `prepare` was called",
-)
+@mistake("a relative `checkpoint.dir`, and `os.chdir` during the run")
 def moved_away(backend):
     before = Path.cwd()
     with prepare(config(backend)), folder() as root:
@@ -102,33 +87,20 @@ def moved_away(backend):
         return steps(root / "run"), [1, 2]
 
 
-@CHECKPOINTS.raises(
-    "`engine.export` into a folder that holds something",
-    "CheckpointError: ... exists and is not an empty folder; pass overwrite=True (`unishard export --overwrite`) to "
-    "replace the export "
-    "that it holds, or choose another folder",
-)
+@mistake("`engine.export` into a folder that holds something")
 def exported_twice(backend):
     with prepare(config(backend)) as engine, folder() as root:
         engine.export(root / "model")
         engine.export(root / "model")
 
 
-@CHECKPOINTS.raises(
-    "`engine.save(metric=loss.item())`, the loss of each rank's own samples",
-    "RankMismatchError: save: the ranks pass different metrics: rank 0 has 0.5, rank 1 has 1.5; pass the mean over the "
-    "ranks, "
-    "engine.mean(value)",
-)
+@mistake("`engine.save(metric=loss.item())`, the loss of each rank's own samples")
 def own_metric(backend):
     with prepare(config(backend)) as engine, folder() as root:
         engine.save(root, metric=0.5 + my_rank())
 
 
-CHECKPOINTS.elsewhere(
+elsewhere(
     "`engine.ema(decay)` after `prepare` under `checkpoint.on_existing: resume`",
-    "The average of the checkpoint continues. Without the call, a warning on rank 0: its moving average of the weights "
-    "is not resumed; to "
-    "resume it, call engine.ema(decay) before the first training forward, and before a save",
     "tests/ranks/test_ema.py::test_a_run_that_prepare_resumes_continues_its_average",
 )

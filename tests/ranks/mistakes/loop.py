@@ -8,15 +8,10 @@ import torch
 from playing import checked as config
 from playing import own_share, prepare, train
 
-from mistakes.mistake import Mistakes
-
-LOOP = Mistakes("The training loop")
+from mistakes.mistake import mistake
 
 
-@LOOP.raises(
-    "`engine.backward(loss)` twice for one micro-batch",
-    "ContractError: backward was called twice for one micro-batch; call engine.step() after every backward",
-)
+@mistake("`engine.backward(loss)` twice for one micro-batch")
 def backward_twice(backend):
     with prepare(config(backend)) as engine:
         loss = engine(**own_share(1)[0]).loss
@@ -24,19 +19,14 @@ def backward_twice(backend):
         engine.backward(loss)
 
 
-@LOOP.raises(
-    "`engine.step()` without a backward",
-    "ContractError: step was called without a backward; call engine.backward(loss) first...",
-)
+@mistake("`engine.step()` without a backward")
 def step_without_backward(backend):
     with prepare(config(backend)) as engine:
         engine(**own_share(1)[0])
         engine.step()
 
 
-@LOOP.raises(
-    "`engine.step()` twice", "ContractError: step was called without a backward; call engine.backward(loss) first..."
-)
+@mistake("`engine.step()` twice")
 def step_twice(backend):
     with prepare(config(backend)) as engine:
         engine.backward(engine(**own_share(1)[0]).loss)
@@ -44,38 +34,25 @@ def step_twice(backend):
         engine.step()
 
 
-@LOOP.raises(
-    "a loss per sample in `engine.backward`",
-    "ContractError: backward needs a scalar loss, got shape (2, 11); pass its mean, such as loss.mean()",
-)
+@mistake("a loss per sample in `engine.backward`")
 def loss_with_a_shape(backend):
     with prepare(config(backend)) as engine:
         engine.backward(engine(**own_share(1)[0]).logits)
 
 
-@LOOP.raises(
-    "`engine.backward(loss.detach())`, or a loss computed under `no_grad`",
-    "ContractError: backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached...",
-)
+@mistake("`engine.backward(loss.detach())`, or a loss computed under `no_grad`")
 def loss_without_a_graph(backend):
     with prepare(config(backend)) as engine:
         engine.backward(engine(**own_share(1)[0]).loss.detach())
 
 
-@LOOP.raises(
-    "`engine.backward(output)`",
-    "ContractError: backward needs a scalar loss tensor, got MlpOutput; pass the loss itself...",
-)
+@mistake("`engine.backward(output)`")
 def loss_that_is_the_output(backend):
     with prepare(config(backend)) as engine:
         engine.backward(engine(**own_share(1)[0]))
 
 
-@LOOP.raises(
-    "a `continue` that skips `engine.backward(loss)`",
-    "ContractError: a new accumulation window starts after 2 of 3 micro-batches of the last one; call backward and "
-    "step for every batch...",
-)
+@mistake("a `continue` that skips `engine.backward(loss)`")
 def batch_without_backward(backend):
     with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
         for index, batch in enumerate(engine.batches(own_share(6))):
@@ -85,11 +62,7 @@ def batch_without_backward(backend):
                 engine.step()
 
 
-@LOOP.raises(
-    "the same at the last batch of the data",
-    "ContractError: a new accumulation window starts after 2 of 3 micro-batches of the last one; call backward and "
-    "step for every batch...",
-)
+@mistake("the same at the last batch of the data")
 def last_batch_without_backward(backend):
     with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
         for index, batch in enumerate(engine.batches(own_share(3))):
@@ -99,21 +72,13 @@ def last_batch_without_backward(backend):
                 engine.step()
 
 
-@LOOP.raises(
-    "`engine.module(**batch)` instead of `engine(**batch)`",
-    "ContractError: backward was called without a forward of the engine; compute the loss with engine(...) in training "
-    "mode...",
-)
+@mistake("`engine.module(**batch)` instead of `engine(**batch)`")
 def loss_of_the_bare_module(backend):
     with prepare(config(backend, "no_shard")) as engine:
         engine.backward(engine.module(**own_share(1)[0]).loss)
 
 
-@LOOP.raises(
-    "a `break` inside an accumulation window",
-    "ContractError: a new accumulation window starts after 1 of 3 micro-batches...leave a loop only when "
-    "step().updated...",
-)
+@mistake("a `break` inside an accumulation window")
 def loop_left_inside_a_window(backend):
     with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
         train(engine, own_share(3))
@@ -124,19 +89,11 @@ def loop_left_inside_a_window(backend):
         train(engine, own_share(3))
 
 
-@LOOP.raises(
-    "calls on a closed engine",
-    "ContractError: forward was called on a closed engine; build a new model and prepare it",
-    "forward",
-)
-@LOOP.raises(
-    "`engine.backward` on a closed engine", "ContractError: backward was called on a closed engine...", "backward"
-)
-@LOOP.raises("`engine.step` on a closed engine", "ContractError: step was called on a closed engine...", "step")
-@LOOP.raises(
-    "`engine.batches` on a closed engine", "ContractError: batches was called on a closed engine...", "batches"
-)
-@LOOP.raises("`engine.eval` on a closed engine", "ContractError: train was called on a closed engine...", "train")
+@mistake("calls on a closed engine", "forward")
+@mistake("`engine.backward` on a closed engine", "backward")
+@mistake("`engine.step` on a closed engine", "step")
+@mistake("`engine.batches` on a closed engine", "batches")
+@mistake("`engine.eval` on a closed engine", "train")
 def closed(backend, call):
     engine = prepare(config(backend))
     batch = own_share(1)[0]
@@ -152,12 +109,8 @@ def closed(backend, call):
     }[call]()
 
 
-@LOOP.raises(
-    "a gradient penalty, `torch.autograd.grad(..., create_graph=True)` of an output, elsewhere than under `no_shard` "
-    "of FSDP",
-    "ContractError: torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work "
-    "with "
-    "sharding.strategy full_shard ...; set ...sharding: no_shard and precision: fp32...",
+@mistake(
+    "a gradient penalty, `torch.autograd.grad(..., create_graph=True)` of an output, elsewhere than under `no_shard` of FSDP"
 )
 def gradient_penalty(backend):
     batch = own_share(1)[0]
@@ -167,16 +120,10 @@ def gradient_penalty(backend):
         engine.backward(gradient.square().mean())
 
 
-@LOOP.raises(
-    "`clip_grad_norm=0` to turn clipping off",
-    "ContractError: clip_grad_norm must be a positive number, got 0; pass None for no clipping",
-    0,
-)
-@LOOP.raises("`clip_grad_norm=-1.0`", "ContractError: clip_grad_norm must be a positive number, got -1.0...", -1.0)
-@LOOP.raises(
-    "`clip_grad_norm=math.nan`", "ContractError: clip_grad_norm must be a positive number, got nan...", math.nan
-)
-@LOOP.raises('`clip_grad_norm="1"`', "ContractError: clip_grad_norm must be a positive number, got '1'...", "1")
+@mistake("`clip_grad_norm=0` to turn clipping off", 0)
+@mistake("`clip_grad_norm=-1.0`", -1.0)
+@mistake("`clip_grad_norm=math.nan`", math.nan)
+@mistake('`clip_grad_norm="1"`', "1")
 def bad_clip(backend, value):
     with prepare(config(backend)) as engine:
         engine.backward(engine(**own_share(1)[0]).loss)

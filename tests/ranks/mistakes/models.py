@@ -9,10 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from mistakes.mistake import Mistakes
+from mistakes.mistake import mistake
 from unishard.testing.models import MlpOutput, mlp
-
-MODELS = Mistakes("Models")
 
 
 class Twice(nn.Module):
@@ -44,55 +42,21 @@ def watched():
 TIES = {"transposed": transposed, "same data": same_data, "watched": watched}
 
 
-@MODELS.raises(
-    "weights that are tied by their memory: `decoder.weight = nn.Parameter(encoder.weight.t())`",
-    "ModelError: parameters encoder.weight and decoder.weight of Twice share memory but are two objects, which engines "
-    "would train apart; "
-    "tie them by one object, decoder.weight = encoder.weight; for a transpose or a slice, keep only encoder.weight and "
-    "compute with it in "
-    "the forward, such as F.linear(x, encoder.weight.t())",
-    "transposed",
-)
-@MODELS.raises(
-    "the same by `decoder.weight.data = encoder.weight.data`",
-    "ModelError: parameters encoder.weight and decoder.weight of Twice share memory but are two objects...",
-    "same data",
-)
-@MODELS.raises(
-    "a buffer that is a view of a weight",
-    "ModelError: buffer first of Twice shares memory with parameter encoder.weight, and would keep the old values when "
-    "the parameter "
-    "trains; compute it from the parameter in the forward, or register a copy, encoder.weight.detach().clone()",
-    "watched",
-)
+@mistake("weights that are tied by their memory: `decoder.weight = nn.Parameter(encoder.weight.t())`", "transposed")
+@mistake("the same by `decoder.weight.data = encoder.weight.data`", "same data")
+@mistake("a buffer that is a view of a weight", "watched")
 def shared_memory(backend, tie):
     for strategy in STRATEGIES[::-1]:
         unishard.prepare(TIES[tie](), config(backend, strategy))
 
 
-@MODELS.raises(
-    "`nn.Embedding(..., sparse=True)`",
-    "ModelError: 0 (Embedding) of Sequential has sparse=True, and engines reduce and shard only dense gradients; build "
-    "it with "
-    "sparse=False, and train it with an optimizer for dense gradients, such as AdamW",
-)
+@mistake("`nn.Embedding(..., sparse=True)`")
 def sparse_gradients(backend):
     unishard.prepare(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), config(backend))
 
 
-@MODELS.raises(
-    "two models that share a module, each prepared",
-    "ModelError: module encoder of Twice was already prepared in another model, whose engine shards and trains it; "
-    "prepare one model that "
-    "contains both and let its forward choose, or give each model its own copy before prepare, such as "
-    "copy.deepcopy(module)",
-    "module",
-)
-@MODELS.raises(
-    "two models that share a parameter, each prepared",
-    "ModelError: parameter encoder.weight of Twice was already prepared in another model...",
-    "parameter",
-)
+@mistake("two models that share a module, each prepared", "module")
+@mistake("two models that share a parameter, each prepared", "parameter")
 def two_models(backend, what):
     one, other = Twice(), Twice()
     if what == "module":
@@ -120,23 +84,9 @@ def add_parameter(model):
 ADDED = {"head": replace_head, "adapters": add_adapters, "parameter": add_parameter}
 
 
-@MODELS.raises(
-    "a head that is replaced after `prepare`",
-    "ContractError: module head was added or replaced after unishard.prepare, so no engine trains or saves it; change "
-    "the model before "
-    "prepare: get_peft_model, a new head, a resized embedding",
-    "head",
-)
-@MODELS.raises(
-    "`get_peft_model(engine.module, ...)` after `prepare`",
-    "ContractError: module head.lora_A.default was added or replaced after unishard.prepare...",
-    "adapters",
-)
-@MODELS.raises(
-    "a parameter that is added after `prepare`",
-    "ContractError: parameter scale was added or replaced after unishard.prepare...",
-    "parameter",
-)
+@mistake("a head that is replaced after `prepare`", "head")
+@mistake("`get_peft_model(engine.module, ...)` after `prepare`", "adapters")
+@mistake("a parameter that is added after `prepare`", "parameter")
 def added_after_prepare(backend, what):
     with prepare(config(backend)) as engine:
         ADDED[what](engine.module)
@@ -157,9 +107,7 @@ class Hooked(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), labels % 3), logits)
 
 
-@MODELS.harmless(
-    "a hook that computes with the weight of an embedding, as `spectral_norm(nn.Embedding(...))` does", "it is trained"
-)
+@mistake("a hook that computes with the weight of an embedding, as `spectral_norm(nn.Embedding(...))` does")
 def hooked_embedding(backend):
     batch = own_share(1)[0]
     plain = Hooked()

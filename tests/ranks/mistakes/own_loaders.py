@@ -9,7 +9,8 @@ from playing import my_rank, prepare
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import unishard
-from mistakes.data import DATA, read, samples, warnings_raised
+from mistakes.data import read, samples, warnings_raised
+from mistakes.mistake import mistake
 
 _ALL = samples(16)
 
@@ -40,82 +41,24 @@ LOADERS = {
     "other batches": lambda cfg: _batches(4),
 }
 
-_WRONG_SHARES = (
-    "DataError: DistributedSampler does not give each of the 2 ranks its own share: rank 0 reads share 0 of {0}, rank "
-    "1 reads share {1} "
-    "of {0}; give it neither num_replicas nor rank, which it takes from the process group, or use "
-    "unishard.dataloader(dataset, cfg)"
-)
-_OTHER_SIZE = (
-    "{} has batches of 4, and training.micro_batch_size is 2; write batch_size=cfg.training.micro_batch_size in the "
-    "script, or "
-    "training.micro_batch_size: 4 in the config"
-)
 
-
-@DATA.raises(
-    "a list or generator of batches of another size than `training.micro_batch_size`",
-    f"UserWarning: {_OTHER_SIZE.format('list')}",
-    "other batches",
-)
-@DATA.raises(
-    "the same where `training.global_batch_size` asks for a check",
-    f"DataError: training.global_batch_size is 4, but {_OTHER_SIZE.format('DataLoader')}",
-    "other batch size",
-    4,
-)
-@DATA.raises(
-    "`DataLoader(batch_size=4)` where `training.micro_batch_size` is 2",
-    f"UserWarning: {_OTHER_SIZE.format('DataLoader')}",
-    "other batch size",
-)
-@DATA.raises(
-    "the same batches on every rank",
-    "UserWarning: ranks 0 and 1 read the same first batch, so they train on the same samples; let each rank read its "
-    "own: use "
-    "unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler, or split the data by rank",
-    "same batches",
-)
-@DATA.raises(
-    "`unishard.dataloader` prepared by Accelerate",
-    "DataError: the data are sharded twice, by Accelerate and unishard.dataloader: each rank reads one of 4 parts; use "
-    "one of them",
-    "prepared ours",
-)
-@DATA.raises(
-    "a `DistributedSampler` in a loader that Accelerate prepares",
-    "DataError: the data are sharded twice, by Accelerate and DistributedSampler: each rank reads one of 4 parts; use "
-    "one of them",
-    "prepared twice",
-)
-@DATA.raises("`DistributedSampler(num_replicas=4, ...)` on 2 ranks", _WRONG_SHARES.format(4, 1), "too many shares")
-@DATA.raises("`DistributedSampler(num_replicas=2, rank=0)` on every rank", _WRONG_SHARES.format(2, 0), "one share")
-@DATA.raises(
-    "a `DataLoader` without a sampler on several ranks",
-    "UserWarning: each of the 2 ranks reads the entire dataset through SequentialSampler, not its own share; use "
-    "unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler",
-    "no sampler",
-)
+@mistake("a list or generator of batches of another size than `training.micro_batch_size`", "other batches")
+@mistake("the same where `training.global_batch_size` asks for a check", "other batch size", 4)
+@mistake("`DataLoader(batch_size=4)` where `training.micro_batch_size` is 2", "other batch size")
+@mistake("the same batches on every rank", "same batches")
+@mistake("`unishard.dataloader` prepared by Accelerate", "prepared ours")
+@mistake("a `DistributedSampler` in a loader that Accelerate prepares", "prepared twice")
+@mistake("`DistributedSampler(num_replicas=4, ...)` on 2 ranks", "too many shares")
+@mistake("`DistributedSampler(num_replicas=2, rank=0)` on every rank", "one share")
+@mistake("a `DataLoader` without a sampler on several ranks", "no sampler")
 def own_loader(backend, name, global_batch_size=None):
     cfg = config(backend, training={"global_batch_size": global_batch_size})
     with prepare(cfg) as engine, warnings_raised():
         read(engine, LOADERS[name](cfg))
 
 
-@DATA.raises(
-    "a new `DataLoader` with a generator of the same seed in each epoch",
-    "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its generator has the same "
-    "seed again: make it "
-    "once, before the loop over epochs",
-    "generator",
-)
-@DATA.raises(
-    "no `set_epoch` on a `DistributedSampler`",
-    "UserWarning: the DataLoader reads the samples in the same order as in the last epoch; its DistributedSampler is "
-    "still at epoch 0: "
-    "call set_epoch(epoch) on it before each epoch",
-    "sampler",
-)
+@mistake("a new `DataLoader` with a generator of the same seed in each epoch", "generator")
+@mistake("no `set_epoch` on a `DistributedSampler`", "sampler")
 def same_order(backend, kind):
     data, sampler = samples(16)[my_rank() :: 2], DistributedSampler(_ALL)
     with prepare(config(backend)) as engine, warnings_raised():
@@ -152,11 +95,8 @@ RIGHT = {
 }
 
 
-@DATA.harmless(
-    "loaders that give each rank its share: a `DistributedSampler`, a `batch_sampler` by number of tokens, a dataset "
-    "that is split by "
-    "rank, a loader that Accelerate has prepared",
-    "they are read as they are, without a warning",
+@mistake(
+    "loaders that give each rank its share: a `DistributedSampler`, a `batch_sampler` by number of tokens, a dataset that is split by rank, a loader that Accelerate has prepared"
 )
 def right_loaders(backend):
     got, right = [], []

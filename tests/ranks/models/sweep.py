@@ -126,8 +126,7 @@ def _line(records: Sequence[Record]) -> str:
     good = [record for record in records if "losses" in record]
     figures = [
         f"{kind} {max(max(record['losses']) for record in chosen):.0e} "
-        f"{max(max(record['norms']) for record in chosen):.0e} "
-        f"{max(record['parameters'] for record in chosen):.0e}"
+        f"{max(max(record['norms']) for record in chosen):.0e} {max(record['parameters'] for record in chosen):.0e}"
         for kind in ("fp32", "bf16")
         if (chosen := [record for record in good if f" {kind}" in record["run"]])
     ]
