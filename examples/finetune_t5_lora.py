@@ -83,8 +83,7 @@ def main() -> None:
         share = max(sum(label == each for _, label in test) for each in {label for _, label in test}) / len(test)
         print(
             f"{cfg.backend}: loss {losses[0]:.4f} -> {losses[-1]:.4f} after {steps} updates; accuracy {accuracy:.1%} "
-            f"on {len(test)} "
-            f"held-out sentences (always the most frequent answer: {share:.1%})"
+            f"on {len(test)} held-out sentences (always the most frequent answer: {share:.1%})"
         )
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +142,7 @@ def examples_of(args: argparse.Namespace) -> list[Example]:
             if row.get(column) in (None, ""):
                 raise SystemExit(
                     f"{args.data}: example {number} has nothing in column {column!r}; its columns are "
-                    f"{', '.join(map(str, row))}; "
-                    f"name another one with {option}"
+                    f"{', '.join(map(str, row))}; name another one with {option}"
                 )
     return [Example(str(row[args.text]), str(row[args.label])) for row in rows]
 

@@ -38,8 +38,7 @@ UNLIMITED = 10**15
 
 KEPT_OFFLOADED = (
     "DeepSpeed 0.19.8 would round what is kept, because it offloads in the dtype of compute; set offload.{place} to "
-    "none, "
-    "precision.keep_fp32 to [], or choose another backend"
+    "none, precision.keep_fp32 to [], or choose another backend"
 )
 """Why nothing is kept in fp32 that is offloaded."""
 

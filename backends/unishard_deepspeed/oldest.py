@@ -25,6 +25,5 @@ def require_version() -> None:
         oldest = ".".join(map(str, OLDEST))
         raise BackendError(
             f"backend deepspeed needs deepspeed>={oldest}; {installed} is installed, which in shard_grad_op with bf16 "
-            "rounds gradients "
-            f"that should accumulate in fp32; pip install -U 'deepspeed>={oldest}'"
+            f"rounds gradients that should accumulate in fp32; pip install -U 'deepspeed>={oldest}'"
         )

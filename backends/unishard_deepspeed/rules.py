@@ -190,8 +190,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "data_types.keep_in_fp32_modules",
         "which is [], because DeepSpeed keeps only buffers: kept parameters get their fp32 data back after its cast, "
-        "in groups of the "
-        "optimizer of their own",
+        "in groups of the optimizer of their own",
         when=(
             unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", ""),
             When(

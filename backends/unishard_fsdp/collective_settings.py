@@ -30,8 +30,7 @@ def require(native: Mapping[str, Any]) -> None:
         if native.get(key) and not hasattr(FSDPModule, f"set_{key}"):
             raise BackendError(
                 f"native.fsdp.{key} needs FSDPModule.set_{key}, which torch {torch.__version__} does not have; remove "
-                "it, or install "
-                "torch 2.13 or newer"
+                "it, or install torch 2.13 or newer"
             )
 
 

@@ -157,8 +157,7 @@ def _version_key(value: Any, given: Given) -> Meaning:
 
 _FSDP1 = (
     "FSDP2 runs instead, the same maths; only a parameter that no rank used gets no update there, while FSDP1's flat "
-    "gradients are "
-    "zeros and weight decay and momentum still move it (torch 2.13)"
+    "gradients are zeros and weight decay and momentum still move it (torch 2.13)"
 )
 
 
@@ -186,9 +185,8 @@ def _reshard_key(value: Any, given: Given) -> Meaning:
         return Meaning(Fit.IGNORED, _NO_SHARDS, fields)
     if whole_number and value > 1:
         note = (
-            f"after forward the parameters stay sharded over groups of {value} ranks there, and over all that "
-            "share "
-            "a copy here"
+            f"after forward the parameters stay sharded over groups of {value} ranks there, and over all that share a "
+            "copy here"
         )
         return Meaning(Fit.EQUIVALENT, note, fields)
     return Meaning(fields=fields)

@@ -178,8 +178,7 @@ _OWN: Mapping[str, Rule] = {
                 _strategy("shard_grad_op"),
                 Fit.EQUIVALENT,
                 "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; "
-                "FSDP's SHARD_GRAD_OP "
-                "is full_shard with reshard_after_forward: false",
+                "FSDP's SHARD_GRAD_OP is full_shard with reshard_after_forward: false",
             ),
             When(
                 "hybrid_shard",
@@ -247,8 +246,7 @@ _OWN: Mapping[str, Rule] = {
                 _form("DistributedDataParallel"),
                 Fit.EQUIVALENT,
                 "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets "
-                "which parameters "
-                "the earlier ones used",
+                "which parameters the earlier ones used",
             ),
             When(
                 "replicate",
@@ -299,8 +297,7 @@ _OWN: Mapping[str, Rule] = {
                 lambda cfg: cfg.precision.accumulate != cfg.precision.master,
                 Fit.UNSUPPORTED,
                 "FSDP2 keeps a gradient in the dtype of its parameter, the fp32 master weight; remove it, or reduce in "
-                "this dtype too with "
-                "no_shard or shard_optimizer, or choose backend deepspeed",
+                "this dtype too with no_shard or shard_optimizer, or choose backend deepspeed",
             ),
         ),
     ),
@@ -325,8 +322,7 @@ _OWN: Mapping[str, Rule] = {
                 lambda cfg: cfg.offload.optimizer == "none",
                 Fit.APPROXIMATE,
                 f"{_TOGETHER}, so the optimizer's state lives in host memory as well, and it steps there: more device "
-                "memory is free, and "
-                "the update is slower; the same maths",
+                "memory is free, and the update is slower; the same maths",
             ),
         ),
     ),
@@ -354,8 +350,7 @@ _OWN: Mapping[str, Rule] = {
                 _only_optimizer,
                 Fit.EQUIVALENT,
                 "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state "
-                "lies in host memory, "
-                "the fp32 parts lie on the device as well",
+                "lies in host memory, the fp32 parts lie on the device as well",
             ),
         ),
     ),
@@ -437,8 +432,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "native.fsdp",
         "merged last and validated; each setting has its own line below, approximate if it may change the maths; other "
-        "backends' "
-        "settings are left to them",
+        "backends' settings are left to them",
     ),
 }
 

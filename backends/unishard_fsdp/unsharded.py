@@ -30,8 +30,7 @@ def sharded_read(error: RuntimeError, units: Sequence[str]) -> str | None:
         return ""
     return (
         f"the units are {', '.join(units[:8])}: name only the classes of the blocks in sharding.units, so that weights "
-        "used elsewhere, "
-        "such as an embedding's, stay with the root"
+        "used elsewhere, such as an embedding's, stay with the root"
     )
 
 

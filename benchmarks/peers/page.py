@@ -58,8 +58,7 @@ def about(machine: Json) -> str:
     cores, load = machine["cores"], machine["load"]
     return (
         f"Measured on {machine['date']}: {machine['ranks']} ranks on {cores} cores ({machine['cpu']}, "
-        f"{machine['system']}), gloo, one "
-        f"thread a rank, load {load} before; Python {machine['python']}, {versions}."
+        f"{machine['system']}), gloo, one thread a rank, load {load} before; Python {machine['python']}, {versions}."
     )
 
 
@@ -71,8 +70,7 @@ def goals(cells: list[Json]) -> Iterator[str]:
             met, sure = sum(each["ratio"] <= goal for each in found), sum(each["low"] > goal for each in found)
             yield (
                 f"- A step takes at most {goal:.2f} x that of {name} in {met} of {len(found)} cells; in {sure} the "
-                "whole interval is "
-                f"above. Median of the cells: {middle([each['ratio'] for each in found]):.3f}."
+                f"whole interval is above. Median of the cells: {middle([each['ratio'] for each in found]):.3f}."
             )
     exact = sum(abs(of(cell, "unishard") - 1) <= TRAFFIC for cell in cells)
     yield f"- unishard sends the bytes of the plan (to {TRAFFIC:.1%}) in {exact} of {len(cells)} cells."
@@ -80,8 +78,7 @@ def goals(cells: list[Json]) -> Iterator[str]:
 
 def times(cells: list[Json]) -> Iterator[str]:
     yield (
-        "| engine | strategy | precision | model | by hand | Accelerate | unishard | unishard / by hand | unishard "
-        "/ "
+        "| engine | strategy | precision | model | by hand | Accelerate | unishard | unishard / by hand | unishard / "
         "Accelerate | pairs |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -123,8 +120,7 @@ def void(cells: list[Json]) -> Iterator[str]:
             if side["void"]:
                 yield (
                     f"\n**Void**: {name} of {names(cell)} trains something else than by hand: its losses are "
-                    f"{side['deviation']:.1e} "
-                    f"apart, at most {cell['bound']:.0e}."
+                    f"{side['deviation']:.1e} apart, at most {cell['bound']:.0e}."
                 )
 
 

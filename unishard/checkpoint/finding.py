@@ -47,8 +47,7 @@ LEFT_OVER = re.compile(
 
 _WEIGHTS = (
     "weights are loaded before unishard.prepare, as in model.load_state_dict(torch.load(path)) or "
-    "unishard.from_pretrained(cls, folder, "
-    "cfg), and engine.load reads what engine.save has written"
+    "unishard.from_pretrained(cls, folder, cfg), and engine.load reads what engine.save has written"
 )
 _WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _HELD = {

@@ -56,8 +56,7 @@ def fit(
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             "the checkpoint does not match the model or the optimizer; load it into the ones that it was saved from, "
-            "or pass strict=False "
-            "to load only what matches:\n" + "\n".join(map(in_one_line, problems[:_SHOWN])) + more
+            "or pass strict=False to load only what matches:\n" + "\n".join(map(in_one_line, problems[:_SHOWN])) + more
         )
     return Match(tuple(model_names), states, tuple(problems))
 

@@ -116,9 +116,8 @@ def confirm(root: Path) -> None:
         who = "another run" if there is None or there.owner == lease.token() else str(there)
         raise CheckpointError(
             f"{root}: {who} has taken over this directory, because this run seemed to have ended; this run saves "
-            "nothing more here and "
-            "has deleted nothing of the other one. To go on, end one of them and start it again with another "
-            "checkpoint.dir"
+            "nothing more here and has deleted nothing of the other one. To go on, end one of them and start it again "
+            "with another checkpoint.dir"
         )
 
 

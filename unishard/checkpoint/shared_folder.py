@@ -46,8 +46,7 @@ def require_shared(folder: Path, ranks: Ranks, shown: Path, setting: str) -> Non
         causes = ", ".join(dict.fromkeys(problem for _, problem in views if problem is not None))
         raise CheckpointError(
             f"{shown}: not the same folder on all ranks: {describe(blind, (), '')} cannot read what rank 0 on "
-            f"{views[0][0]} wrote there "
-            f"({causes}); {setting} must be on a disk that all nodes share"
+            f"{views[0][0]} wrote there ({causes}); {setting} must be on a disk that all nodes share"
         )
 
 
@@ -75,8 +74,7 @@ def require_complete(folder: Path, files: Mapping[str, tuple[int, int]]) -> None
         if problem is not None:
             raise CheckpointError(
                 f"{folder / name}: {problem} on rank 0 (host {socket.gethostname()}), after another rank wrote it; all "
-                "ranks must write to "
-                "one disk that all nodes share"
+                "ranks must write to one disk that all nodes share"
             )
 
 

@@ -111,8 +111,7 @@ def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:
             raise
         raise CheckpointError(
             f"the saved state holds {json_value!r:.80}, which this version cannot decode ({type(problem).__name__}: "
-            f"{problem}); "
-            "load it with the version of unishard that wrote it"
+            f"{problem}); load it with the version of unishard that wrote it"
         ) from problem
 
 

@@ -37,8 +37,7 @@ def _dtype(value: Any) -> Any:
         raise PydanticCustomError(
             "pure",
             "{word} keeps weights and optimizer state in {dtype} too; write compute: {dtype} and master: {dtype} below "
-            "precision, "
-            "or only {dtype} for fp32 master weights",
+            "precision, or only {dtype} for fp32 master weights",
             {"word": word, "dtype": _PURE[word]},
         )
     return _ALIASES.get(word, word)

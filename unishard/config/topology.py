@@ -52,8 +52,7 @@ class Topology:
             return cls()
         if "WORLD_SIZE" in environ and launchers.number(environ, "WORLD_SIZE") != place.world_size:
             what = (
-                f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} has started {place.world_size} "
-                "ranks; "
+                f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} has started {place.world_size} ranks; "
                 "unset WORLD_SIZE"
             )
             raise ConfigError([Problem("", what)])
@@ -70,8 +69,7 @@ def _refuse_unread(environ: Mapping[str, str]) -> None:
     for name in launchers.UNSIZED:
         if name in environ:
             what = (
-                f"{name}={environ[name]} says that a launcher has started this process, but not how many there "
-                "are; "
+                f"{name}={environ[name]} says that a launcher has started this process, but not how many there are; "
                 f"{export}"
             )
             raise ConfigError([Problem("", f"{what}; for a single rank, unset {name}")])
@@ -80,8 +78,7 @@ def _refuse_unread(environ: Mapping[str, str]) -> None:
     if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
         what = (
             "accelerate launch has set MASTER_ADDR but no RANK: on the CPU it starts one process whatever "
-            "--num_processes says; start with "
-            "torchrun --nproc-per-node N, or for a single rank with python"
+            "--num_processes says; start with torchrun --nproc-per-node N, or for a single rank with python"
         )
         raise ConfigError([Problem("", what)])
 

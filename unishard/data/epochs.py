@@ -67,8 +67,7 @@ class Epochs:
         ):
             warnings.warn(
                 f"a new {type(loader.dataset).__name__} with the same samples as the last one starts again at epoch 0, "
-                "in the same order; "
-                "build the dataset once, before the loop over epochs",
+                "in the same order; build the dataset once, before the loop over epochs",
                 UserWarning,
                 stacklevel=3,
             )

@@ -97,10 +97,8 @@ class ShareLoader(DataLoader[Any]):
         )
         raise DataError(
             f"the dataset has {count_of(shares.dataset_length, 'sample')}, but a micro-batch on each rank takes "
-            f"{shares.round} "
-            f"(training.micro_batch_size {shares.micro_batch_size} x {count_of(ranks, 'rank')}), so every update would "
-            "repeat "
-            f"samples; {instead}"
+            f"{shares.round} (training.micro_batch_size {shares.micro_batch_size} x {count_of(ranks, 'rank')}), so "
+            f"every update would repeat samples; {instead}"
         )
 
     @property

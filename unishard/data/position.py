@@ -187,8 +187,7 @@ def resume(loader: StatefulLoader, positions: Sequence[Position], world_then: in
     if then != now:
         raise DataError(
             f"the checkpoint's data position is for a {then}, but this run uses a {now}; pass a {then} to "
-            "engine.batches(), or load the "
-            "checkpoint without its data position: engine.load(..., data=False)"
+            "engine.batches(), or load the checkpoint without its data position: engine.load(..., data=False)"
         )
     mine = of_rank(positions, world_then, rank, world_size)
     if mine is None:

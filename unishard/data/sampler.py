@@ -58,8 +58,7 @@ class ShareSampler(Sampler[list[int]]):
         if not len(self):
             raise DataError(
                 f"the dataset has {dataset_length} samples, fewer than the {self.round} of one micro-batch on each of "
-                f"{world_size} ranks, "
-                "and drop_last=True drops them; use drop_last=False, fewer ranks, or a smaller "
+                f"{world_size} ranks, and drop_last=True drops them; use drop_last=False, fewer ranks, or a smaller "
                 "training.micro_batch_size"
             )
 

@@ -33,8 +33,7 @@ def leaves_of(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     else:
         raise ContractError(
             "gather_for_metrics takes tensors and lists of strings or numbers, in dicts, lists and tuples, but "
-            f"{path or 'it'} is a "
-            f"{type(data).__name__}; make it a tensor, or a list with one entry per sample"
+            f"{path or 'it'} is a {type(data).__name__}; make it a tensor, or a list with one entry per sample"
         )
 
 

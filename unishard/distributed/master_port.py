@@ -34,8 +34,7 @@ def serving(port: int) -> Iterator[None]:
         if "EADDRINUSE" not in str(error):
             raise
         what = (
-            f"MASTER_PORT={port} is in use by another program on this machine, that of rank 0; set MASTER_PORT to "
-            "a "
+            f"MASTER_PORT={port} is in use by another program on this machine, that of rank 0; set MASTER_PORT to a "
             "free port"
         )
         raise ConfigError([Problem("", what)]) from error

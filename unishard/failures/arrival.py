@@ -24,8 +24,7 @@ __all__ = ["announce_failure", "connect", "join_group", "leave", "started"]
 _CALLS = "unishard.prepare, unishard.init or unishard.from_pretrained"
 _STORELESS = (
     "your process group has no store, so its ranks do not hear of each other's errors; return from its get_group_store "
-    "the store that "
-    "torch.distributed.init_process_group gave it"
+    "the store that torch.distributed.init_process_group gave it"
 )
 _PATIENCE = 10.0
 """Seconds until a rank that is waited for is named in a warning."""

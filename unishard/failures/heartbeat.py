@@ -37,8 +37,7 @@ class HeartbeatTimeout:
     def text(self) -> str:
         """What is said of such a rank."""
         return (
-            f"has not answered for {self.limit:.0f} s: its process is stopped (SIGSTOP, a debugger), or its "
-            "machine "
+            f"has not answered for {self.limit:.0f} s: its process is stopped (SIGSTOP, a debugger), or its machine "
             "hangs"
         )
 

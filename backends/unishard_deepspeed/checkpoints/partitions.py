@@ -80,8 +80,7 @@ def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -
             if at != flats["fp32"].numel():
                 raise CheckpointError(
                     f"{folder}: the partitions of sub-group {index} do not have the size of a checkpoint by "
-                    f"{len(states)} ranks "
-                    "(MiCS is not supported); convert a checkpoint of plain ZeRO-3"
+                    f"{len(states)} ranks (MiCS is not supported); convert a checkpoint of plain ZeRO-3"
                 )
     return found
 

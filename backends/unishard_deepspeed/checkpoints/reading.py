@@ -48,8 +48,7 @@ def read(source: Path) -> Contents:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{files.folder}: does not have the layout of DeepSpeed 0.19.8 ({type(error).__name__}: {error}); its "
-            "files are from "
-            "different checkpoints, or from another version"
+            "files are from different checkpoints, or from another version"
         ) from error
 
 
@@ -176,8 +175,7 @@ def _notes(model: Mapping[str, Any], frozen: Mapping[str, LazyShard], groups: Se
     if model.get("lr_scheduler"):
         notes.append(
             "not converted: DeepSpeed's learning rate scheduler; the learning rates are kept, and the config's "
-            "schedule continues from the "
-            "number of optimizer steps"
+            "schedule continues from the number of optimizer steps"
         )
     if model.get("param_shapes") is None:
         notes.append(

@@ -122,8 +122,7 @@ def _notes(contents: Contents) -> list[str]:
     if contents.frozen or contents.buffers:
         notes.append(
             "DeepSpeed 0.19.8 loads only trainable parameters from a Universal Checkpoint: load frozen ones "
-            "(zero/<name>/fp32.pt) and "
-            "buffers (module, in mp_rank_00_model_states.pt) in your script"
+            "(zero/<name>/fp32.pt) and buffers (module, in mp_rank_00_model_states.pt) in your script"
         )
     if contents.optimizer is not None and len(contents.optimizer.groups) > 1:
         notes.append(

@@ -51,8 +51,7 @@ def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
                 if name is None:
                     raise CheckpointError(
                         f"{folder}: a master weight of group {group} matches no parameter of the model (ZeRO stage 0 "
-                        "stores no names); "
-                        "save under stage 1, 2 or 3"
+                        "stores no names); save under stage 1, 2 or 3"
                     )
                 numel = left[name].numel()
                 found[name] = _parameter(group, left.pop(name), values, at, base["state"].get(index, {}))

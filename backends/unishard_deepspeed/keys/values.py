@@ -198,10 +198,8 @@ HYBRID = Values(
 COMPILE: Mapping[str, Takes] = {
     **_keys(
         "deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory "
-        "offload_opt_states double_buffer "
-        "symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
-        "sync_after_allgather "
-        "keep_int_input_tensors keep_all_input_tensors",
+        "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce "
+        "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors",
         _switch,
     ),
     "free_activation_threshold": _whole,

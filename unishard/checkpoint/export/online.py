@@ -73,8 +73,7 @@ def export(
             what = f"writes to {theirs[0]}" if theirs[0] != everyone[0][0] else "plans other files"
             raise RankMismatchError(
                 f"ranks export different things: rank 0 writes to {everyone[0][0]}, and rank {rank} {what}; call "
-                "export on every rank with "
-                "the same folder, dtype and max_shard_size"
+                "export on every rank with the same folder, dtype and max_shard_size"
             )
     layout = planned[0]
     taken = ranks.each(lambda: problem_with(out, overwrite=overwrite) if ranks.rank == 0 else None)[0]

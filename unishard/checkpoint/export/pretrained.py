@@ -70,9 +70,8 @@ def _warn_of_own_save(kind: type) -> None:
     if kind is not PreTrainedModel and (not dist.is_initialized() or dist.get_rank() == 0):
         _logger.warning(
             "%s.save_pretrained replaces that of transformers, and an export does not call it: what it writes besides "
-            "weights and config "
-            "is missing; build the model in one process as here, load the exported weights, and call its "
-            "save_pretrained",
+            "weights and config is missing; build the model in one process as here, load the exported weights, and "
+            "call its save_pretrained",
             kind.__name__,
         )
 

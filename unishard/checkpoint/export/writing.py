@@ -179,6 +179,5 @@ def _os_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be written ({error.strerror or error}); free disk space, or choose a folder that every "
-            "rank can write to; "
-            "nothing is left behind"
+            "rank can write to; nothing is left behind"
         ) from error

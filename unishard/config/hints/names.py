@@ -14,13 +14,11 @@ def _by_name(rows: Mapping[str, str]) -> dict[str, str]:
 
 _PARAMETERS = (
     "engine.module.parameters() and named_parameters() list them, and engine.parameter(name) reads one; an optimizer "
-    "is made from "
-    "model.parameters() before unishard.prepare(model, cfg, optimizer)"
+    "is made from model.parameters() before unishard.prepare(model, cfg, optimizer)"
 )
 _WHOLE_RUN = (
     "write the loop: for batch in engine.batches(loader): loss = engine(...); engine.backward(loss); engine.step(); "
-    "for evaluation call "
-    "engine.eval() before it"
+    "for evaluation call engine.eval() before it"
 )
 
 METHODS = _by_name(
@@ -59,8 +57,7 @@ METHODS = _by_name(
         "accumulate no_sync no_backward_sync sync_gradients is_gradient_accumulation_boundary "
         "set_gradient_accumulation_boundary": (
             "set training.gradient_accumulation_steps in the config, and call engine.backward and engine.step for "
-            "every micro-batch; "
-            "engine.step().updated says whether a window has ended"
+            "every micro-batch; engine.step().updated says whether a window has ended"
         ),
         "gather gather_object all_gather pad_across_processes": "call engine.gather_for_metrics(data) in evaluation "
         "mode",

@@ -31,9 +31,8 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
     if not path:
         what = (
             "load() without a path reads the config that `unishard launch` was given, but this script was started "
-            "without it; start it "
-            f"with `unishard launch cfg.yaml train.py`, set the environment variable {CONFIG}=cfg.yaml, or write "
-            "unishard.load('cfg.yaml')"
+            "without it; start it with `unishard launch cfg.yaml train.py`, set the environment variable "
+            f"{CONFIG}=cfg.yaml, or write unishard.load('cfg.yaml')"
         )
         raise ConfigError([Problem("", what)])
     text = environ.get(OVERRIDES) or "[]"

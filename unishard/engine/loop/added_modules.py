@@ -35,6 +35,5 @@ class AddedModules:
                 what = f"parameter {name}{'.' if name else ''}{own}" if part in self._known else f"module {name}"
                 raise ContractError(
                     f"{what} was added or replaced after unishard.prepare, so no engine trains or saves it; change the "
-                    "model before "
-                    "prepare: get_peft_model, a new head, a resized embedding"
+                    "model before prepare: get_peft_model, a new head, a resized embedding"
                 )

@@ -32,10 +32,8 @@ def warn_if_divided(loss: Tensor, steps: int) -> None:
     if abs(divisor - steps) <= 1e-6 * steps:
         _logger.warning(
             "the loss that was passed to engine.backward ends in a division by %d, which is "
-            "training.gradient_accumulation_steps; "
-            "engine.backward divides by the accumulation window itself: pass the undivided loss, or the gradients are "
-            "%d times too small "
-            "(ignore this if the division has another purpose)",
+            "training.gradient_accumulation_steps; engine.backward divides by the accumulation window itself: pass the "
+            "undivided loss, or the gradients are %d times too small (ignore this if the division has another purpose)",
             steps,
             steps,
         )
@@ -63,9 +61,7 @@ def warn_if_mean(loss: Tensor) -> None:
     if kind.startswith("MeanBackward") or ("Loss" in kind and getattr(node, "_saved_reduction", None) == _MEAN):
         _logger.warning(
             "the loss that was passed to engine.backward with num_items ends in a mean (%s), and the engine divides it "
-            "by the number of "
-            "items again; pass the sum of the losses of the items, as with reduction='sum', or leave num_items out "
-            "(ignore this if the "
-            "mean has another purpose)",
+            "by the number of items again; pass the sum of the losses of the items, as with reduction='sum', or leave "
+            "num_items out (ignore this if the mean has another purpose)",
             kind,
         )

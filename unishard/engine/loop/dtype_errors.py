@@ -55,10 +55,8 @@ def _mixes(place: tuple[str, nn.Module], kept: list[str], compute: str, text: st
     if not kept:
         return mixed + (
             "it got or made a tensor in another dtype than precision.compute, as with the dtype of a weight that is "
-            "not gathered: cast it "
-            "in the model's code, name the arguments of the model and its units that are to be cast in "
-            "precision.cast_inputs, or keep the "
-            "module in precision.keep_fp32"
+            "not gathered: cast it in the model's code, name the arguments of the model and its units that are to be "
+            "cast in precision.cast_inputs, or keep the module in precision.keep_fp32"
         )
     buffers = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
     return mixed + (

@@ -81,10 +81,9 @@ class EditedGradients:
         self.clear()
         raise ContractError(
             "gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad_norm_, "
-            "which other engines "
-            "would not see; remove that: clip with training.gradient_clipping in the config or "
-            "engine.step(clip_grad_norm=1.0), edit a "
-            "gradient with engine.set_grad, and drop a window with engine.discard()"
+            "which other engines would not see; remove that: clip with training.gradient_clipping in the config or "
+            "engine.step(clip_grad_norm=1.0), edit a gradient with engine.set_grad, and drop a window with "
+            "engine.discard()"
         )
 
 

@@ -42,10 +42,9 @@ class ForeignBackwardCheck:
         if any(map(_will_accumulate, self._adapter.leaves())):
             raise ContractError(
                 "a backward that is not this engine's reaches the parameters of its "
-                f"{type(self._adapter.module).__name__} and would "
-                "mix gradients with its own; call this engine's backward(loss), or, if the loss trains only another "
-                "model, "
-                "compute and backward it inside `with engine.frozen():`"
+                f"{type(self._adapter.module).__name__} and would mix gradients with its own; call this engine's "
+                "backward(loss), or, if the loss trains only another model, compute and backward it inside `with "
+                "engine.frozen():`"
             )
         self._adapter.input_gradients(graph=torch.is_grad_enabled())
 

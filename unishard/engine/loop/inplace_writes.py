@@ -100,8 +100,7 @@ class InplaceWrites:
 def _changed_inside(name: str) -> ModelError:
     return ModelError(
         f"unit {name} changes its input in place, as x.add_(y) does, behind the function with which the engine runs "
-        "its backward; "
-        "write x = x + y, or change a copy, x = x.clone()"
+        "its backward; write x = x + y, or change a copy, x = x.clone()"
     )
 
 

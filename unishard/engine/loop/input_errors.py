@@ -45,9 +45,8 @@ def explained(error: Exception, model: nn.Module) -> ModelError | None:
     ):
         return ModelError(
             f"{where} computes with tensors of different dtypes ({text}); parameters are in the dtypes of `precision`, "
-            "and numbers from "
-            "numpy and Python in float64 or int64: cast such inputs to torch.float32 in the dataset, or before "
-            "engine(...)"
+            "and numbers from numpy and Python in float64 or int64: cast such inputs to torch.float32 in the dataset, "
+            "or before engine(...)"
         )
     return None
 

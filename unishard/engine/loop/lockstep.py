@@ -51,8 +51,7 @@ class Lockstep:
         if callers[1] and callers[2]:
             raise RankMismatchError(
                 f"in turn {self.taken} of engine.lockstep ranks {callers[1]} call the model and ranks {callers[2]} "
-                "call generate; "
-                "use a separate block for each"
+                "call generate; use a separate block for each"
             )
         number = 1 if callers[1] else 2
         if not callers[number]:

@@ -44,8 +44,7 @@ class OutsideBatches:
             if self._fresh == _ENOUGH:
                 self._warn(
                     "a unishard.dataloader is read without engine.batches(), so accumulation windows span epochs, and "
-                    "a checkpoint has no "
-                    "data position; write `for batch in engine.batches(loader):`"
+                    "a checkpoint has no data position; write `for batch in engine.batches(loader):`"
                 )
         if dist.get_world_size() == 1 or self._compared == _ENOUGH:
             return

@@ -83,10 +83,9 @@ class ReachedParameters:
             if id(leaf) not in own and same_model(leaf, prepared):
                 raise ModelError(
                     f"the loss uses a parameter of shape {tuple(leaf.shape)} that was taken from the model before "
-                    "unishard.prepare, which "
-                    "has replaced it, so it would not train; register it in each module that uses it, other.weight = "
-                    "layer.weight, "
-                    "or read it from its module in each forward, not from a list, a closure or a variable"
+                    "unishard.prepare, which has replaced it, so it would not train; register it in each module that "
+                    "uses it, other.weight = layer.weight, or read it from its module in each forward, not from a "
+                    "list, a closure or a variable"
                 )
 
     def _describe(self, names: Collection[str]) -> str:

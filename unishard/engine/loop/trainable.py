@@ -72,6 +72,5 @@ class Trainable:
 def _never_trained(name: str) -> ContractError:
     return ContractError(
         f"{name} was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; "
-        "leave "
-        "it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
+        "leave it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
     )

@@ -30,8 +30,7 @@ def put_in_training_mode(model: nn.Module, rank: int) -> None:
         return
     _logger.warning(
         "%d of %d modules of %s were in evaluation mode, such as %s; prepare has put them in training mode; call "
-        ".eval() on a part after "
-        "prepare to keep it in evaluation mode, such as a frozen BatchNorm",
+        ".eval() on a part after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
         len(evaluating),
         len(modules),
         kind,

@@ -97,8 +97,7 @@ class TrainingPasses:
         if begun.inside and self._order.inside_window:
             raise ContractError(
                 "a loop over engine.batches() in training mode began inside an accumulation window of the loop around "
-                "it; for a "
-                "validation, call engine.eval() before and engine.train() after it"
+                "it; for a validation, call engine.eval() before and engine.train() after it"
             )
         if position.is_stateful(inner):
             begun.resumed, self.resumed = self.resumed, None
@@ -115,8 +114,7 @@ class TrainingPasses:
             begun.told = True
             self._warn(
                 f"{type(loader).__name__} has no load_state_dict, so it starts from its beginning and not at the "
-                "checkpoint's data "
-                "position; train with unishard.dataloader(dataset, cfg)"
+                "checkpoint's data position; train with unishard.dataloader(dataset, cfg)"
             )
         self._now = begun
         return begun
@@ -129,12 +127,9 @@ class TrainingPasses:
             self._mixed = True
             self._warn(
                 "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position in "
-                "the data, and a "
-                "resumed run reads both from their beginning; read one dataset of both, such as a "
-                "torch.utils.data.StackDataset or "
-                "ConcatDataset, or save each loader's state_dict() with your own state; for a validation, call "
-                "engine.eval() before and "
-                "engine.train() after it"
+                "the data, and a resumed run reads both from their beginning; read one dataset of both, such as a "
+                "torch.utils.data.StackDataset or ConcatDataset, or save each loader's state_dict() with your own "
+                "state; for a validation, call engine.eval() before and engine.train() after it"
             )
         self._settle()
         self._now, of.updates = of, self._order.updates
@@ -156,8 +151,7 @@ class TrainingPasses:
         if ended.inside and phase is Phase.OPEN and order.phase is Phase.FORWARD_DONE:
             self._warn(
                 "a loop over engine.batches() inside the training loop ran the model in training mode and made no "
-                "update; for a "
-                "validation, call engine.eval() before and engine.train() after it"
+                "update; for a validation, call engine.eval() before and engine.train() after it"
             )
 
     def _settle(self) -> None:

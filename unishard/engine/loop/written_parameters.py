@@ -124,11 +124,9 @@ class WrittenParameters:
             self._kept = {}
             raise ContractError(
                 f"{_named(written)} changed since {'the last update' if self._order.updates else 'unishard.prepare'}, "
-                "but not by the "
-                "engine, whose shards or rounded copies of the weights this would reach in part or not at all; write "
-                "the parameter "
-                f"with `with engine.gathered([{written[0]!r}]) as weights:` or engine.set_parameter, or before "
-                "unishard.prepare"
+                "but not by the engine, whose shards or rounded copies of the weights this would reach in part or not "
+                f"at all; write the parameter with `with engine.gathered([{written[0]!r}]) as weights:` or "
+                "engine.set_parameter, or before unishard.prepare"
             )
 
     @contextmanager
@@ -164,14 +162,11 @@ class WrittenParameters:
         if written := found.names(self._own):
             raise ContractError(
                 f"the forward writes {_named(written)}, of which it has only a shard, or a gathered or rounded copy, "
-                "so "
-                "the write is lost or differs between engines; write it after engine.step() with "
-                f"`with engine.gathered([{written[0]!r}]) as weights:`, for example to clamp a weight or to update a "
-                "momentum encoder "
-                "(engine.ema averages all weights); for an initialization that depends on data, run a batch through "
-                "the model before "
-                "unishard.prepare; a write that is the same on all ranks also works with sharding: no_shard and "
-                "precision: fp32"
+                "so the write is lost or differs between engines; write it after engine.step() with `with "
+                f"engine.gathered([{written[0]!r}]) as weights:`, for example to clamp a weight or to update a "
+                "momentum encoder (engine.ema averages all weights); for an initialization that depends on data, run "
+                "a batch through the model before unishard.prepare; a write that is the same on all ranks also works "
+                "with sharding: no_shard and precision: fp32"
             )
 
     def _modules(self, module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

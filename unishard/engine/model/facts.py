@@ -105,10 +105,9 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
             weight = f"{name}.weight" if name else "weight"
             yield (
                 f"{name or 'the model'} ({type(module).__name__}) of {kind} has max_norm, with which each rank's "
-                "forward writes the rows "
-                "of its own batch into the weight, where sharding loses them and replicas would differ; leave max_norm "
-                "out, and limit "
-                f"the norms of the rows after engine.step() in `with engine.gathered([{weight!r}]) as weights:`"
+                "forward writes the rows of its own batch into the weight, where sharding loses them and replicas "
+                "would differ; leave max_norm out, and limit the norms of the rows after engine.step() in `with "
+                f"engine.gathered([{weight!r}]) as weights:`"
             )
         if (
             train
@@ -118,9 +117,8 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
         ):
             yield (
                 f"{name or 'the model'} ({type(module).__name__}) of {kind} has sparse=True, and engines reduce and "
-                "shard only dense "
-                "gradients; build it with sparse=False, and train it with an optimizer for dense gradients, such as "
-                "AdamW"
+                "shard only dense gradients; build it with sparse=False, and train it with an optimizer for dense "
+                "gradients, such as AdamW"
             )
     for name, parameter in named.items():
         yield from (f"parameter {name} of {kind} {problem}" for problem in _parameter_problems(parameter))
@@ -128,8 +126,7 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
         if not isinstance(tensor, UninitializedBuffer) and (problem := obstacle(tensor)) is not None:
             yield (
                 f"{name} of {kind} {problem}, which can be neither sent to other ranks nor saved; make it a dense "
-                "tensor of another dtype, "
-                "or keep it as a plain attribute of its module"
+                "tensor of another dtype, or keep it as a plain attribute of its module"
             )
     trainable = {name: parameter for name, parameter in named.items() if parameter.requires_grad and train}
     if train and not trainable:
@@ -145,8 +142,7 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
     if other:
         yield (
             f"trainable parameters must be fp32, bf16 or fp16, but {other[0]} and {len(other) - 1} others of {kind} "
-            "are "
-            f"{named[other[0]].dtype}; call model.float() and set the training dtypes in the section precision"
+            f"are {named[other[0]].dtype}; call model.float() and set the training dtypes in the section precision"
         )
 
 

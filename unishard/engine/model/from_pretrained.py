@@ -71,8 +71,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
         if target is not None and tensors[key] != tuple(target.shape):
             raise ModelError(
                 f"{folder}: {key} has the shape {tensors[key]}, and {name} of {cls.__name__} has "
-                f"{tuple(target.shape)}; "
-                "load it with the config that it was saved with"
+                f"{tuple(target.shape)}; load it with the config that it was saved with"
             )
         if name in parameters:
             set_reader(parameters[name], read)

@@ -52,8 +52,7 @@ def without_data() -> Iterator[None]:
         if "meta" in str(error):
             error.add_note(
                 "Inside unishard.init only rank 0 has parameter data, but this model's constructor reads it; build the "
-                "model "
-                "outside, with a full copy on each rank"
+                "model outside, with a full copy on each rank"
             )
         raise
     finally:

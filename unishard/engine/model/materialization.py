@@ -110,10 +110,8 @@ def _without_data(model: nn.Module) -> Iterator[str]:
         what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         yield (
             f"{what} {name} of {kind} is on the meta device and has no data; build the model on the CPU, inside "
-            "unishard.init(cfg), "
-            "or with unishard.from_pretrained; to add modules to a pretrained model (adapters, new heads), build all "
-            "of it inside "
-            "unishard.init(cfg) instead"
+            "unishard.init(cfg), or with unishard.from_pretrained; to add modules to a pretrained model (adapters, "
+            "new heads), build all of it inside unishard.init(cfg) instead"
         )
 
 

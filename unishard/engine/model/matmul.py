@@ -23,8 +23,7 @@ def check(precision: Precision) -> None:
     for earlier in _asked - {precision.matmul, "keep"} if precision.matmul != "keep" else ():
         what = (
             f"is {precision.matmul}, but an earlier prepare of this process has set {earlier}, and torch has one "
-            "setting for all models; "
-            f"write {earlier} or keep, or use another process"
+            f"setting for all models; write {earlier} or keep, or use another process"
         )
         raise ConfigError([Problem("precision.matmul", what)])
 

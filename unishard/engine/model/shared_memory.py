@@ -73,8 +73,6 @@ def _refusal(kind: str, first: str, second: str, *, buffer: bool) -> str:
         )
     return (
         f"parameters {first} and {second} of {kind} share memory but are two objects, which engines would train apart; "
-        "tie them by one "
-        f"object, {second} = {first}; for a transpose or a slice, keep only {first} and compute with it in the "
-        "forward, such as "
-        f"F.linear(x, {first}.t())"
+        f"tie them by one object, {second} = {first}; for a transpose or a slice, keep only {first} and compute with "
+        f"it in the forward, such as F.linear(x, {first}.t())"
     )

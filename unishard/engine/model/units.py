@@ -212,8 +212,7 @@ def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) ->
         if any(type(unit.module).__name__ == name for unit in found):
             raise ModelError(
                 f"sharding.units: every {name} shares a weight with a module outside it, and tied weights must stay "
-                "together; "
-                "name a class that contains both, or remove it"
+                "together; name a class that contains both, or remove it"
             )
         raise ModelError(
             f"sharding.units: every {name} lies inside another unit; remove it, or the class around it (in units or "

@@ -37,8 +37,7 @@ def files_of(folder: Path) -> dict[str, str]:
     if pickles:
         raise ModelError(
             f"{folder} contains {', '.join(pickles[:3])} but no safetensors, and loading a pickle can run code; if you "
-            "trust it, convert "
-            "it once: cls.from_pretrained(path).save_pretrained(other_path)"
+            "trust it, convert it once: cls.from_pretrained(path).save_pretrained(other_path)"
         )
     raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} found; pass a directory written by save_pretrained")
 

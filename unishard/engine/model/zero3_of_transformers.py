@@ -23,8 +23,7 @@ def check() -> None:
     if deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled():
         raise ModelError(
             "transformers holds a DeepSpeed config of stage 3, from HfDeepSpeedConfig(...), "
-            "TrainingArguments(deepspeed=...) or "
-            "Accelerate's DeepSpeedPlugin; with it, its models partition the weights that they load and run without "
-            "LayerDrop; "
-            "remove it from the script: the config of unishard.prepare says how the model is sharded"
+            "TrainingArguments(deepspeed=...) or Accelerate's DeepSpeedPlugin; with it, its models partition the "
+            "weights that they load and run without LayerDrop; remove it from the script: the config of "
+            "unishard.prepare says how the model is sharded"
         )

@@ -59,9 +59,8 @@ class OptimizerCalls:
         if writes and self.public.scheduled:
             raise ContractError(
                 "a scheduler was built on engine.optimizer, but the engine's own schedule writes the learning rates "
-                "after each update; "
-                "use only one: remove `scheduler` from the config, or pass a function that builds yours, as in "
-                "unishard.prepare(model, cfg, scheduler=lambda optimizer: ...)"
+                "after each update; use only one: remove `scheduler` from the config, or pass a function that builds "
+                "yours, as in unishard.prepare(model, cfg, scheduler=lambda optimizer: ...)"
             )
 
     def updated(self) -> None:

@@ -123,8 +123,7 @@ def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
     if not callable(build):
         _refuse(
             f"is a {type(build).__name__}; pass a new torch.optim.Optimizer of model.parameters(), or a function that "
-            "builds one, "
-            "such as lambda params: torch.optim.Adam(params, lr=1e-3)"
+            "builds one, such as lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
 
     def build_checked(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
@@ -233,15 +232,13 @@ def _instance_problems(
     if _has_state(optimizer):
         yield (
             f"{kind} already has state of {len(optimizer.state)} parameters, which sharding would lose; pass an "
-            "optimizer that has not "
-            "stepped and has no loaded state"
+            "optimizer that has not stepped and has no loaded state"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held - names.keys():
         yield (
             f"{kind} has {len(held - names.keys())} parameters that are not in {type(model).__name__}; create it from "
-            "model.parameters() "
-            "after the last change to the model and before prepare"
+            "model.parameters() after the last change to the model and before prepare"
         )
     missing = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in held
@@ -249,8 +246,7 @@ def _instance_problems(
     if missing:
         yield (
             f"{kind} lacks {len(missing)} trainable parameters ({', '.join(missing[:3])}); add them to a group, or "
-            "freeze them with "
-            "requires_grad_(False)"
+            "freeze them with requires_grad_(False)"
         )
     for index, group in enumerate(optimizer.param_groups):
         if not any(parameter.requires_grad for parameter in group["params"]):

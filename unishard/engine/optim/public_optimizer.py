@@ -68,8 +68,7 @@ class PublicOptimizer(torch.optim.Optimizer):
         if not self._own.running:
             raise ContractError(
                 "engine.optimizer.step() was called, but the engine steps its optimizer; remove the call: "
-                "engine.step() updates the "
-                "parameters, zeroes their gradients and steps the scheduler"
+                "engine.step() updates the parameters, zeroes their gradients and steps the scheduler"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -151,6 +150,5 @@ def _refuse(call: str, why: str) -> NoReturn:
 def _refuse_group(call: str) -> NoReturn:
     raise ContractError(
         f"{call} comes too late: the parameters are sharded; give the optimizer all groups before prepare, and freeze "
-        "what trains later "
-        "with engine.set_trainable(names, False)"
+        "what trains later with engine.set_trainable(names, False)"
     )

@@ -67,8 +67,7 @@ def _check_kind(scheduler: LRScheduler) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         _refuse(
             "ReduceLROnPlateau needs a metric, which is not available in an update; build it on engine.optimizer after "
-            "prepare, leave the "
-            "config's schedule constant, and call its step(metric) where you compute the metric"
+            "prepare, leave the config's schedule constant, and call its step(metric) where you compute the metric"
         )
 
 
@@ -217,8 +216,7 @@ def _cycles(scheduler: Any) -> bool:
 def _refuse_step(scheduler: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise ContractError(
         f"{type(scheduler).__name__}.step() was called, but the engine steps this scheduler; remove the call: "
-        "engine.step() moves the "
-        "learning rate once after each update that was not skipped"
+        "engine.step() moves the learning rate once after each update that was not skipped"
     )
 
 

@@ -114,8 +114,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if not own.running:
             raise ContractError(
                 f"{type(optimizer).__name__}.step() was called, but the engine steps this optimizer; remove the call: "
-                "engine.step() "
-                "updates the parameters, zeroes their gradients and steps the scheduler"
+                "engine.step() updates the parameters, zeroes their gradients and steps the scheduler"
             )
         return
     seen = _prepared, len(optimizer.param_groups)
@@ -129,9 +128,7 @@ def _require_other_parameters(optimizer: torch.optim.Optimizer) -> None:
     for number in set(marks) & _trained.keys():
         raise ContractError(
             f"{type(optimizer).__name__}.step() was called on {marks.count(number)} parameters of the "
-            f"{_trained[number]} that "
-            "unishard.prepare has prepared without it, so it would train nothing, or bypass the engine; create it "
-            "before prepare and pass "
-            "it, as in unishard.prepare(model, cfg, optimizer=optimizer), or remove it: engine.step() updates the "
-            "parameters"
+            f"{_trained[number]} that unishard.prepare has prepared without it, so it would train nothing, or bypass "
+            "the engine; create it before prepare and pass it, as in unishard.prepare(model, cfg, "
+            "optimizer=optimizer), or remove it: engine.step() updates the parameters"
         )

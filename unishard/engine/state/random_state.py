@@ -60,8 +60,7 @@ def restore(states: Mapping[str, Tensor], device: torch.device) -> None:
         except (RuntimeError, TypeError, ValueError, KeyError) as problem:
             raise CheckpointError(
                 f"the checkpoint's {kind} random state does not fit this version of {kind} ({problem}); resume with "
-                "the versions "
-                "in its manifest"
+                "the versions in its manifest"
             ) from problem
 
 

@@ -183,8 +183,7 @@ class CheckpointReader:
             if hash_of(values) != hash_of(flat):
                 raise CheckpointError(
                     f"{name.removeprefix(keys.PARAMETERS)}: has several elements in one place, but the checkpoint has "
-                    "different values for "
-                    "them; give it memory of its own in the model, with .clone()"
+                    "different values for them; give it memory of its own in the model, with .clone()"
                 )
 
     def compare_bits(self) -> None:
@@ -204,8 +203,7 @@ class CheckpointReader:
         if wrong:
             raise CheckpointError(
                 f"{self._folder}: {len(wrong)} of {len(held)} tensors differ from what was saved, such as {wrong[0]}; "
-                "do not continue "
-                "from this state"
+                "do not continue from this state"
             )
 
     def norms(self) -> dict[str, float]:

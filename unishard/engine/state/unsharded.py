@@ -38,8 +38,7 @@ def unsharded(
             if [parameter._version for parameter in parameters.values()] != versions:
                 raise ContractError(
                     f"a parameter was edited inside engine.unsharded(), which holds copies: {', '.join(found[:3])}; "
-                    "edit weights inside "
-                    "`with engine.gathered(names):`, which writes them back"
+                    "edit weights inside `with engine.gathered(names):`, which writes them back"
                 )
             if (
                 trains
@@ -48,8 +47,7 @@ def unsharded(
             ):
                 raise ContractError(
                     "engine.unsharded() ended without a backward, which needs the full weights; call "
-                    "engine.backward(loss) inside the "
-                    "block, or use torch.no_grad() around it if you only read weights"
+                    "engine.backward(loss) inside the block, or use torch.no_grad() around it if you only read weights"
                 )
     finally:
         order.unsharded = False
@@ -79,7 +77,6 @@ def explain_sharded_read(adapter: InferenceAdapter, error: BaseException | None)
         return None
     return (
         f"a weight is used outside the forward of its module, where a rank has only a shard of it ({error}); put the "
-        "forward and the "
-        "backward into a block `with engine.unsharded([name, ...]):` with the names of such "
+        "forward and the backward into a block `with engine.unsharded([name, ...]):` with the names of such "
         f"weights{helps and f'; {helps}'}"
     )

@@ -27,8 +27,7 @@ def main() -> None:
     if batch is None:
         raise unishard.ModelError(
             f"--model {given.model}: its inputs are not known; let the factory return (model, batch), where "
-            "batch(micro_batch_size, "
-            "seq_len) returns the keyword arguments of forward, or give a script"
+            "batch(micro_batch_size, seq_len) returns the keyword arguments of forward, or give a script"
         )
     with unishard.prepare(model, cfg) as engine:
         while True:

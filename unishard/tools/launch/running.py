@@ -80,8 +80,7 @@ def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = Tr
         where = cfg.launch.endpoint or args.rdzv_endpoint
         what = f"the hosts cannot meet at {where} ({type(error).__name__}: {error})"
         hint = (
-            "start the same command on every host, and let them reach that port; launch.rendezvous_options sets "
-            "how "
+            "start the same command on every host, and let them reach that port; launch.rendezvous_options sets how "
             "long they wait"
         )
         raise BackendError(f"{what}; {hint}") from None
