@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unishard.checkpoint import tensor_reader, writing
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, Result
 from unishard.distributed import process_group
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.failures import collective_check
 from unishard.failures.monitor_server import MonitorServer, _Link
 from unishard.failures.verdict import Judgement

@@ -1,4 +1,4 @@
-"""Brings the pages that lie at the top of the checkout into the site, and leads links there.
+"""Brings the pages at the top of the checkout into the site, and leads links there.
 
 mkdocs.yml names this file.
 """
@@ -18,8 +18,8 @@ OUTSIDE = {
     "MAPPING.md": "mapping.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Pages by their path in the checkout, and what they are called in the site. A README.md
-there would be another index."""
+"""Pages by their path in the checkout, and their names in the site, where a README.md
+would be another index."""
 
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")

@@ -23,9 +23,9 @@ from unishard_fsdp.script_rules import SCRIPT_RULES
 if TYPE_CHECKING:
     from torch import nn
 
-    from unishard.checkpoint.formats import CheckpointFormat
     from unishard.contract.adapter import InferenceAdapter
     from unishard.contract.backend import OptimizerBuilder
+    from unishard.contract.checkpoint_format import CheckpointFormat
     from unishard.contract.footprint import Footprint, ModelShape
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits

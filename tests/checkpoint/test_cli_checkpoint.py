@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from stored import save, store, tensors
 from typer.testing import CliRunner, Result
 
-from unishard.checkpoint.manifest import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.cli import app
 from unishard.cli import checkpoint as commands
 from unishard.cli.bar import bar
 from unishard.cli.checkpoint_facts import size
+from unishard.contract.training_facts import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
 
 DATA = "__0_0.distcp"
 

@@ -26,9 +26,9 @@ from unishard.checkpoint.assignment import Assignment
 from unishard.checkpoint.box_tables import box_table
 from unishard.checkpoint.held import held_of, packed
 from unishard.checkpoint.intervals import boxes
-from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 

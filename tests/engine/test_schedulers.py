@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.config import Config
+from unishard.contract.training_facts import ScheduleFacts
 from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import TorchSchedule, build_scheduler, check
 from unishard.errors import CheckpointError, ConfigError

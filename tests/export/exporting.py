@@ -15,7 +15,7 @@ from unishard.checkpoint import keys, manifest, writing
 from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.export.sources import tensors_of
 from unishard.checkpoint.hashing import hexadecimal
-from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 
 

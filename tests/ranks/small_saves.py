@@ -16,12 +16,12 @@ import torch.distributed as dist
 import unishard
 from unishard.checkpoint import direct_file, directory, finding, manifest, writing
 from unishard.checkpoint.background import Background
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import ModelRecord
 from unishard.checkpoint.saving import Retention, Snapshot, save
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import damaged
 from unishard.distributed import process_group
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import on_first
 from unishard.errors import CheckpointError
 from unishard.failures import lifetime

@@ -20,11 +20,12 @@ from unishard.checkpoint import finding, manifest, verifying
 from unishard.checkpoint.convert import convert
 from unishard.checkpoint.export.offline import export_checkpoint
 from unishard.checkpoint.export.tokenizers import files_of as tokenizer_of
-from unishard.checkpoint.manifest import FileFacts, GroupRecord, OptimizerFacts
+from unishard.checkpoint.manifest import FileFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
 from unishard.config import Config
 from unishard.config.loading.hostfile import hosts_of
 from unishard.contract.footprint import ModelShape, ParameterShape
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.engine.model import weight_files
 from unishard.formats import catalog, translate
 from unishard.formats.surveying import survey

@@ -14,10 +14,10 @@ from stored import store
 from typer.testing import CliRunner
 
 import unishard
-from unishard.checkpoint.manifest import GroupRecord, OptimizerFacts
 from unishard.cli import app
 from unishard.cli import table as tables
 from unishard.cli.wrapping import echo
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.errors import CheckpointError, ConfigError
 
 NASTY = "w\x1b]0;owned\x07\x1b[2J\x9b1m\r\u202e\u2028\x7f"

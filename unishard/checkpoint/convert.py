@@ -14,10 +14,10 @@ from pathlib import Path
 
 from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.formats import Advance, CheckpointFormat
 from unishard.checkpoint.own_format import OWN
 from unishard.checkpoint.regular_file import open_file
 from unishard.contract import registry
+from unishard.contract.checkpoint_format import Advance, CheckpointFormat
 from unishard.errors import CheckpointError
 
 __all__ = ["convert", "formats"]

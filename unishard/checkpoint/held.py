@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from unishard.checkpoint import keys
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.distributed.dtypes import dtype_named, name_of
+from unishard.distributed.lazy_shards import LazyShard
 
 __all__ = ["Cuts", "Held", "StoredTensor", "cut", "divided", "held_of", "packed", "tensors_in", "unpacked"]
 

@@ -10,21 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from unishard.checkpoint.regular_file import read_bytes
+from unishard.contract.training_facts import LARGEST, Facts, LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 
 __all__ = [
     "FILE",
     "FileFacts",
-    "GroupRecord",
-    "LossScaleFacts",
     "Manifest",
     "ModelRecord",
-    "OptimizerFacts",
-    "ScheduleFacts",
-    "SchedulerRecord",
     "TensorFacts",
     "fingerprint_of",
     "read",
@@ -37,28 +33,20 @@ _LAST = re.compile(rb',\n "crc32": "[0-9a-f]{8}"\n}\n\Z')
 """The entry with the checksum, and the end of the file."""
 
 _CRC32 = r"^[0-9a-f]{8}$"
-_LARGEST = 2**62
-"""No count of anything is as large."""
 _LARGEST_FILE = 2**30
 """Bytes of a manifest; that of a model with 100,000 tensors has 40 MB."""
 
 
-class _Facts(BaseModel):
-    # Non-finite values, such as the norms of a diverged run, are written as NaN and Infinity, which Python's json reads
-    # too.
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
-
-
-class FileFacts(_Facts):
+class FileFacts(Facts):
     """One file of the directory."""
 
-    bytes: int = Field(ge=0, lt=_LARGEST)
+    bytes: int = Field(ge=0, lt=LARGEST)
     """Size of the file."""
     crc32: str = Field(pattern=_CRC32)
     """CRC-32 of the file, 8 hexadecimal digits."""
 
 
-class TensorFacts(_Facts):
+class TensorFacts(Facts):
     """One tensor."""
 
     shape: list[int]
@@ -71,70 +59,23 @@ class TensorFacts(_Facts):
     @field_validator("shape")
     @classmethod
     def _is_a_shape(cls, shape: list[int]) -> list[int]:
-        if min(shape, default=0) < 0 or math.prod(shape) >= _LARGEST:
+        if min(shape, default=0) < 0 or math.prod(shape) >= LARGEST:
             raise ValueError("is not the shape of a tensor")
         return shape
 
 
-class ModelRecord(_Facts):
+class ModelRecord(Facts):
     """The model."""
 
     class_name: str
     """Class of the model."""
     fingerprint: str
     """Hash of the names and shapes of its parameters and persistent buffers."""
-    numel: int = Field(ge=0, lt=_LARGEST)
+    numel: int = Field(ge=0, lt=LARGEST)
     """Number of elements of all parameters, each parameter counted once."""
 
 
-class GroupRecord(_Facts):
-    """One parameter group of the optimizer."""
-
-    names: list[str]
-    """Names of its parameters."""
-    options: dict[str, Any]
-    """Its options, such as `lr` and `weight_decay`."""
-
-
-class OptimizerFacts(_Facts):
-    """The optimizer."""
-
-    class_name: str
-    """Class of the optimizer."""
-    groups: list[GroupRecord]
-    """Its parameter groups, in order."""
-
-
-class SchedulerRecord(_Facts):
-    """A scheduler object of torch or transformers."""
-
-    class_name: str
-    """Class of the scheduler."""
-    state: Any
-    """What its `state_dict` returned, encoded as in `state` of the manifest, without tensors."""
-
-
-class ScheduleFacts(_Facts):
-    """The learning rate schedule."""
-
-    updates: int = Field(ge=0, lt=_LARGEST)
-    """Optimizer steps taken; skipped ones are not counted."""
-    peaks: list[float] = []
-    """Peak learning rate of each parameter group, which the config's schedule multiplies."""
-    torch: SchedulerRecord | None = None
-    """State of the scheduler object, if there was one."""
-
-
-class LossScaleFacts(_Facts):
-    """The loss scale of fp16."""
-
-    value: float = Field(gt=0, allow_inf_nan=False)
-    """The factor of the loss."""
-    made: int = Field(ge=0, lt=_LARGEST)
-    """Optimizer steps since it last changed."""
-
-
-class Manifest(_Facts):
+class Manifest(Facts):
     """All metadata of a checkpoint."""
 
     format: Literal["unishard"] = "unishard"
@@ -145,7 +86,7 @@ class Manifest(_Facts):
     """Time of writing: UTC, ISO 8601."""
     versions: dict[str, str]
     """Versions of unishard, python, torch and the engine's package."""
-    step: int = Field(ge=0, lt=_LARGEST)
+    step: int = Field(ge=0, lt=LARGEST)
     """Completed accumulation windows, including skipped ones."""
     run: str | None = Field(default=None, pattern=r"^[0-9a-f]{8}$")
     """The run that saved it, 8 hexadecimal digits: made at its first save, the same after a resume. None if unknown."""
@@ -159,11 +100,11 @@ class Manifest(_Facts):
     """The config of the run; None if the checkpoint was converted from another tool's."""
     model: ModelRecord
     """The model."""
-    ties: dict[str, str] = {}
+    ties: dict[str, str] = Field(default_factory=dict)
     """Other names of tied parameters, to the name under which each is stored."""
-    frozen: list[str] = []
+    frozen: list[str] = Field(default_factory=list)
     """Parameters that were not trainable."""
-    buffers: list[str] = []
+    buffers: list[str] = Field(default_factory=list)
     """Tensors of the model that are not parameters."""
     optimizer: OptimizerFacts | None = None
     """The optimizer; None for inference."""
@@ -171,11 +112,11 @@ class Manifest(_Facts):
     """The learning rate schedule; None for inference."""
     loss_scale: LossScaleFacts | None = None
     """The loss scale of fp16, 1.0 for other dtypes; None if unknown."""
-    data: list[Any] = []
+    data: list[Any] = Field(default_factory=list)
     """State of each rank's data loader, in rank order; tensors are encoded as in `state`."""
     state: Any = None
     """The user's own state: JSON, with `{"$tensor": name}` for a tensor of the checkpoint."""
-    norms: dict[str, float] = {}
+    norms: dict[str, float] = Field(default_factory=dict)
     """L2 norm of all parameters, and of each kind of optimizer state."""
     files: dict[str, FileFacts]
     """All files of the directory except this one."""

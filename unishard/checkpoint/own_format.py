@@ -8,13 +8,13 @@ from pathlib import Path
 from unishard.checkpoint import manifest, metadata, shard_index
 from unishard.checkpoint.directory import write_manifest
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
-from unishard.checkpoint.formats import Advance, CheckpointFormat, Contents
 from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, parameter_of
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import require_sound, verified
 from unishard.checkpoint.writing import Written
 from unishard.checkpoint.writing import write as write_tensors
+from unishard.contract.checkpoint_format import Advance, CheckpointFormat, Contents
 from unishard.version import __version__
 
 __all__ = ["OWN"]

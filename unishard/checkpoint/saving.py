@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from unishard.checkpoint import directory, finding, ownership, shared_folder
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.writing import Written, write
 from unishard.distributed.interrupts import is_shared
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.errors import CheckpointError
 

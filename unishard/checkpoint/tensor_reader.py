@@ -17,10 +17,10 @@ from unishard.checkpoint.archives import read_through, require_bounded
 from unishard.checkpoint.chunks import Chunk, ChunkTable, ListedChunks
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.intervals import runs
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.records import is_ours
 from unishard.checkpoint.regular_file import open_file
 from unishard.checkpoint.shard_index import open_index
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["ReadRequest", "Tensors"]

@@ -12,12 +12,12 @@ import torch
 
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
 from unishard.checkpoint.regular_file import open_file
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.writing import CHUNK
 from unishard.distributed.dtypes import name_of
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["blocks_of", "damaged", "hashes_of", "require_sound", "verified"]

@@ -31,11 +31,11 @@ from unishard.checkpoint.direct_file import BUFFER, DirectFile
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.held import Held, cut, divided, held_of, packed
 from unishard.checkpoint.intervals import boxes
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Result, Written
 from unishard.checkpoint.records import envelope_of
 from unishard.distributed.interrupts import share
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.shards import norm_of
 from unishard.errors import CheckpointError
 

@@ -19,8 +19,8 @@ from unishard.contract.rules import Rule
 if TYPE_CHECKING:
     from torch import nn
 
-    from unishard.checkpoint.formats import CheckpointFormat
     from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.checkpoint_format import CheckpointFormat
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from unishard.checkpoint.formats import Advance, CheckpointFormat, Contents
+from unishard.contract.checkpoint_format import Advance, CheckpointFormat, Contents
 from unishard_deepspeed.checkpoints.layout import folder_of, is_universal
 
 __all__ = ["FORMATS"]

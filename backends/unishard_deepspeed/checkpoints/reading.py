@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from unishard.checkpoint.formats import Contents, optimizer_of, plain
 from unishard.checkpoint.keys import PARAMETERS, of_optimizer
-from unishard.checkpoint.lazy_shards import LazyShard
-from unishard.checkpoint.manifest import LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.contract.checkpoint_format import Contents, optimizer_of, plain
+from unishard.contract.training_facts import LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints.files import LossScaler, load
 from unishard_deepspeed.checkpoints.layout import Files, files_of

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.formats import Advance, Contents
 from unishard.checkpoint.keys import PARAMETERS, optimizer_part, parameter_of
-from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.contract.checkpoint_format import Advance, Contents
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["write"]

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from unishard.checkpoint import dcp, metadata
 from unishard.checkpoint.archives import read_through, require_bounded
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.formats import plain
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import open_file
+from unishard.contract.checkpoint_format import plain
 from unishard.errors import CheckpointError
 
 __all__ = ["add", "read"]

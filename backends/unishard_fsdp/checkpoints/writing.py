@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from unishard.checkpoint.formats import Advance, Contents, plain
-from unishard.checkpoint.manifest import GroupRecord
 from unishard.checkpoint.writing import write as write_tensors
+from unishard.contract.checkpoint_format import Advance, Contents, plain
+from unishard.contract.training_facts import GroupRecord
 from unishard_fsdp.checkpoints import objects
 
 __all__ = ["write"]

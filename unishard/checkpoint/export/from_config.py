@@ -11,7 +11,7 @@ import torch
 
 from unishard.checkpoint.export import pretrained
 from unishard.checkpoint.export.assets import Assets
-from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["assets_of"]

@@ -12,7 +12,7 @@ import torch
 
 from unishard.checkpoint.export.assets import Assets, TensorSlice
 from unishard.checkpoint.export.plan import ExportedTensor, File, bytes_of, index_of, plan
-from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["Layout", "lay_out"]

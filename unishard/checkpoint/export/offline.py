@@ -15,11 +15,11 @@ from unishard.checkpoint.export.destination import require_free
 from unishard.checkpoint.export.layout import Layout, lay_out
 from unishard.checkpoint.export.writing import Advance, write
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.regular_file import read_bytes
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import verified
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 

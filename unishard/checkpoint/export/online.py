@@ -14,8 +14,8 @@ from unishard.checkpoint.export.destination import problem_with
 from unishard.checkpoint.export.layout import Layout, lay_out
 from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.export.writing import Advance, write
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.checkpoint.regular_file import path_of
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import ranks_of
 from unishard.errors import CheckpointError, RankMismatchError
 

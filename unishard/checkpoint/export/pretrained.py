@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from unishard.checkpoint.export import tokenizers
 from unishard.checkpoint.export.assets import Assets, TensorSlice
 from unishard.checkpoint.export.sources import sources_of
-from unishard.checkpoint.lazy_shards import LazyShard
 from unishard.contract.private_api import CORE_PRIVATE_API
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 __all__ = ["assets_of"]

@@ -20,7 +20,7 @@ from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.export.destination import hidden, move_in, require_free
 from unishard.checkpoint.export.file_sizes import missing, share
 from unishard.checkpoint.export.plan import ExportedTensor, File
-from unishard.checkpoint.lazy_shards import LazyShard
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from unishard.checkpoint.manifest import LossScaleFacts
 from unishard.config import Precision
+from unishard.contract.training_facts import LossScaleFacts
 
 __all__ = ["LossScale"]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.config import Scheduler
+from unishard.contract.training_facts import ScheduleFacts
 
 __all__ = ["Schedule", "factor"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unishard.checkpoint.manifest import ScheduleFacts
 from unishard.checkpoint.user_state import pack, unpack
+from unishard.contract.training_facts import ScheduleFacts
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
 
 __all__ = ["SchedulerFactory", "TorchSchedule", "alike", "build_scheduler", "check"]

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.checkpoint import keys
-from unishard.checkpoint.manifest import GroupRecord, Manifest
+from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.config.describe import count_of
+from unishard.contract.training_facts import GroupRecord
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.loop.accumulation import Accumulation

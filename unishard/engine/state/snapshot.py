@@ -11,11 +11,12 @@ from torch import Tensor
 
 from unishard.checkpoint import keys
 from unishard.checkpoint.export.models import assets_of
-from unishard.checkpoint.lazy_shards import lazy_shard_of
-from unishard.checkpoint.manifest import GroupRecord, ModelRecord, OptimizerFacts, fingerprint_of
+from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
 from unishard.contract import registry
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
+from unishard.distributed.lazy_shards import lazy_shard_of
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard
 from unishard.distributed.storable import obstacle

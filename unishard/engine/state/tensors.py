@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from unishard.checkpoint import keys
 from unishard.checkpoint.export.sources import persistent_buffers
-from unishard.checkpoint.lazy_shards import LazyShard, lazy_shard_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.contract.adapter import EngineAdapter, InferenceAdapter
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.engine.state.average_shards import AverageShards
 

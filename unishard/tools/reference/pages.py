@@ -14,9 +14,10 @@ from pydantic.fields import FieldInfo
 from unishard.checkpoint import manifest as manifests
 from unishard.config import Config, Section, items_of, leaves
 from unishard.config.describe import bare, expected
-from unishard.contract import registry
+from unishard.contract import registry, training_facts
 from unishard.contract.backend import Backend
 from unishard.contract.rules import Fit, Rule
+from unishard.contract.training_facts import Facts
 from unishard.formats import NAMES
 from unishard.tools.reference.format_page import formats_page, overview
 from unishard.tools.reference.markdown import code, table
@@ -70,6 +71,15 @@ _REFERENCE = """\
 A config is a YAML 1.2 file. Every field has a default, unknown fields are errors, and variables are not expanded.
 [MAPPING.md](../MAPPING.md) shows what each field becomes on each engine; `unishard explain` shows it for one config.
 """
+
+
+_PARTS = {
+    name: kind
+    for module in (manifests, training_facts)
+    for name, kind in vars(module).items()
+    if inspect.isclass(kind) and issubclass(kind, Facts) and kind is not Facts
+}
+"""The parts of a manifest, by name."""
 
 
 def pages() -> dict[str, str]:
@@ -184,8 +194,8 @@ def _default(section: type[Section], name: str, field: FieldInfo) -> str:
 def manifest() -> str:
     """docs/manifest.md: type, default and description of every field of a checkpoint's manifest."""
     parts = [_GENERATED_MANIFEST, _MANIFEST.rstrip(), _facts(manifests.Manifest)]
-    for kind in (each for each in vars(manifests).values() if inspect.isclass(each) and issubclass(each, BaseModel)):
-        if kind.__name__ in manifests.__all__ and kind is not manifests.Manifest:
+    for kind in _PARTS.values():
+        if kind is not manifests.Manifest:
             parts += [f"## {kind.__name__}", inspect.getdoc(kind) or "", _facts(kind)]
     return "\n\n".join(parts) + "\n"
 
@@ -201,6 +211,6 @@ def _facts(kind: type[BaseModel]) -> str:
 def _link(annotation: Any) -> str:
     """A type annotation, as a link if the type has its own table."""
     words = annotation.__name__ if inspect.isclass(annotation) and not get_args(annotation) else str(annotation)
-    words = re.sub(r"(?:typing|unishard\.checkpoint\.manifest)\.", "", words)
-    inner = next((name for name in manifests.__all__ if re.search(rf"\b{name}\b", words) and name[0].isupper()), None)
+    words = re.sub(r"(?:typing|unishard\.checkpoint\.manifest|unishard\.contract\.training_facts)\.", "", words)
+    inner = next((name for name in _PARTS if re.search(rf"\b{name}\b", words)), None)
     return f"[`{words}`](#{inner.lower()})" if inner else f"`{words}`"

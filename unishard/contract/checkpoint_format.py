@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unishard.checkpoint.manifest import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.contract.training_facts import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
 
 if TYPE_CHECKING:
-    from unishard.checkpoint.lazy_shards import LazyShard
+    from unishard.distributed.lazy_shards import LazyShard
 
 __all__ = ["Advance", "CheckpointFormat", "Contents", "optimizer_of", "plain"]
 
