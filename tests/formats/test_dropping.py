@@ -62,7 +62,7 @@ def test_keys_of_a_file_that_the_document_names(tmp_path):
 def test_dropping_the_name_of_a_file_drops_what_is_in_it(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("base_model: m\nadapter: qlora\nmicro_batch_size: 1\ndeepspeed: deepspeed_configs/zero2.json\n")
-    found = remedy(open_source(path), "composer", from_="axolotl", only_drop=True)
+    found = remedy(open_source(path), "lightning", from_="axolotl", only_drop=True)
     assert found is not None
     assert found.drop == ("deepspeed",)
 
@@ -192,7 +192,7 @@ def test_the_engine_of_the_target_is_proposed_before_keys_are_dropped():
         "output_dir": "out",
         "per_device_train_batch_size": 2,
     }
-    found = remedy(open_source(document), "torchtitan", from_="hf")
+    found = remedy(open_source(document), "accelerate", from_="hf")
     assert found is not None
     assert (found.overrides, found.drop) == (("backend=fsdp",), ())
 

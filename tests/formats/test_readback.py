@@ -71,16 +71,6 @@ def unnamed(outcome: Outcome) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("to", ["torchtitan", "composer"])
-def test_what_the_target_assumes_otherwise_is_written_out(to: str) -> None:
-    outcome = translate(ADAM, to, from_="deepspeed")
-    config = back_of(outcome).config
-    assert config.optimizer.betas == (0.9, 0.999)
-    assert (config.scheduler.name, config.scheduler.warmup_steps) == ("constant", 0)
-    assert config.activation_checkpointing == "none"
-    assert not [change for change in outcome.changes if change.said]
-
-
 @pytest.mark.parametrize("to", ["trl", "swift", "llamafactory"])
 def test_what_a_script_switches_on_by_itself_is_switched_off(to: str) -> None:
     outcome = translate({**ADAM, "bf16": {"enabled": False}}, to, from_="deepspeed")
@@ -184,7 +174,6 @@ def test_what_deepspeed_gathers_is_a_full_state_dict(name: str) -> None:
     assert (
         translate(data, "accelerate", from_="deepspeed").document["deepspeed_config"]["zero3_save_16bit_model"] is True
     )
-    assert item(translate(data, "torchtitan", from_="deepspeed"), f"zero_optimization.{name}").fit is not Fit.EXACT
 
 
 def test_what_fsdp_does_with_files_goes_to_the_trainer() -> None:
@@ -249,7 +238,7 @@ def test_accelerate_needs_the_number_of_processes() -> None:
 
 
 def test_what_a_tool_requires_of_a_file_is_asked_for() -> None:
-    """As axolotl 0.18.0's and llm-foundry 0.22's own schemas refuse it."""
+    """As axolotl 0.18.0's own schema refuses it."""
 
     def asked(data: dict[str, Any], to: str) -> str:
         return " ".join(translate(data, to, from_="deepspeed").warnings)
@@ -259,7 +248,6 @@ def test_what_a_tool_requires_of_a_file_is_asked_for() -> None:
     whole = "base_model, datasets, learning_rate, micro_batch_size, gradient_accumulation_steps; add them"
     assert whole in asked(silent, "axolotl")
     assert "without base_model, datasets; add them" in asked({**ADAM, **sizes}, "axolotl")
-    assert "without model, tokenizer, train_loader," in asked(ADAM, "composer")
 
 
 def test_a_file_that_only_evaluates_is_no_training() -> None:
@@ -323,17 +311,3 @@ def test_what_its_own_tool_refuses_is_not_written_again(
     again = translate(document, name, from_=name)
     assert again.document.get(key) == written
     assert not verify(again).effective.refused
-
-
-@pytest.mark.parametrize(("size", "fit"), [(16, Fit.NEEDS_INPUT), (64, Fit.EXACT)])
-def test_a_global_batch_that_torchtitan_refuses_is_asked_for(size: int, fit: Fit) -> None:
-    document = {"train_batch_size": size, "train_micro_batch_size_per_gpu": "auto"}
-    eight = Topology(world_size=8, local_world_size=8)
-    (item,) = [
-        item
-        for item in translate(
-            document, "torchtitan", from_="deepspeed", topology=eight, overrides=["backend=fsdp"]
-        ).items
-        if item.key == "train_batch_size"
-    ]
-    assert item.fit is fit

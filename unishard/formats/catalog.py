@@ -16,7 +16,7 @@ from unishard.formats.other_tools import named
 from unishard.formats.signs import has
 from unishard.formats.source import Source
 
-__all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise"]
+__all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise", "target", "written"]
 
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra composes or builds."""
@@ -44,6 +44,27 @@ def get(name: str) -> Format:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
         raise ConfigError([Problem("", str(error))]) from None
+
+
+def written() -> tuple[str, ...]:
+    """The formats by the word after `--to`: all but those that are only read."""
+    return tuple(name for name in NAMES if not get(name).read_only)
+
+
+def target(name: str) -> Format:
+    """The format of this name, to write it.
+
+    Raises:
+        ConfigError: There is no such format, or it is only read.
+    """
+    format_ = get(name)
+    if format_.read_only:
+        what = (
+            f"configs of {format_.tool} are read and never written; write --to {', '.join(written())}, or train with "
+            "the unishard file"
+        )
+        raise ConfigError([Problem(f"--to {name}", what)])
+    return format_
 
 
 def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:

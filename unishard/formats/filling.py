@@ -35,8 +35,6 @@ _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 _FIELDS = frozenset(path for path, _ in leaves(Config))
 _BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"
 _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
-_LOGS = "logging."
-_LOGGED = Meaning(Fit.IGNORED, "DeepSpeed's own logs, beside those of the arguments", kept=True)
 _PLAIN = "hf"
 _OTHER = (
     "starts the training with this file, not with the one that is translated; name a line that starts it: --with "
@@ -102,7 +100,7 @@ def filled(
         _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
     )
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
-    own = _opened(_without_logs(own, given) if reading.format == "deepspeed" else own, given)
+    own = _opened(own, given)
     given += [] if same else beside.started
     noted = list(clashes(reading, beside)) if reading.format == "accelerate" else list(beside.missing)
     if reading.format in TRAINER and engine_is_open(own):
@@ -282,17 +280,6 @@ def _with_whole_batch(entries: Sequence[Entry], ranks: Topology | None) -> list[
         entry._replace(meaning=meaning) if entry.value == AUTO and entry.path[-1] == _BATCH else entry
         for entry in entries
     ]
-
-
-def _without_logs(own: Sequence[Entry], given: Iterable[Entry]) -> list[Entry]:
-    """The entries of DeepSpeed's config, without logs where the arguments of the tool around it say what is logged."""
-    if not any(map(_is_log, (field for entry in given if not entry.assumed for field in entry.meaning.fields))):
-        return list(own)
-    return [entry._replace(meaning=_LOGGED) if any(map(_is_log, entry.meaning.fields)) else entry for entry in own]
-
-
-def _is_log(field: str) -> bool:
-    return field.startswith(_LOGS)
 
 
 def _opened(own: Iterable[Entry], given: Sequence[Entry]) -> list[Entry]:

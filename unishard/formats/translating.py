@@ -112,10 +112,10 @@ def translate(
         The document and one item for each key of the source. What is not supported stands among the items as refused.
 
     Raises:
-        ConfigError: The file cannot be read, is in no known format, an override cannot be used, or a key to drop is not
-            there.
+        ConfigError: The format is only read, the file cannot be read or is in no known format, an override cannot be
+            used, or a key to drop is not there.
     """
-    target, overrides, drop = catalog.get(to), tuple(overrides), tuple(drop)
+    target, overrides, drop = catalog.target(to), tuple(overrides), tuple(drop)
     source = open_source(source)
     reading, dropped = _read_without(source, from_, overrides, topology, drop)
     filling = None
@@ -141,7 +141,7 @@ def translate(
         expressed = _written(target, reading, ranks)
     same = _same(target, reading, expressed)
     items, document = _described(target, reading, expressed, same, overrides)
-    warnings = [*reading.source.warnings, *filter(None, [getattr(target, "notice", "")])]
+    warnings = [*reading.source.warnings]
     found: tuple[Change, ...] = ()
     back = _read_back(target, document, reading, items, warnings)
     if back and same is None and (silent := to_write_out(differences(reading, back), reading)):

@@ -14,7 +14,6 @@ from unishard.contract.rules import Fit
 from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
 from unishard.formats.axolotl.rules import RULES, written
 from unishard.formats.axolotl.sharding import sharded
-from unishard.formats.axolotl.shipped import SHIPPED
 from unishard.formats.format import Format
 from unishard.formats.hf.precedence import with_precedence
 from unishard.formats.hf.sharding import replicated
@@ -109,7 +108,7 @@ def _variable(key: str, value: str) -> Entry:
 def _engines(source: Source, argument: Any, topology: Topology | None) -> list[Entry]:
     entries = sharded(source, topology)
     if DEEPSPEED in source.data:
-        config = shipped_config(source, SHIPPED)
+        config = shipped_config(source, "axolotl")
         found = partitioned(source.data[DEEPSPEED] if config is None else config, source, argument, topology)
         entries += [_shipped(entry) for entry in found] if config is None else told(found, source.data[DEEPSPEED], TOOL)
     if not any("backend" in entry.meaning.fields for entry in entries):

@@ -11,7 +11,6 @@ from unishard.contract.entries import NOTHING, Given, Key, Meaning, Undecided, U
 from unishard.contract.key_rows import boolean, drops, integer, number, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.axolotl.ignored_keys import IGNORED
-from unishard.formats.axolotl.logs import LOGGED
 from unishard.formats.axolotl.saving import SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, matmul, off
@@ -242,7 +241,6 @@ KEYS: Mapping[str, Key] = {
         _workers, "launch.processes_per_node", Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}"
     ),
     **SAVED,
-    **LOGGED,
     **{name: _engine(FSDP) for name in ENGINES},
     DEEPSPEED: _engine(DEEPSPEED),
     **IGNORED,

@@ -14,7 +14,6 @@ from unishard.contract.express import Expressed, FieldResult, express
 from unishard.contract.field_rows import started_elsewhere
 from unishard.contract.rules import Fit, Rule, When, unless
 from unishard.formats.axolotl.keys import NAMES
-from unishard.formats.axolotl.logs import LOGS
 from unishard.formats.axolotl.saving import SAVING
 from unishard.formats.fallbacks import exact
 from unishard.formats.hf.engine_rules import decided_of, engine_of
@@ -120,7 +119,6 @@ _OWN: Mapping[str, Rule] = {
         )
     ),
     **SAVING,
-    **LOGS,
     **started_elsewhere(
         **{name: f"pass axolotl train --launcher torchrun -- {option}" for name, option in _LAUNCHER.items()}
     ),

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
-from unishard.config.topology import Topology
 from unishard.contract.entries import Given, Meaning, Unreadable
 from unishard.contract.key_rows import number, text
 from unishard.contract.rules import Fit
 
-__all__ = ["read", "unlike", "write"]
+__all__ = ["read"]
 
 _KNOWN = ("param_str_match", "lr", "weight_decay")
 
@@ -60,22 +58,3 @@ def _divided(decay: float, rate: float, given: Given) -> float:
     if not rate:
         raise Unreadable("must have weight_decay 0 if lr is 0; write 0")
     return decay / rate
-
-
-def write(cfg: Config, topology: Topology) -> Native:
-    """A group for each pattern, those of `groups` before those of `no_decay`, which count less."""
-    optimizer = cfg.optimizer
-    written: list[Native] = []
-    for group in optimizer.groups:
-        rate = optimizer.lr if group.lr is None else group.lr
-        decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
-        written += [{"param_str_match": pattern, "lr": rate, "weight_decay": decay * rate} for pattern in group.params]
-    written += [{"param_str_match": pattern, "weight_decay": 0.0} for pattern in optimizer.no_decay]
-    return {"optimizer": {"param_groups": written}} if written else {}
-
-
-def unlike(cfg: Config) -> bool:
-    """Whether some parameter may be in a group for its rate and exempt from decay as well, which llm-foundry's groups
-    cannot say.
-    """
-    return bool(cfg.optimizer.no_decay) and any(group.weight_decay is None for group in cfg.optimizer.groups)

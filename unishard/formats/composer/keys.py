@@ -13,36 +13,12 @@ from unishard.contract.key_rows import boolean, drops, integer, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.composer.batches import BATCHES
 from unishard.formats.composer.fsdp_keys import FSDP
-from unishard.formats.composer.logs import LOGGED
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.composer.saving import SAVED
 from unishard.formats.names import ignored
 
 __all__ = ["KEYS", "RUN", "deferred"]
 
-_REASONS: Mapping[str, str] = {
-    "concerns the model, which the training script builds": "model tokenizer tokenizer_name model_name_or_path "
-    "max_seq_len code_paths "
-    "model_dtype autocast_dtype autocast_precision use_cache max_split_size_mb expandable_segments cuda_load_lazy",
-    "concerns the data, which the training script loads": "train_loader eval_loader eval_loaders train_dataset "
-    "eval_dataset val_dataset "
-    "dataset dataloader data_local data_remote device_eval_batch_size device_eval_microbatch_size "
-    "global_eval_batch_size eval_batch_size "
-    "spin_dataloaders icl_seq_len icl_max_seq_len num_class_images use_prior_preservation prior_loss_weight",
-    "affects only evaluation": "eval_first eval_interval eval_subset_num_batches icl_subset_num_batches icl_tasks "
-    "icl_tasks_str "
-    "eval_gauntlet eval_gauntlet_str model_gauntlet models validate_every_n_batches validate_every_n_epochs",
-    "affects only logs": "callbacks python_log_level log_config metadata flatten_metadata",
-    "affects only the files of checkpoints": "save_filename save_latest_filename save_overwrite "
-    "save_weights_only save_ignore_keys load_path load_weights_only load_strict_model_weights "
-    "load_ignore_keys load_exclude_algorithms autoresume only_hf_checkpoint only_composer_checkpoint",
-    "launcher setting": "dist_timeout device n_gpus",
-    "tells the script what to run": "is_train parallel tasks",
-    "holds values that other keys refer to": "variables global_seed",
-    "belongs to the inference benchmark, which trains nothing": "batch_sizes input_lengths output_lengths num_batches "
-    "num_warmup_batches "
-    "num_runs benchmark_name use_deepspeed use_fsdp",
-}
 _DEGREE = "tensor_parallel_degree"
 
 
@@ -85,7 +61,6 @@ KEYS: Mapping[str, Key] = {
     **FSDP,
     **OPTIMIZATION,
     **SAVED,
-    **LOGGED,
     "seed": Key(_seed, "training.seed"),
     "tp_config": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
     "parallelism_config.tp": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
@@ -100,7 +75,7 @@ KEYS: Mapping[str, Key] = {
     "algorithms": refuses("only Composer has them, but for gradient clipping; remove it", lambda value: not value),
     "scheduler": drops("is empty"),
     "optimizer": drops("is empty"),
-    **ignored(_REASONS),
+    **ignored("composer/ignored.txt"),
 }
 """What each says; the rows of an engine's arguments stand in the engine's table."""
 

@@ -10,8 +10,6 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, Meaning, Path, Undecided
 from unishard.contract.express import Expressed, express
-from unishard.formats.deepspeed.keys import KEYS, with_logs
-from unishard.formats.deepspeed.rules import RULES
 from unishard.formats.defaults import without_unishards
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
@@ -32,8 +30,6 @@ class DeepSpeedFormat(Format):
     name = "deepspeed"
     tool = "DeepSpeed 0.19.8"
     suffix = ".json"
-    keys = KEYS
-    rules = RULES
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says.
@@ -42,7 +38,7 @@ class DeepSpeedFormat(Format):
             ConfigError: An override cannot be used.
         """
         engine = Entry(("backend",), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
-        entries = [*with_logs(registry.get("deepspeed").parse(source.data, topology=topology), source.data), engine]
+        entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
         return assemble(self.name, source, entries, overrides=_completed(tuple(overrides), entries), topology=topology)
 
     def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
@@ -53,7 +49,7 @@ class DeepSpeedFormat(Format):
         """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the
         script.
         """
-        said = {**registry.get("deepspeed").script_rules, **RULES}
+        said = registry.get("deepspeed").script_rules
         rows = {path: row for path, row in said.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
         document, words = express(rows, reading.config, topology, undecided)

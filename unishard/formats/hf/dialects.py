@@ -37,66 +37,6 @@ _SIGNS = names(
 """Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the
 file."""
 
-_GROUPS: Mapping[str, str] = {
-    "names the model and how it is loaded, which the training script does": (
-        "model model_name_or_path model_id_or_path model_type model_id model_revision model_name model_author "
-        "tokenizer_name "
-        "tokenizer_name_or_path trust_remote_code attn_impl attn_implementation flash_attn use_fast_tokenizer "
-        "rope_scaling "
-        "resize_vocab low_cpu_mem_usage use_v1_kernels use_unsloth enable_liger_kernel image_max_pixels "
-        "video_max_pixels video_fps "
-        "video_maxlen visual_inputs use_reentrant_gc upcast_layernorm shift_attn mixture_of_depths model_init_kwargs "
-        "use_liger "
-        "use_flash_attention_2 eos_token pad_token chat_template chat_template_path activation_offloading use_kt "
-        "use_kv_cache"
-    ),
-    "concerns the data, which the training script loads": (
-        "dataset dataset_name dataset_dir datasets eval_dataset val_dataset template cutoff_len max_length "
-        "max_seq_length max_samples "
-        "overwrite_cache preprocessing_num_workers dataset_num_proc packing neat_packing val_size split_dataset_ratio "
-        "system "
-        "train_on_prompt mask_history streaming buffer_size tokenized_path dataset_mixture dataset_mixer "
-        "dataset_splits dataset_configs "
-        "dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_text_field "
-        "dataset_prompt_column "
-        "dataset_id_or_path dataset_path dataset_kwargs train_dataset train_file validation_file data_path "
-        "model_max_length "
-        "max_prompt_length max_source_length max_target_length max_train_samples max_eval_samples padding_free "
-        "packing_strategy "
-        "truncation_mode truncation_side eval_packing pad_to_multiple_of shuffle_dataset system_prompt"
-    ),
-    "chooses which parameters train, such as LoRA: the training script does that": (
-        "finetuning_type tuner_type train_type sft_type adapter lora_r lora_rank lora_alpha lora_dropout lora_target "
-        "lora_target_modules target_modules lora_bias use_rslora use_dora use_peft adapter_name_or_path "
-        "freeze_vision_tower "
-        "freeze_multi_modal_projector freeze_language_model freeze_vit freeze_aligner freeze_llm tune_mm_proj "
-        "modules_to_save "
-        "additional_target quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type "
-        "bnb_4bit_compute_dtype "
-        "bnb_4bit_use_double_quant use_bnb_nested_quant double_quantization lora_modules_to_save lora_task_type "
-        "lora_target_parameters freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro "
-        "pissa_init "
-        "pissa_iter pissa_convert oft_rank oft_block_size oft_target"
-    ),
-    "names the loss or the method, which the training script computes": (
-        "stage rlhf_type pref_beta pref_loss pref_ftx use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha "
-        "reward_model "
-        "ref_model beta loss_type loss_weights assistant_only_loss "
-        "completion_only_loss desirable_weight undesirable_weight precompute_ref_log_probs sync_ref_model "
-        "disable_dropout "
-        "label_smoothing gamma_beta_ratio simpo_gamma reward_funcs reward_weights scale_rewards "
-        "mask_truncated_completions "
-        "num_generations max_completion_length temperature top_p top_k repetition_penalty use_vllm vllm_mode "
-        "vllm_device "
-        "vllm_gpu_memory_utilization vllm_server_host vllm_server_port vllm_max_model_len vllm_tensor_parallel_size "
-        "epsilon epsilon_high "
-        "num_iterations log_completions router_aux_loss_coef"
-    ),
-    "affects only logs": "plot_loss print_param_status",
-    "launcher setting": "use_ray device_groups ray_run_name ray_num_workers nproc_per_node",
-    "is a comment": "_description _note _requires _param_docs",
-}
-
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
@@ -138,7 +78,7 @@ def _one(value: Any) -> bool:
 
 
 DIALECT: Mapping[str, Key] = {
-    **ignored(_GROUPS),
+    **ignored("hf/ignored_around.txt"),
     "torch_dtype": Key(_dtype, "precision.compute"),
     "pure_bf16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
     "fp8": refuses("fp8 is not supported; write bf16", off),

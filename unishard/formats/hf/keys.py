@@ -11,7 +11,6 @@ from unishard.contract.entries import Given, Key, Meaning
 from unishard.contract.key_rows import listed
 from unishard.contract.rules import Fit
 from unishard.formats.hf.ignored_keys import IGNORED
-from unishard.formats.hf.logs import LOGGED
 from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
@@ -49,7 +48,6 @@ KEYS: Mapping[str, Key] = {
     **OPTIMIZER,
     **SCHEDULE,
     **SAVED,
-    **LOGGED,
     "fsdp": _engine("fsdp"),
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),

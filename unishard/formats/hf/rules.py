@@ -13,7 +13,6 @@ from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
 from unishard.formats.fallbacks import copied, exact, rows, when_default
 from unishard.formats.hf.engine_rules import ENGINES, FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
-from unishard.formats.hf.logs import LOGS
 from unishard.formats.hf.optimizer_rules import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.switches import FSDP_ON, switched_on, without
@@ -156,7 +155,7 @@ _OWN: Mapping[str, Rule] = {
     "strict": exact("none: it is about unishard's own report"),
 }
 
-RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, LOGS, without=ENGINES)
+RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES)
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 

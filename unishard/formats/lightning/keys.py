@@ -13,15 +13,14 @@ from unishard.contract.entries import Given, Key, Meaning, Unreadable
 from unishard.contract.key_rows import boolean, integer, number, one_of
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.hydra import composed
-from unishard.formats.lightning.logs import LOGGED
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
+from unishard.formats.names import NO_LOGS, names
 
 __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
 
 UNSET = Meaning(Fit.IGNORED, "is not set", kept=True)
 _OFF = Meaning(Fit.IGNORED, "is off", kept=True)
-_LOGS = "affects only logs and the screen"
 _FILES = "affects only files"
 _EVALUATION = "affects only evaluation, which your loop does here"
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
@@ -283,8 +282,13 @@ TRAINER: Mapping[str, Key] = {
         ),
         left(_EVALUATION),
     ),
-    **LOGGED,
-    **dict.fromkeys(("enable_model_summary", "barebones", "enable_autolog_hparams"), left(_LOGS)),
+    **dict.fromkeys(
+        names(
+            "logger loggers log_every_n_steps enable_progress_bar profiler enable_model_summary barebones "
+            "enable_autolog_hparams"
+        ),
+        left(NO_LOGS),
+    ),
     **dict.fromkeys(("default_root_dir", "model_registry"), left(_FILES)),
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
@@ -292,7 +296,7 @@ TRAINER: Mapping[str, Key] = {
 
 def _composed(value: Any, given: Given) -> Meaning:
     if not (files := composed(value)):
-        return Meaning(Fit.IGNORED, _LOGS, kept=True)
+        return Meaning(Fit.IGNORED, NO_LOGS, kept=True)
     note = f"Hydra adds what other files say ({'; '.join(files)}), which is not read; translate what --cfg job prints"
     return Meaning(Fit.APPROXIMATE, note, kept=True, notable=True)
 
@@ -301,7 +305,7 @@ _OURS = "concerns the model or the data, which your training script builds"
 BESIDE: Mapping[str, Key] = {
     "seed_everything": optional(_seed, "training.seed"),
     **dict.fromkeys(("model", "data", "ckpt_path", "subcommand", "config", "weights_only"), left(_OURS)),
-    **dict.fromkeys(("print_config", "verbose", "hydra"), left(_LOGS)),
+    **dict.fromkeys(("print_config", "verbose", "hydra"), left(NO_LOGS)),
     "defaults": optional(_composed),
 }
 """LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own

@@ -28,21 +28,6 @@ _DISTRIBUTED = (
 _PLACES = ("accelerator", "distributed_backend")
 """Where Lightning 1 named the strategy, before 1.5."""
 
-_GROUPS: Mapping[str, str] = {
-    "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...": (
-        "num_processes auto_select_gpus prepare_data_per_node distributed_backend"
-    ),
-    "affects only logs and the screen": (
-        "progress_bar_refresh_rate process_position weights_summary log_gpu_memory flush_logs_every_n_steps "
-        "track_grad_norm "
-        "row_log_interval log_save_interval move_metrics_to_cpu"
-    ),
-    "affects only files": "checkpoint_callback resume_from_checkpoint weights_save_path",
-    "affects only evaluation, which your loop does here": "val_percent_check test_percent_check",
-    "concerns the data, which the training script loads": "multiple_trainloader_mode",
-    "names what amp_backend: apex switches on": "amp_level",
-}
-
 
 def _script(what: str) -> Key:
     def read(value: Any, given: Given) -> Meaning:
@@ -63,7 +48,7 @@ def _gpus(value: Any, given: Given) -> Meaning:
 
 
 OLDER: Mapping[str, Key] = {
-    **ignored(_GROUPS),
+    **ignored("lightning/ignored_older.txt"),
     "amp_backend": refuses(
         "Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"
     ),

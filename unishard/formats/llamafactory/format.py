@@ -13,7 +13,6 @@ from unishard.formats.hf.script import ScriptFormat
 from unishard.formats.hf.script_defaults import LLAMAFACTORY
 from unishard.formats.hf.shipped import shipped_config, told
 from unishard.formats.hf.switches import DEEPSPEED
-from unishard.formats.llamafactory.shipped import SHIPPED
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
@@ -35,7 +34,7 @@ class LlamaFactoryFormat(ScriptFormat):
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, with the configs of DeepSpeed that LLaMA-Factory brings along."""
-        config = shipped_config(source, SHIPPED)
+        config = shipped_config(source, self.name)
         if config is None:
             return _pure(super().entries(source, topology), source.data)
         found = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)

@@ -12,12 +12,12 @@ from unishard.contract.express import Expressed
 from unishard.contract.rules import Fit
 from unishard.formats.hf.script import ScriptFormat
 from unishard.formats.hf.script_defaults import swift
+from unishard.formats.hf.shipped import shipped
 from unishard.formats.hf.switches import DEEPSPEED as DEEPSPEED_ARGUMENT
 from unishard.formats.hf.switches import FSDP as FSDP_ARGUMENT
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.formats.swift.shipped import DEEPSPEED, FSDP
 
 __all__ = ["FORMAT"]
 
@@ -97,16 +97,16 @@ def _of_engine(entry: Entry) -> bool:
 
 def _unfolded(data: Mapping[str, Any]) -> Native:
     """The arguments, with what stands behind the names `zero3` and `fsdp2`, and what goes into DeepSpeed's config."""
-    found = dict(data)
+    found, configs = dict(data), shipped("swift")
     if (switch := _computes(data)) and not any(key in data for key in _SWITCHES):
         found[switch] = True
     named = found.get(DEEPSPEED_ARGUMENT)
-    if isinstance(named, str) and named in DEEPSPEED:
-        found[DEEPSPEED_ARGUMENT] = DEEPSPEED[named]
+    if isinstance(named, str) and named in configs:
+        found[DEEPSPEED_ARGUMENT] = configs[named]
     if isinstance(found.get(DEEPSPEED_ARGUMENT), Mapping) and isinstance(size := found.get(_HPZ), int):
         found[DEEPSPEED_ARGUMENT] = merge(found[DEEPSPEED_ARGUMENT], {"zero_optimization": {_HPZ: size}})
     named = found.get(FSDP_ARGUMENT)
-    config = FSDP.get(named) if isinstance(named, str) else named
+    config = configs.get(named) if isinstance(named, str) else named
     if isinstance(config, Mapping) and FSDP_ARGUMENT in config:
         found |= {FSDP_ARGUMENT: config[FSDP_ARGUMENT], _CONFIG: config.get(_CONFIG, {})}
     return found

@@ -14,7 +14,6 @@ from unishard.contract.entries import NOTHING, Given, Key, Meaning, Undecided, U
 from unishard.contract.key_rows import boolean, drops, integer, number, one_of, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.names import ignored
-from unishard.formats.torchtitan.logs import LOGGED
 from unishard.formats.torchtitan.saving import SAVED
 
 __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
@@ -245,56 +244,7 @@ def _sharded(value: Any) -> bool:
 
 
 _FLOAT8 = refuses("it computes products in float8, which is not supported; remove it", _off)
-_PIPELINE = "belongs to pipeline parallelism"
 _TIME = drops("affects only time")
-
-_REST: Mapping[str, str] = {
-    "launcher setting": "memory_estimation",
-    "timeouts and the flight recorder of the process group; set torch's variables for it in launch.environment": "comm",
-    "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import "
-    "experimental.custom_model_path",
-    "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type "
-    "training.checkpoint_folder",
-    "affects only evaluation": "validation eval inference",
-    "is only read with a converter of that name": "mx quantize",
-    "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp "
-    "float8.recipe_name "
-    "float8.filter_fqns float8.moe_fqns_prototype float8.emulate float8.force_recompute_fp8_weight_in_bwd "
-    "float8.scaling_type_input "
-    "float8.scaling_type_weight float8.scaling_type_grad_output",
-    "only used with fault-tolerant replica groups (torchft)": "fault_tolerance.process_group "
-    "fault_tolerance.process_group_timeout_ms "
-    "fault_tolerance.replica_id fault_tolerance.group_size fault_tolerance.min_replica_size "
-    "fault_tolerance.semi_sync_method "
-    "fault_tolerance.sync_steps fault_tolerance.num_fragments fault_tolerance.should_quantize "
-    "fault_tolerance.fragment_sync_delay "
-    "fault_tolerance.fragment_update_alpha",
-    "concerns the model, which the training script builds": "model.name model.flavor model.tokenizer_path "
-    "model.hf_assets_path "
-    "model.norm_type model.print_after_conversion training.seq_len liger_kernel training.img_size training.guidance "
-    "training.classifier_free_guidance_prob training.classifer_free_guidance_prob",
-    "concerns the data, which the training script loads": "training.dataset training.dataset_path",
-    _PIPELINE: "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv "
-    "parallelism.pipeline_parallel_split_points parallelism.pipeline_parallel_microbatch_size "
-    "parallelism.pipeline_parallel_layers_per_stage parallelism.module_fqns_per_model_part "
-    "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
-    "experimental.pipeline_parallel_schedule experimental.pipeline_parallel_schedule_csv "
-    "experimental.pipeline_parallel_split_points "
-    "experimental.pipeline_parallel_microbatches training.pipeline_parallel_split_points "
-    "training.pipeline_parallel_schedule",
-    "belongs to tensor, context or expert parallelism": "parallelism.enable_async_tensor_parallel "
-    "parallelism.disable_loss_parallel "
-    "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree "
-    "training.enable_loss_parallel "
-    "training.disable_loss_parallel experimental.context_parallel_rotate_method",
-    "affects only time and memory": "training.gc_freq training.gc_debug optimizer.implementation "
-    "parallelism.enable_compiled_autograd "
-    "compile.components activation_checkpoint.selective_ac_option activation_checkpoint.preserve_rng_state "
-    "activation_checkpoint.debug "
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns activation_checkpoint.early_stop "
-    "activation_checkpoint.memory_budget activation_checkpoint.determinism_check "
-    "activation_checkpoint.visualize_memory_budget_pareto",
-}
 
 KEYS: Mapping[str, Key] = {
     "optimizer.name": _field("optimizer.name", one_of({"adamw": "adamw", "adam": "adam"}), "AdamW"),
@@ -340,7 +290,6 @@ KEYS: Mapping[str, Key] = {
     ),
     "fault_tolerance.enable": refuses("groups that come and go are not supported; remove it", _off),
     **SAVED,
-    **LOGGED,
-    **ignored(_REST),
+    **ignored("torchtitan/ignored.txt"),
 }
 """What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""
