@@ -55,7 +55,7 @@ def named(outcome: Outcome) -> set[str]:
     fields = {change.field for change in outcome.changes}
     for item, entry in zip(outcome.items, outcome.reading.entries, strict=False):
         if item.fit is not Fit.EXACT:
-            fields |= {*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)}
+            fields |= {*entry.effect.fields, *(f"native.{key}" for key in entry.effect.native)}
     return fields | {other for field in fields for other in IMPLIED.get(field, ())}
 
 

@@ -252,7 +252,7 @@ def test_the_json_of_deepspeed_strategy_means_what_its_arguments_mean(arguments:
     for entry in registry.get("deepspeed").parse(
         {**theirs, "gradient_clipping": 0.0, "gradient_accumulation_steps": 1}
     ):
-        said |= entry.meaning.fields
+        said |= entry.effect.fields
     named = {
         name: value for name, value in said.items() if name.startswith(("sharding.", "offload.", "communication."))
     }

@@ -60,7 +60,7 @@ def unnamed(outcome: Outcome) -> set[str]:
     shown = listed(outcome)
     for one, entry in zip(outcome.items, outcome.reading.entries, strict=False):
         if one.fit is not Fit.EXACT and any(one is other for other in shown):
-            named |= {*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)}
+            named |= {*entry.effect.fields, *(f"native.{key}" for key in entry.effect.native)}
     implied = {"sharding.reshard_after_forward", "sharding.group_size", "precision.loss_scale"}
     keys = {key for one in outcome.items if one.fit is not Fit.EXACT for key in one.becomes.split(", ")}
     found = differences(outcome.reading, back_of(outcome))
@@ -117,10 +117,10 @@ def test_no_key_that_is_in_no_output_is_exact(from_: str, to: str) -> None:
                 and not one.assumed
                 and SCRIPT not in one.becomes
                 and not one.note
-                and not entry.meaning.native
+                and not entry.effect.native
             ):
                 words = re.findall(r"[A-Za-z_][\w.]*", one.becomes)
-                said = any(field in back.decided or field in back.undecided for field in entry.meaning.fields)
+                said = any(field in back.decided or field in back.undecided for field in entry.effect.fields)
                 assert said or any(f".{word}." in key for word in words for key in keys), one
 
 

@@ -32,7 +32,7 @@ def by_entries(entries: Iterable[Entry]) -> Explained:
     known: dict[Path, bool] = {}
     for entry in entries:
         if not entry.assumed:
-            known[entry.path] = not entry.meaning.unknown
+            known[entry.path] = not entry.effect.unknown
     unknown = tuple(".".join(path) for path, is_known in known.items() if not is_known)
     return Explained(_share(known), unknown)
 

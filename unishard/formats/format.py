@@ -10,7 +10,7 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, Path
-from unishard.contract.express import Expressed
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Rule
 from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
@@ -94,7 +94,7 @@ class Format:
             else ""
         )
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The document that says `reading.config`, and what became of each field. Pure."""
         raise NotImplementedError
 

@@ -46,7 +46,7 @@ _HERE = "unishard saves shards, and `unishard export` writes the whole model"
 def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
     """The key and the value in another format for each entry that speaks of files."""
     before = next(
-        (entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None
+        (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields), None
     )
     if reading.format == to and before == reading.config.backend:
         return {}
@@ -88,7 +88,7 @@ def described(item: Item, entry: Entry, found: dict[Path, tuple[str, Any]], to: 
 
 
 def _written(entries: Iterable[Entry]) -> Iterable[Entry]:
-    return (entry for entry in entries if not entry.assumed and entry.meaning.fit is not Fit.UNSUPPORTED)
+    return (entry for entry in entries if not entry.assumed and entry.effect.fit is not Fit.UNSUPPORTED)
 
 
 def _name(entry: Entry) -> str:

@@ -20,7 +20,7 @@ class DistributedType:
 
     engine: str
     """Whose arguments the file holds: `fsdp`, `deepspeed`, or `none` for replicas."""
-    meaning: str
+    effect: str
     """In words, for MAPPING.md."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     fit: Fit = Fit.EXACT

@@ -6,21 +6,21 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.keys import TOOL
 
 __all__ = ["block_of", "dropped", "overlooked", "refused"]
 
 
-def dropped(path: Path, value: Any, why: str, *, kept: bool = True) -> Entry:
+def dropped(path: Path, value: Any, why: str, *, copy_verbatim: bool = True) -> Entry:
     """An entry that concerns nothing."""
-    return Entry(path, value, Meaning(Fit.IGNORED, why, kept=kept))
+    return Entry(path, value, KeyEffect(Fit.IGNORED, why, copy_verbatim=copy_verbatim))
 
 
 def refused(path: Path, value: Any, why: str, *, assumed: bool = False) -> Entry:
     """An entry for what is not supported."""
-    return Entry(path, value, Meaning(Fit.UNSUPPORTED, why), assumed)
+    return Entry(path, value, KeyEffect(Fit.UNSUPPORTED, why), assumed)
 
 
 def overlooked(path: Path, value: Any, names: Iterable[str]) -> Entry:
@@ -30,7 +30,7 @@ def overlooked(path: Path, value: Any, names: Iterable[str]) -> Entry:
     return Entry(
         path,
         value,
-        Meaning(Fit.IGNORED, f"{TOOL} does not know this key and ignores it{hint}", kept=True, unknown=True),
+        KeyEffect(Fit.IGNORED, f"{TOOL} does not know this key and ignores it{hint}", copy_verbatim=True, unknown=True),
     )
 
 

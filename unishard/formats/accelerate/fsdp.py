@@ -96,7 +96,7 @@ def _twice(document: Mapping[str, Any], block: Mapping[str, tuple[Any, Any]]) ->
         last, _ = block[_full(name)]
         if last != name:
             yield dropped(
-                ("fsdp_config", str(name)), value, f"is repeated by {last}, which takes precedence", kept=False
+                ("fsdp_config", str(name)), value, f"is repeated by {last}, which takes precedence", copy_verbatim=False
             )
 
 
@@ -195,7 +195,7 @@ def _groups(
         yield (
             refused(path, value, fault)
             if fault
-            else dropped(path, value, "all ranks share one copy, as without it", kept=False)
+            else dropped(path, value, "all ranks share one copy, as without it", copy_verbatim=False)
         )
 
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config
-from unishard.contract.field_rows import logged_by_script, saved_by_script, write
+from unishard.contract.field_rows import (
+    FALLBACKS,
+    left_to_script,
+    noted,
+    row,
+    saved_by_script,
+    when_default,
+)
 from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
 from unishard.formats.accelerate.launch_rules import LAUNCH_RULES
-from unishard.formats.fallbacks import FALLBACKS, noted, row, when_default
 
 __all__ = ["BY_SCRIPT"]
 
@@ -35,7 +41,9 @@ BY_SCRIPT: Mapping[str, Rule] = {
             "leave out the batches that do not fill a window",
         ),
     ),
-    "training.seed": write("call accelerate.utils.set_seed(..., device_specific=True), and seed the DataLoader"),
+    "training.seed": left_to_script(
+        "call accelerate.utils.set_seed(..., device_specific=True), and seed the DataLoader"
+    ),
     **noted({path: _SCHEDULE for path in FALLBACKS if path.startswith("scheduler.")}),
     **noted(
         {
@@ -45,9 +53,6 @@ BY_SCRIPT: Mapping[str, Rule] = {
     ),
     **{path: FALLBACKS[path]._replace(when=(when_default(path),)) for path in ("communication.overlap", "strict")},
     **saved_by_script("accelerator.save_state(...)"),
-    **logged_by_script(
-        "Accelerator(log_with=..., project_dir=...), init_trackers(...) and accelerator.log(...) in your script"
-    ),
     **LAUNCH_RULES,
 }
 """Rows by field."""

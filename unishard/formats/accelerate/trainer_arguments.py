@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.contract.entries import Path
-from unishard.contract.express import AUTO
+from unishard.contract.render import AUTO
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import NAMES, NO_FILE
 from unishard.formats.accelerate.deepspeed_file import FILE, opened

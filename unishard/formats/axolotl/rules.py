@@ -10,12 +10,11 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.express import Expressed, FieldResult, express
-from unishard.contract.field_rows import started_elsewhere
+from unishard.contract.field_rows import exact, started_elsewhere
+from unishard.contract.render import FieldResult, Rendered, render
 from unishard.contract.rules import Fit, Rule, When, unless
 from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.axolotl.saving import SAVING
-from unishard.formats.fallbacks import exact
 from unishard.formats.hf.engine_rules import decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.rules import RULES as ARGUMENTS
@@ -128,13 +127,13 @@ RULES: Mapping[str, Rule] = {name: row._replace(key=_named(row.key)) for name, r
 """Rows of TrainingArguments under axolotl's names, and its own."""
 
 
-def written(reading: ReadDocument, topology: Topology) -> Expressed:
+def written(reading: ReadDocument, topology: Topology) -> Rendered:
     """The keys for a config, and what became of each field.
 
     Raises:
         ConfigError: axolotl does not know the engine.
     """
-    own = express(decided_of(RULES, reading), reading.config, topology, reading.undecided)
+    own = render(decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
     mine = _OWN if reading.config.backend == "fsdp" else {}
     said = {name: word._replace(key=_named(word.key)) for name, word in engine.fields.items() if name not in mine}
@@ -144,7 +143,7 @@ def written(reading: ReadDocument, topology: Topology) -> Expressed:
         **said,
         **{name: word._replace(key=_named(word.key)) for name, word in lengths.fields.items()},
     }
-    return Expressed(_renamed(merge(merge(own.document, engine.document), lengths.document)), words)
+    return Rendered(_renamed(merge(merge(own.document, engine.document), lengths.document)), words)
 
 
 def _renamed(document: Native) -> Native:

@@ -10,11 +10,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning
-from unishard.contract.field_rows import keeps_more, write
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
+from unishard.contract.field_rows import exact, keeps_more, left_to_script, when_default
 from unishard.contract.key_rows import number, text
 from unishard.contract.rules import Fit, Rule, When
-from unishard.formats.fallbacks import exact, when_default
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
@@ -29,58 +28,60 @@ _MANY = 1_000_000
 """Stands for all of them: 0 and null stand for four."""
 
 
-def _beside(given: Given) -> Mapping[str, Any]:
+def _beside(given: DocumentValues) -> Mapping[str, Any]:
     """What axolotl assumes about the checkpoints that it writes."""
     folder = {} if given.get("output_dir") else {"checkpoint.dir": FOLDER}
     return folder if given.get("save_total_limit") else {**folder, "checkpoint.keep_last": _KEPT}
 
 
-def _directory(value: Any, given: Given) -> Meaning:
+def _directory(value: Any, given: DocumentValues) -> KeyEffect:
     if not value:
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
-    return Meaning(fields={"checkpoint.dir": text(value)})
+        return left_out("is not set")
+    return KeyEffect(fields={"checkpoint.dir": text(value)})
 
 
-def _steps(value: Any, given: Given) -> Meaning:
+def _steps(value: Any, given: DocumentValues) -> KeyEffect:
     if off(value):
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
+        return left_out("is not set")
     return stepped(value, given, _beside(given))
 
 
-def _strategy(value: Any, given: Given) -> Meaning:
+def _strategy(value: Any, given: DocumentValues) -> KeyEffect:
     if not off(given.get("save_steps")):
-        return Meaning(Fit.IGNORED, "save_steps counts", kept=True)
+        return left_out("save_steps counts")
     if value is None:
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
+        return left_out("is not set")
     if value is False or value == "no":  # YAML reads a bare no as false, and axolotl's schema takes it
-        return Meaning(fields={"checkpoint.every_steps": None})
+        return KeyEffect(fields={"checkpoint.every_steps": None})
     VALUES["save_strategy"](value)
     if value == "steps":
         return stepped(500, given, _beside(given))
     if value == "best":
-        return Meaning(
+        return KeyEffect(
             Fit.NEEDS_INPUT,
             "saves where an evaluation was the best so far; call engine.save(metric=...) there, and set "
             "checkpoint.keep_best",
-            kept=True,
+            copy_verbatim=True,
         )
-    return Meaning(Fit.NEEDS_INPUT, EPOCHS, kept=True)
+    return KeyEffect(Fit.NEEDS_INPUT, EPOCHS, copy_verbatim=True)
 
 
-def _times(value: Any, given: Given) -> Meaning:
+def _times(value: Any, given: DocumentValues) -> KeyEffect:
     """`saves_per_epoch`."""
     if off(value):
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
+        return left_out("is not set")
     number(0)(value)
-    return Meaning(
-        Fit.NEEDS_INPUT, "counts in epochs, of which only the data knows; set checkpoint.every_steps", kept=True
+    return KeyEffect(
+        Fit.NEEDS_INPUT,
+        "counts in epochs, of which only the data knows; set checkpoint.every_steps",
+        copy_verbatim=True,
     )
 
 
-def _limit(value: Any, given: Given) -> Meaning:
+def _limit(value: Any, given: DocumentValues) -> KeyEffect:
     found = limit(value, given)
     count = found.fields.get("checkpoint.keep_last", _KEPT)
-    return Meaning(fields={"checkpoint.keep_last": None if count == _MANY else count or _KEPT})
+    return KeyEffect(fields={"checkpoint.keep_last": None if count == _MANY else count or _KEPT})
 
 
 SAVED: Mapping[str, Key] = {
@@ -110,12 +111,12 @@ SAVING: Mapping[str, Rule] = {
         When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, "all are kept"),
         to=_kept,
     ),
-    "checkpoint.every_minutes": write(
+    "checkpoint.every_minutes": left_to_script(
         "an axolotl plugin whose TrainerCallback sets control.should_save",
         lambda cfg: cfg.checkpoint.every_minutes is None,
         "null",
     ),
-    "checkpoint.on_signal": write(
+    "checkpoint.on_signal": left_to_script(
         "an axolotl plugin whose TrainerCallback sets should_save and should_training_stop",
         lambda cfg: not cfg.checkpoint.on_signal,
         "empty",

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import integer
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 
 __all__ = ["BATCHES"]
@@ -19,7 +19,7 @@ _GLOBAL = ("global_train_batch_size", "train_batch_size")
 _ACCUMULATION = ("device_train_grad_accum", "grad_accum")
 
 
-def _size(given: Given, *keys: str) -> int | Undecided | None:
+def _size(given: DocumentValues, *keys: str) -> int | Undecided | None:
     """The first of these sizes that is said; None where none is."""
     for key in keys:
         value = given.get(key)
@@ -28,7 +28,7 @@ def _size(given: Given, *keys: str) -> int | Undecided | None:
     return None
 
 
-def _global_batch_size(given: Given) -> int | None:
+def _global_batch_size(given: DocumentValues) -> int | None:
     """Samples in one update over all ranks."""
     found = _size(given, *_GLOBAL)
     if isinstance(found, int):
@@ -37,7 +37,7 @@ def _global_batch_size(given: Given) -> int | None:
     return each * given.topology.world_size if isinstance(each, int) and given.topology else None
 
 
-def _part(given: Given) -> int | None:
+def _part(given: DocumentValues) -> int | None:
     """Samples in one update of one rank.
 
     Raises:
@@ -55,7 +55,7 @@ def _part(given: Given) -> int | None:
     return part
 
 
-def _plan(given: Given) -> tuple[Any, Any]:
+def _plan(given: DocumentValues) -> tuple[Any, Any]:
     """Micro-batch and accumulation; None for what nothing says."""
     part, micro = _part(given), _size(given, "device_train_microbatch_size")
     windows = _size(given, *_ACCUMULATION)
@@ -70,49 +70,49 @@ def _plan(given: Given) -> tuple[Any, Any]:
     return undecided, undecided
 
 
-def _micro(value: Any, given: Given) -> Meaning:
+def _micro(value: Any, given: DocumentValues) -> KeyEffect:
     micro, _ = _plan(given)
     if isinstance(micro, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {micro.who}", {"training.micro_batch_size": micro})
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {micro.who}", {"training.micro_batch_size": micro})
     asked = integer(1)(value)
     fields = {"training.micro_batch_size": micro}
     if micro == asked:
-        return Meaning(fields=fields)
-    return Meaning(
+        return KeyEffect(fields=fields)
+    return KeyEffect(
         Fit.EQUIVALENT, f"micro-batches of {micro} divide the batch of a rank; Composer's last one is smaller", fields
     )
 
 
-def _global(value: Any, given: Given) -> Meaning:
+def _global(value: Any, given: DocumentValues) -> KeyEffect:
     whole = integer(1)(value)
     _, windows = _plan(given)
     if isinstance(windows, int) and given.topology:
-        return Meaning(fields={"training.gradient_accumulation_steps": windows})
+        return KeyEffect(fields={"training.gradient_accumulation_steps": windows})
     fields: dict[str, Any] = {"training.global_batch_size": whole}
     if windows is not None:
         fields["training.gradient_accumulation_steps"] = windows
     if isinstance(windows, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"the number of micro-batches comes from {windows.who}", fields)
-    return Meaning(fields=fields)
+        return KeyEffect(Fit.NEEDS_INPUT, f"the number of micro-batches comes from {windows.who}", fields)
+    return KeyEffect(fields=fields)
 
 
-def _each(value: Any, given: Given) -> Meaning:
+def _each(value: Any, given: DocumentValues) -> KeyEffect:
     integer(1)(value)
     _, windows = _plan(given)
     if isinstance(windows, int):
-        return Meaning(fields={"training.gradient_accumulation_steps": windows})
-    return Meaning(Fit.NEEDS_INPUT, "the batch of one rank; write training.gradient_accumulation_steps")
+        return KeyEffect(fields={"training.gradient_accumulation_steps": windows})
+    return KeyEffect(Fit.NEEDS_INPUT, "the batch of one rank; write training.gradient_accumulation_steps")
 
 
-def _windows(value: Any, given: Given) -> Meaning:
+def _windows(value: Any, given: DocumentValues) -> KeyEffect:
     micro, windows = _plan(given)
     fields = {"training.gradient_accumulation_steps": windows}
     if "device_train_microbatch_size" not in given and micro is not None:
         fields["training.micro_batch_size"] = micro
     undecided = next((found for found in fields.values() if isinstance(found, Undecided)), None)
     if undecided:
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", fields)
-    return Meaning(fields=fields)
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {undecided.who}", fields)
+    return KeyEffect(fields=fields)
 
 
 _SIZE, _STEPS = "training.micro_batch_size", "training.gradient_accumulation_steps"

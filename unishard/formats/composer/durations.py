@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Undecided, Unreadable
+from unishard.contract.entries import DocumentValues, Undecided, Unreadable
 
 __all__ = ["updates"]
 
@@ -20,7 +20,7 @@ _UNITS = {
 }
 
 
-def updates(value: Any, given: Given) -> int | Undecided:
+def updates(value: Any, given: DocumentValues) -> int | Undecided:
     """A time in updates; undecided where the data decides it.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.rules import Fit
 from unishard.formats.composer.fsdp_keys import ARGUMENTS
 from unishard.formats.engine_block import EngineBlock, Spot, combined
@@ -24,19 +24,19 @@ def engine(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Ent
     deepspeed = next((key for key in DEEPSPEED if isinstance(shaped.get(key), Mapping)), None)
     for key in DEEPSPEED:
         if key in shaped and key != deepspeed:
-            yield Entry((key,), shaped[key], Meaning(Fit.IGNORED, "is off"))
+            yield Entry((key,), shaped[key], KeyEffect(Fit.IGNORED, "is off"))
     if deepspeed is None:
         yield from _fsdp(shaped, topology)
         return
-    yield Entry((deepspeed,), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
+    yield Entry((deepspeed,), "deepspeed", KeyEffect(fields={"backend": "deepspeed"}), assumed=True)
     yield from EngineBlock("deepspeed", (deepspeed,), native=shaped[deepspeed]).entries(topology=topology)
     if "fsdp_config" in shaped:
         sharded = shaped["fsdp_config"]
         keys = [key for key in sharded if key in ARGUMENTS] if isinstance(sharded, Mapping) else []
-        refused = Meaning(Fit.UNSUPPORTED, f"contradicts {deepspeed}; keep one of the two")
+        refused = KeyEffect(Fit.UNSUPPORTED, f"contradicts {deepspeed}; keep one of the two")
         yield from (Entry(("fsdp_config", key), sharded[key], refused) for key in keys)
         if not isinstance(sharded, Mapping) or not sharded:
-            yield Entry(_FSDP, sharded, Meaning(Fit.IGNORED, "is off") if not sharded else refused)
+            yield Entry(_FSDP, sharded, KeyEffect(Fit.IGNORED, "is off") if not sharded else refused)
 
 
 def _fsdp(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
@@ -45,17 +45,17 @@ def _fsdp(shaped: Mapping[str, Any], topology: Topology | None) -> Iterator[Entr
         if trains(shaped):
             note = "without fsdp_config Composer runs DistributedDataParallel"
             fields = {"backend": "fsdp", "sharding.strategy": "no_shard"}
-            yield Entry(_FSDP, sharded, Meaning(Fit.EXACT, note, fields), assumed="fsdp_config" not in shaped)
+            yield Entry(_FSDP, sharded, KeyEffect(Fit.EXACT, note, fields), assumed="fsdp_config" not in shaped)
         elif "fsdp_config" in shaped:
-            yield Entry(_FSDP, sharded, Meaning(Fit.IGNORED, "is off"))
+            yield Entry(_FSDP, sharded, KeyEffect(Fit.IGNORED, "is off"))
     elif not isinstance(sharded, Mapping):
         yield Entry(
             _FSDP,
             sharded,
-            Meaning(Fit.UNSUPPORTED, f"must be a mapping, got {shown(sharded)}; write its keys below it"),
+            KeyEffect(Fit.UNSUPPORTED, f"must be a mapping, got {shown(sharded)}; write its keys below it"),
         )
     elif not sharded:
-        yield Entry(_FSDP, sharded, Meaning(Fit.EXACT, "", {"backend": "fsdp", "sharding.strategy": "full_shard"}))
+        yield Entry(_FSDP, sharded, KeyEffect(Fit.EXACT, "", {"backend": "fsdp", "sharding.strategy": "full_shard"}))
     else:
         yield from _arguments(sharded, topology)
 
@@ -69,7 +69,7 @@ def _arguments(sharded: Mapping[str, Any], topology: Topology | None) -> Iterato
         if key in ARGUMENTS and names[ARGUMENTS[key]] == key:
             block.add(ARGUMENTS[key], value, spot)
         elif key in ARGUMENTS:
-            yield combined(spot, [Meaning(Fit.IGNORED, f"{names[ARGUMENTS[key]]} says it as well, and counts")])
+            yield combined(spot, [KeyEffect(Fit.IGNORED, f"{names[ARGUMENTS[key]]} says it as well, and counts")])
     version = 2 if "reshard_after_forward" in block.native and "sharding_strategy" not in block.native else 1
     yield from block.entries(defaults={"version": version}, topology=topology)
 

@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Key, Meaning, interpret
-from unishard.contract.express import AUTO
+from unishard.contract.entries import Entry, Key, KeyEffect, interpret
 from unishard.contract.key_rows import drops, refuses
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.composer import shapes
@@ -55,7 +55,7 @@ class ComposerFormat(Format):
             *_inner(inner, topology, nested=nested),
         ]
         if nested and not inner:
-            entries.append(Entry(("parameters",), inner, Meaning(Fit.IGNORED, "is empty")))
+            entries.append(Entry(("parameters",), inner, KeyEffect(Fit.IGNORED, "is empty")))
         return entries
 
 
@@ -142,7 +142,7 @@ def _default_clipping(shaped: Mapping[str, Any]) -> Iterator[Entry]:
         yield Entry(
             ("algorithms", "gradient_clipping"),
             None,
-            Meaning(fields={"training.gradient_clipping": None}),
+            KeyEffect(fields={"training.gradient_clipping": None}),
             assumed=True,
         )
 

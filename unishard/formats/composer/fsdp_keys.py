@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import integer, one_of, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.names import names
@@ -62,86 +62,86 @@ def _compute_of(value: Any) -> str:
 _TF32 = "Composer allows TF32 on GPUs (devices/device_gpu.py); set precision.matmul: tf32 for the same"
 
 
-def _precision(value: Any, given: Given) -> Meaning:
+def _precision(value: Any, given: DocumentValues) -> KeyEffect:
     compute = _compute_of(value)
     if compute == "fp32":
-        return Meaning(Fit.EQUIVALENT, _TF32, {"precision.compute": compute})
-    return Meaning(Fit.EQUIVALENT, _AUTOCAST, {"precision.compute": compute})
+        return KeyEffect(Fit.EQUIVALENT, _TF32, {"precision.compute": compute})
+    return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, {"precision.compute": compute})
 
 
-def _mixed(value: Any, given: Given) -> Meaning:
+def _mixed(value: Any, given: DocumentValues) -> KeyEffect:
     """The dtypes of reductions and buffers; FSDP keeps fp32 master weights with each of them."""
     if isinstance(value, Mapping):
         return _formats(value)
     word = one_of({"full": "full", "default": "default", "pure": "pure"})(value)
     if word == "full":
-        return Meaning(Fit.EXACT, "", {"precision.reduce": "fp32", "precision.buffers": "keep"})
+        return KeyEffect(Fit.EXACT, "", {"precision.reduce": "fp32", "precision.buffers": "keep"})
     precision = given.get("precision")
     if isinstance(precision, str) and "${" in precision:
         who = Undecided(f"precision, which is {precision}")
-        return Meaning(
+        return KeyEffect(
             Fit.NEEDS_INPUT, f"the dtypes come from {who.who}", {"precision.reduce": who, "precision.buffers": who}
         )
     compute = _compute_of(precision)
-    return Meaning(fields={"precision.reduce": compute if word == "pure" else "fp32", "precision.buffers": compute})
+    return KeyEffect(fields={"precision.reduce": compute if word == "pure" else "fp32", "precision.buffers": compute})
 
 
-def _formats(value: Mapping[str, Any]) -> Meaning:
+def _formats(value: Mapping[str, Any]) -> KeyEffect:
     unknown = set(value) - {"param_dtype", "reduce_dtype", "buffer_dtype"}
     if unknown:
         raise Unreadable(f"takes only param_dtype, reduce_dtype, buffer_dtype, got {sorted(unknown)[0]}; remove it")
     read = {key: one_of(_DTYPES)(item) for key, item in value.items() if item is not None}
     reduce = read.get("reduce_dtype", read.get("param_dtype", "fp32"))
-    return Meaning(fields={"precision.reduce": reduce, "precision.buffers": read.get("buffer_dtype", "keep")})
+    return KeyEffect(fields={"precision.reduce": reduce, "precision.buffers": read.get("buffer_dtype", "keep")})
 
 
-def _hybrid(given: Given) -> bool:
+def _hybrid(given: DocumentValues) -> bool:
     return str(given.get("fsdp_config.sharding_strategy")).upper().removeprefix("_").startswith("HYBRID")
 
 
-def _shard_degree(value: Any, given: Given) -> Meaning:
+def _shard_degree(value: Any, given: DocumentValues) -> KeyEffect:
     degree = integer(-1)(value)
     if not _hybrid(given):
         return _full_shard_degree(degree, given)
     replicas = given.get("fsdp_config.data_parallel_replicate_degree")
     if degree > 0:
-        return Meaning(fields={"sharding.group_size": degree})
+        return KeyEffect(fields={"sharding.group_size": degree})
     if replicas is None:
-        return Meaning(Fit.IGNORED, "the ranks of a node share a copy")
+        return KeyEffect(Fit.IGNORED, "the ranks of a node share a copy")
     return _group_of(integer(1)(replicas), given)
 
 
-def _full_shard_degree(degree: int, given: Given) -> Meaning:
+def _full_shard_degree(degree: int, given: DocumentValues) -> KeyEffect:
     """Without a hybrid strategy, all ranks share one copy."""
     if given.topology and degree > 0 and degree != given.topology.world_size:
         raise Unreadable(
             f"must be {given.topology.world_size} (all ranks) without a hybrid strategy, got {degree}; write -1"
         )
-    return Meaning(Fit.IGNORED, "all ranks share one copy")
+    return KeyEffect(Fit.IGNORED, "all ranks share one copy")
 
 
-def _replicate_degree(value: Any, given: Given) -> Meaning:
+def _replicate_degree(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
-        return Meaning(Fit.IGNORED, "is not set")
+        return KeyEffect(Fit.IGNORED, "is not set")
     degree = integer(1)(value)
     if not _hybrid(given):
         if degree > 1:
             raise Unreadable(f"must be 1 without a hybrid strategy, got {degree}; write HYBRID_SHARD")
-        return Meaning(Fit.IGNORED, "is off")
+        return KeyEffect(Fit.IGNORED, "is off")
     shard = given.get("fsdp_config.data_parallel_shard_degree")
     if shard not in (None, -1, "-1"):
-        return Meaning(fields={"sharding.group_size": integer(1)(shard)})
+        return KeyEffect(fields={"sharding.group_size": integer(1)(shard)})
     return _group_of(degree, given)
 
 
-def _group_of(replicas: int, given: Given) -> Meaning:
+def _group_of(replicas: int, given: DocumentValues) -> KeyEffect:
     if given.topology is None:
         who = Undecided(f"the number of ranks, divided by {replicas}; add --world-size")
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"sharding.group_size": who})
-    return Meaning(fields={"sharding.group_size": max(given.topology.world_size // replicas, 1)})
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"sharding.group_size": who})
+    return KeyEffect(fields={"sharding.group_size": max(given.topology.world_size // replicas, 1)})
 
 
-def _device_mesh(value: Any, given: Given) -> Meaning:
+def _device_mesh(value: Any, given: DocumentValues) -> KeyEffect:
     if not isinstance(value, list) or not 1 <= len(value) <= 2:
         raise Unreadable(f"must be one or two sizes, got {shown(value)}; write data_parallel_shard_degree")
     sizes = [integer(1)(size) for size in value]
@@ -149,24 +149,24 @@ def _device_mesh(value: Any, given: Given) -> Meaning:
         return _full_shard_degree(sizes[0], given)
     if not _hybrid(given):
         raise Unreadable("must have one axis without a hybrid strategy; set sharding_strategy to HYBRID_SHARD")
-    return Meaning(fields={"sharding.group_size": sizes[1]})
+    return KeyEffect(fields={"sharding.group_size": sizes[1]})
 
 
 def _off(value: Any) -> bool:
     return value in (None, False, "false")
 
 
-def _least(value: Any, given: Given) -> Meaning:
+def _least(value: Any, given: DocumentValues) -> KeyEffect:
     size = integer(0)(value)
     if str(given.get("fsdp_config.sharding_strategy")).upper() == "NO_SHARD":
-        return Meaning(Fit.IGNORED, "nothing is sharded")
+        return KeyEffect(Fit.IGNORED, "nothing is sharded")
     note = "FSDP cuts at any module of this size, not only at blocks"
-    return Meaning(Fit.EQUIVALENT, note, {"sharding.min_unit_params": size})
+    return KeyEffect(Fit.EQUIVALENT, note, {"sharding.min_unit_params": size})
 
 
 def _drops(why: str) -> Key:
     """Not repeated in another document, whose other keys may not go with it."""
-    return Key(lambda value, given: Meaning(Fit.IGNORED, why), "", Fit.IGNORED, why)
+    return Key(lambda value, given: KeyEffect(Fit.IGNORED, why), "", Fit.IGNORED, why)
 
 
 _MEMORY = "affects only time and memory"

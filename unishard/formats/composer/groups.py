@@ -11,7 +11,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.nested import Native
-from unishard.contract.entries import Given, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, KeyEffect, Unreadable
 from unishard.contract.key_rows import number, text
 from unishard.contract.rules import Fit
 
@@ -20,19 +20,19 @@ __all__ = ["read"]
 _KNOWN = ("param_str_match", "lr", "weight_decay")
 
 
-def read(value: Any, given: Given) -> Meaning:
+def read(value: Any, given: DocumentValues) -> KeyEffect:
     """What the groups say."""
     if value in (None, []):
-        return Meaning(Fit.IGNORED, "is empty")
+        return KeyEffect(Fit.IGNORED, "is empty")
     if not isinstance(value, list):
         raise Unreadable(
             f"must be a list of groups, got {shown(value)}; write [{{param_str_match: norm, weight_decay: 0.0}}]"
         )
     groups = [_group(item, given) for item in value]
-    return Meaning(fields={"optimizer.groups": groups})
+    return KeyEffect(fields={"optimizer.groups": groups})
 
 
-def _group(item: Any, given: Given) -> Native:
+def _group(item: Any, given: DocumentValues) -> Native:
     if not isinstance(item, Mapping) or "param_str_match" not in item:
         raise Unreadable(
             f"must have param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}"
@@ -52,7 +52,7 @@ def _group(item: Any, given: Given) -> Native:
     return group
 
 
-def _divided(decay: float, rate: float, given: Given) -> float:
+def _divided(decay: float, rate: float, given: DocumentValues) -> float:
     if not decay or not str(given.get("optimizer.name")).lower().startswith("decoupled_"):
         return decay
     if not rate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning, Undecided
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided
 from unishard.contract.key_rows import boolean, drops, integer, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.composer.batches import BATCHES
@@ -22,36 +22,36 @@ __all__ = ["KEYS", "RUN", "deferred"]
 _DEGREE = "tensor_parallel_degree"
 
 
-def _seed(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
+def _seed(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
 _WHOLE = "layers that are split between ranks are not supported; remove it and use only fsdp_config"
 
 
-def _tensor_parallel(value: Any, given: Given) -> Meaning:
+def _tensor_parallel(value: Any, given: DocumentValues) -> KeyEffect:
     degree = value.get(_DEGREE, 1) if isinstance(value, Mapping) else value
     if degree in (None, 1, {}):
-        return Meaning(Fit.IGNORED, "is off")
-    return Meaning(Fit.UNSUPPORTED, _WHOLE)
+        return KeyEffect(Fit.IGNORED, "is off")
+    return KeyEffect(Fit.UNSUPPORTED, _WHOLE)
 
 
-def _compiled(value: Any, given: Given) -> Meaning:
+def _compiled(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None or value is False:
-        return Meaning(fields={"compile.mode": "none"})
+        return KeyEffect(fields={"compile.mode": "none"})
     settings = value if isinstance(value, Mapping) else {}
     fields: dict[str, Any] = {"compile.mode": "full"}
     if settings.get("backend"):
         fields["compile.backend"] = str(settings["backend"])
     rest = sorted(set(settings) - {"backend"})
     note = f"{', '.join(rest)} would be left out: affects only time" if rest else ""
-    return Meaning(Fit.EQUIVALENT if rest else Fit.EXACT, note, fields)
+    return KeyEffect(Fit.EQUIVALENT if rest else Fit.EXACT, note, fields)
 
 
-def _deterministic(value: Any, given: Given) -> Meaning:
+def _deterministic(value: Any, given: DocumentValues) -> KeyEffect:
     if boolean(value):
-        return Meaning(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
-    return Meaning(Fit.IGNORED, "is off")
+        return KeyEffect(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
+    return KeyEffect(Fit.IGNORED, "is off")
 
 
 _RECIPE = "the script merges another section into the file; write that section's keys here"
@@ -93,10 +93,10 @@ RUN: Mapping[str, Key] = {
 def deferred(key: Key) -> Key:
     """The same row, with its fields undecided where a value names what the file does not hold."""
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if not (isinstance(value, str) and "${" in value) or not key.fields:
             return key.read(value, given)
         who = Undecided(f"{value}, which the file does not have")
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", dict.fromkeys(key.fields.split(", "), who))
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who.who}", dict.fromkeys(key.fields.split(", "), who))
 
-    return Key(read, key.fields, key.fit, key.note, key.silent)
+    return Key(read, key.fields, key.fit, key.note, key.tool_default)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning, Undecided
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, left_out
 from unishard.contract.key_rows import integer, number, text
 from unishard.contract.rules import Fit
 from unishard.formats.composer.durations import updates
@@ -20,48 +20,48 @@ _LAST = "Composer also saves at the end of the training; call engine.save() ther
 _NOWHERE = "nothing is saved without save_folder"
 
 
-def _folder(value: Any, given: Given) -> Meaning:
+def _folder(value: Any, given: DocumentValues) -> KeyEffect:
     if not value:
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
+        return left_out("is not set")
     named = text(value).replace("{run_name}", str(given.get("run_name") or "{run_name}"))
     implied = {} if "save_interval" in given else {"checkpoint.every_steps": _STEPS}
     if "://" in named or "{" in named:
         why = "is no directory of a file system" if "://" in named else "has names in it that Composer fills in"
         who = Undecided(f"save_folder, which {why}: {value}")
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"checkpoint.dir": who, **implied})
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {"checkpoint.dir": who, **implied})
     fields = {"checkpoint.dir": named, **implied}
     return (
-        Meaning(Fit.EQUIVALENT, f"llm-foundry saves every {_STEPS} updates; {_LAST}", fields)
+        KeyEffect(Fit.EQUIVALENT, f"llm-foundry saves every {_STEPS} updates; {_LAST}", fields)
         if implied
-        else Meaning(fields=fields)
+        else KeyEffect(fields=fields)
     )
 
 
-def _interval(value: Any, given: Given) -> Meaning:
+def _interval(value: Any, given: DocumentValues) -> KeyEffect:
     if not given.get("save_folder"):
-        return Meaning(Fit.IGNORED, _NOWHERE, kept=True)
+        return left_out(_NOWHERE)
     if isinstance(value, str) and value.strip().endswith("sec"):
         minutes = number(0)(value.strip().removesuffix("sec")) / 60
-        return Meaning(Fit.EQUIVALENT, _LAST, {"checkpoint.every_minutes": minutes or None})
+        return KeyEffect(Fit.EQUIVALENT, _LAST, {"checkpoint.every_minutes": minutes or None})
     steps = updates(value, given)
     if isinstance(steps, Undecided):
-        return Meaning(
+        return KeyEffect(
             Fit.NEEDS_INPUT,
             f"comes from {steps.who}; call engine.save() there, or set checkpoint.every_steps",
-            kept=True,
+            copy_verbatim=True,
         )
-    return Meaning(Fit.EQUIVALENT if steps else Fit.EXACT, _LAST, {"checkpoint.every_steps": steps or None})
+    return KeyEffect(Fit.EQUIVALENT if steps else Fit.EXACT, _LAST, {"checkpoint.every_steps": steps or None})
 
 
-def _kept(value: Any, given: Given) -> Meaning:
+def _kept(value: Any, given: DocumentValues) -> KeyEffect:
     count = integer(-1)(value)
     if not count:
-        return Meaning(
+        return KeyEffect(
             Fit.NEEDS_INPUT,
             "keeps none where they are uploaded; upload in your script, set checkpoint.keep_last",
-            kept=True,
+            copy_verbatim=True,
         )
-    return Meaning(fields={"checkpoint.keep_last": None if count < 0 else count})
+    return KeyEffect(fields={"checkpoint.keep_last": None if count < 0 else count})
 
 
 SAVED: Mapping[str, Key] = {

@@ -59,7 +59,7 @@ def placed(entry: Entry, written: Mapping[str, Any], places: Mapping[Path, Path]
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     shown = entry.value if value is None or entry.assumed or entry.path in places else value
-    return Entry(path, shown, entry.meaning, entry.assumed)
+    return Entry(path, shown, entry.effect, entry.assumed)
 
 
 def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
@@ -71,7 +71,7 @@ def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
     for name, parts in lists.items():
         if parts and isinstance(written[name], list):
             entries = [
-                combined(Spot((name,), written[name]), [part.meaning for part in parts]),
+                combined(Spot((name,), written[name]), [part.effect for part in parts]),
                 *(entry for entry in entries if entry not in parts),
             ]
     return entries

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import compute, off
@@ -40,27 +40,29 @@ file."""
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
-def _dtype(value: Any, given: Given) -> Meaning:
+def _dtype(value: Any, given: DocumentValues) -> KeyEffect:
     """`torch_dtype` of ms-swift, which also decides bf16 and fp16 where these are absent."""
     word = str(value).removeprefix("torch.").lower()
     if word not in _DTYPES or "bf16" in given or "fp16" in given:
-        return Meaning(Fit.IGNORED, "the dtype in which the training script loads the model", kept=True)
-    meaning = compute(_DTYPES[word]).read(True, given)
+        return left_out("the dtype in which the training script loads the model")
+    effect = compute(_DTYPES[word]).read(True, given)
     note = "ms-swift trains in this dtype without bf16 and fp16; others only load the model in it"
-    return Meaning(max(Fit.EQUIVALENT, meaning.fit, key=lambda fit: fit.badness), note, meaning.fields, kept=True)
-
-
-def _pure(value: Any, given: Given) -> Meaning:
-    if not boolean(value):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
-    return Meaning(
-        fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, kept=True
+    return KeyEffect(
+        max(Fit.EQUIVALENT, effect.fit, key=lambda fit: fit.severity), note, effect.fields, copy_verbatim=True
     )
 
 
-def _recomputes(value: Any, given: Given) -> Meaning:
+def _pure(value: Any, given: DocumentValues) -> KeyEffect:
+    if not boolean(value):
+        return left_out("is off")
+    return KeyEffect(
+        fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, copy_verbatim=True
+    )
+
+
+def _recomputes(value: Any, given: DocumentValues) -> KeyEffect:
     """LLaMA-Factory checkpoints every layer unless this is true."""
-    return Meaning(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, kept=True)
+    return KeyEffect(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, copy_verbatim=True)
 
 
 _SURELY = 5

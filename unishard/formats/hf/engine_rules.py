@@ -10,12 +10,11 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.express import AUTO, Expressed, FieldResult, express
-from unishard.contract.field_rows import RESHARDS_TO_ALL
+from unishard.contract.field_rows import RESHARDS_TO_ALL, exact, noted, row, when_default
+from unishard.contract.render import AUTO, FieldResult, Rendered, render
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.errors import ConfigError, Problem
 from unishard.formats.defaults import without_unishards
-from unishard.formats.fallbacks import exact, noted, row, when_default
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.reading import ReadDocument
 
@@ -121,7 +120,7 @@ def decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str, 
     return {path: row for path, row in rows.items() if path in reading.decided or path in _ALWAYS}
 
 
-def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
+def engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
     """The engine's part of the document, and its words.
 
     Raises:
@@ -132,13 +131,13 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Expressed:
         what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
         raise ConfigError([Problem("backend", what, "")])
     rows = decided_of(registry.get(name).script_rules, reading)
-    return _ENGINES[name](reading, express(rows, reading.config, topology, reading.undecided))
+    return _ENGINES[name](reading, render(rows, reading.config, topology, reading.undecided))
 
 
 _RESHARD = "reshard_after_forward"
 
 
-def _fsdp(reading: ReadDocument, said: Expressed) -> Expressed:
+def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
     cfg = reading.config
     taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
     words = {
@@ -154,10 +153,10 @@ def _fsdp(reading: ReadDocument, said: Expressed) -> Expressed:
         if taken
         else {}
     )
-    return Expressed(document, words)
+    return Rendered(document, words)
 
 
-def _deepspeed(reading: ReadDocument, said: Expressed) -> Expressed:
+def _deepspeed(reading: ReadDocument, said: Rendered) -> Rendered:
     own = without_unishards(said.document, reading)
     config = {key: value for key, value in own.items() if key not in ("optimizer", "scheduler")}
     # transformers fills these in from the arguments, and refuses two places that disagree.
@@ -171,7 +170,7 @@ def _deepspeed(reading: ReadDocument, said: Expressed) -> Expressed:
     words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
     words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)
-    return Expressed({"deepspeed": config}, words)
+    return Rendered({"deepspeed": config}, words)
 
 
-_ENGINES: Mapping[str, Callable[[ReadDocument, Expressed], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
+_ENGINES: Mapping[str, Callable[[ReadDocument, Rendered], Rendered]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}

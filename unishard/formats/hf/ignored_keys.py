@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import refuses
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import off
@@ -21,13 +21,13 @@ _FILES = "affects only checkpoints"
 _DATA = "concerns the DataLoader, which the training script builds"
 
 
-def _prefetched(value: Any, given: Given) -> Meaning:
+def _prefetched(value: Any, given: DocumentValues) -> KeyEffect:
     if value is not None and not given.get("dataloader_num_workers"):
         raise Unreadable(f"must be null without dataloader_num_workers, got {shown(value)}; remove it")
-    return Meaning(Fit.IGNORED, _DATA, kept=True)
+    return left_out(_DATA)
 
 
-def _best(value: Any, given: Given) -> Meaning:
+def _best(value: Any, given: DocumentValues) -> KeyEffect:
     evaluated, saved = (
         given.get("eval_strategy") or given.get("evaluation_strategy") or "no",
         given.get("save_strategy") or "steps",
@@ -35,7 +35,7 @@ def _best(value: Any, given: Given) -> Meaning:
     if value and saved not in ("best", evaluated):
         strategies = f"eval_strategy ({evaluated}) and save_strategy ({saved})"
         raise Unreadable(f"must be false where {strategies} differ, got {shown(value)}; make the two equal")
-    return Meaning(Fit.IGNORED, _FILES, kept=True)
+    return left_out(_FILES)
 
 
 IGNORED: Mapping[str, Key] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import listed
 from unishard.contract.rules import Fit
 from unishard.formats.hf.ignored_keys import IGNORED
@@ -23,24 +23,24 @@ ENGINES = ("fsdp", "fsdp_config", "deepspeed")
 
 
 def _engine(name: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Fit.IGNORED, "is off") if off(value) else Meaning(fields={"backend": name})
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(Fit.IGNORED, "is off") if off(value) else KeyEffect(fields={"backend": name})
 
     return Key(read, "backend", note=f"its keys are those of {name}")
 
 
-def _classes(value: Any, given: Given) -> Meaning:
+def _classes(value: Any, given: DocumentValues) -> KeyEffect:
     """Once an argument beside `fsdp`."""
     if off(value) or off(given.get("fsdp")):
-        return Meaning(Fit.IGNORED, "only used when fsdp is enabled", kept=True)
-    return Meaning(Fit.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
+        return left_out("only used when fsdp is enabled")
+    return KeyEffect(Fit.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
 
 
-def _least(value: Any, given: Given) -> Meaning:
+def _least(value: Any, given: DocumentValues) -> KeyEffect:
     if off(value) or off(given.get("fsdp")):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     note = "transformers 5 reads it in fsdp_config, for SIZE_BASED_WRAP; write it there"
-    return Meaning(Fit.UNSUPPORTED, note)
+    return KeyEffect(Fit.UNSUPPORTED, note)
 
 
 KEYS: Mapping[str, Key] = {

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from unishard.config.nested import Native
 from unishard.contract.entries import Unreadable
-from unishard.contract.express import FieldResult
 from unishard.contract.key_rows import number
+from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import off
 from unishard.formats.reading import ReadDocument

@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.express import Expressed, FieldResult, express
-from unishard.contract.field_rows import BEFORE_EACH_FORWARD, BUFFERS, unlooked
+from unishard.contract.field_rows import (
+    BEFORE_EACH_FORWARD,
+    BUFFERS,
+    copied,
+    exact,
+    nonfinite_unchecked,
+    rows,
+    when_default,
+)
+from unishard.contract.render import FieldResult, Rendered, render
 from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
-from unishard.formats.fallbacks import copied, exact, rows, when_default
 from unishard.formats.hf.engine_rules import ENGINES, FSDP, decided_of, engine_of
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.optimizer_rules import OPTIMIZING
@@ -112,7 +119,7 @@ _OWN: Mapping[str, Rule] = {
     "training.gradient_clipping": exact(
         "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
     ),
-    "training.nonfinite": unlooked(
+    "training.nonfinite": nonfinite_unchecked(
         Fit.APPROXIMATE,
         NO_KEY,
         "Trainer steps with NaN gradients; stop it in on_pre_optimizer_step of a callback",
@@ -159,15 +166,15 @@ RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
-def written(reading: ReadDocument, topology: Topology) -> Expressed:
+def written(reading: ReadDocument, topology: Topology) -> Rendered:
     """The arguments for a config, and what became of each field.
 
     Raises:
         ConfigError: transformers does not know the engine.
     """
-    own_words = express(decided_of(RULES, reading), reading.config, topology, reading.undecided)
+    own_words = render(decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
     lengths = lengths_of(reading)
     document = merge(merge(own_words.document, engine.document), lengths.document)
     words: dict[str, FieldResult] = {**own_words.fields, **engine.fields, **lengths.fields}
-    return Expressed(document, words)
+    return Rendered(document, words)

@@ -30,7 +30,7 @@ _FULL_RATE, _ADAPTER_RATE = 1e-5, 1e-4
 def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
     """The rows with what the file's script assumes; those that the script says nothing about stay."""
     silent = _silent(data)
-    return {name: row._replace(silent=silent[name]) if name in silent else row for name, row in keys.items()}
+    return {name: row._replace(tool_default=silent[name]) if name in silent else row for name, row in keys.items()}
 
 
 LLAMAFACTORY: Mapping[str, Any] = {"disable_gradient_checkpointing": False}

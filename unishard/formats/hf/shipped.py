@@ -39,7 +39,7 @@ def told(entries: Sequence[Entry], name: Any, tool: str) -> list[Entry]:
     """The entries, with that of the argument as the document has it."""
     note = f"was not found; read as the file of this name that comes with {tool}"
     return [
-        entry._replace(value=name, assumed=False, meaning=entry.meaning._replace(fit=Fit.EQUIVALENT, note=note))
+        entry._replace(value=name, assumed=False, effect=entry.effect._replace(fit=Fit.EQUIVALENT, note=note))
         if entry.path == (DEEPSPEED,)
         else entry
         for entry in entries

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import broadcast_buffers, integer, number, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import left, off, optional
@@ -19,9 +19,9 @@ _TIME = "affects only time and memory"
 _HOOK = "hooks are not supported; use a smaller dtype to reduce gradients in, and remove it"
 
 
-def _bucket(value: Any, given: Given) -> Meaning:
+def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
     elements = int(number(0)(value) * 2**20) // _BYTES
-    return Meaning(fields={"communication.reduce_bucket_size": max(elements, 1)})
+    return KeyEffect(fields={"communication.reduce_bucket_size": max(elements, 1)})
 
 
 DDP: Mapping[str, Key] = {
@@ -65,23 +65,23 @@ _WRITTEN = "configure_model calls fully_shard there; here every block is a unit"
 _TENSOR = "tensor parallelism is not supported; write tensor_parallel_size: 1"
 
 
-def _tensor(value: Any, given: Given) -> Meaning:
+def _tensor(value: Any, given: DocumentValues) -> KeyEffect:
     if value in ("auto", None) and given.topology is not None and given.topology.local_world_size == 1:
-        return Meaning(Fit.IGNORED, "one device a node, so nothing is cut", kept=True)
+        return left_out("one device a node, so nothing is cut")
     if value in ("auto", None) or integer(1)(value) > 1:
-        return Meaning(Fit.UNSUPPORTED, _TENSOR)
-    return Meaning(Fit.IGNORED, "nothing is cut", kept=True)
+        return KeyEffect(Fit.UNSUPPORTED, _TENSOR)
+    return left_out("nothing is cut")
 
 
-def _data(value: Any, given: Given) -> Meaning:
+def _data(value: Any, given: DocumentValues) -> KeyEffect:
     if value not in ("auto", None):
         integer(1)(value)
-    return Meaning(Fit.APPROXIMATE, _WRITTEN, {"sharding.strategy": "full_shard"})
+    return KeyEffect(Fit.APPROXIMATE, _WRITTEN, {"sharding.strategy": "full_shard"})
 
 
 MODEL_PARALLEL: Mapping[str, Key] = {
-    "data_parallel_size": Key(_data, "sharding.strategy", Fit.APPROXIMATE, _WRITTEN, silent="auto"),
-    "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, silent="auto"),
+    "data_parallel_size": Key(_data, "sharding.strategy", Fit.APPROXIMATE, _WRITTEN, tool_default="auto"),
+    "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, tool_default="auto"),
     "save_distributed_checkpoint": left("affects only the files of checkpoints"),
     "parallelize_fn": left(_WRITTEN),
     **dict.fromkeys(("process_group_backend", "timeout"), left(_LAUNCH)),

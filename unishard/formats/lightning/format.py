@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Key
-from unishard.contract.express import Expressed
+from unishard.contract.render import Rendered
 from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
@@ -66,7 +66,7 @@ class LightningFormat(Format):
             else Launch()
         )
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """LightningCLI's sections, from which the Python is rendered."""
         return expressed(reading, topology)
 

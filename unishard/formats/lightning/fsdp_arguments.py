@@ -9,7 +9,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.nested import Native
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import refuses
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import left, off
@@ -139,8 +139,8 @@ ARGUMENTS: Mapping[str, ToNative] = {
 _LAUNCH = "the launcher decides it"
 
 
-def _timeout(value: Any, given: Given) -> Meaning:
-    return Meaning(Fit.IGNORED, "how long a collective may hang; see communication.desync_timeout", kept=True)
+def _timeout(value: Any, given: DocumentValues) -> KeyEffect:
+    return left_out("how long a collective may hang; see communication.desync_timeout")
 
 
 OWN: Mapping[str, Key] = {

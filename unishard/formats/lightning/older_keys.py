@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import TRAINER, off
@@ -30,20 +30,20 @@ _PLACES = ("accelerator", "distributed_backend")
 
 
 def _script(what: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Fit.IGNORED, "is off") if off(value) else Meaning(Fit.NEEDS_INPUT, what)
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(Fit.IGNORED, "is off") if off(value) else KeyEffect(Fit.NEEDS_INPUT, what)
 
     return Key(read, "your training script", Fit.NEEDS_INPUT, what)
 
 
-def _nonfinite(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"training.nonfinite": "raise"}) if boolean(value) else Meaning(Fit.IGNORED, "is off")
+def _nonfinite(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"training.nonfinite": "raise"}) if boolean(value) else KeyEffect(Fit.IGNORED, "is off")
 
 
-def _gpus(value: Any, given: Given) -> Meaning:
+def _gpus(value: Any, given: DocumentValues) -> KeyEffect:
     """`devices`, where 0 means the CPU."""
     if off(value) or value in (0, "0", [], "auto") or "devices" in given:
-        return Meaning(Fit.IGNORED, "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...", kept=True)
+        return left_out("the launcher decides it: torchrun --nproc-per-node ... --nnodes ...")
     return TRAINER["devices"].read(value, given)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Undecided
-from unishard.contract.express import Expressed
+from unishard.contract.entries import Entry, KeyEffect, Undecided
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.formats.hf.script import ScriptFormat
 from unishard.formats.hf.script_defaults import swift
@@ -55,14 +55,14 @@ class SwiftFormat(ScriptFormat):
         ]
         return entries if _computes(written) or any(key in written for key in _SWITCHES) else _without_a_dtype(entries)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The arguments that train; ms-swift takes what FSDP gets as one mapping."""
         said = super().write(reading, topology)
         document = dict(said.document)
         if FSDP_ARGUMENT in document:
             config = document.pop(_CONFIG, {})
             document[FSDP_ARGUMENT] = {FSDP_ARGUMENT: "full_shard auto_wrap", _CONFIG: config}
-        return Expressed(document, said.fields)
+        return Rendered(document, said.fields)
 
 
 FORMAT = SwiftFormat()
@@ -77,22 +77,24 @@ def _computes(data: Mapping[str, Any]) -> str:
 
 def _without_a_dtype(entries: Sequence[Entry]) -> list[Entry]:
     """The entries where only the model's own config says in which dtype it computes."""
-    open_ = Meaning(Fit.NEEDS_INPUT, f"the value comes from {_MODELS}", {"precision.compute": Undecided(_MODELS)})
-    kept = [entry for entry in entries if not (entry.assumed and _PRECISION & entry.meaning.fields.keys())]
-    left = [entry._replace(meaning=_open(entry.meaning)) for entry in kept]
+    open_ = KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {_MODELS}", {"precision.compute": Undecided(_MODELS)})
+    kept = [entry for entry in entries if not (entry.assumed and _PRECISION & entry.effect.fields.keys())]
+    left = [entry._replace(effect=_open(entry.effect)) for entry in kept]
     return [*left, Entry(("torch_dtype",), None, open_, assumed=True)]
 
 
-def _open(meaning: Meaning) -> Meaning:
-    if not _PRECISION & meaning.fields.keys():
-        return meaning
-    fields = {path: value for path, value in meaning.fields.items() if path not in _PRECISION}
+def _open(effect: KeyEffect) -> KeyEffect:
+    if not _PRECISION & effect.fields.keys():
+        return effect
+    fields = {path: value for path, value in effect.fields.items() if path not in _PRECISION}
     note = f"the value comes from {_MODELS}"
-    return Meaning(Fit.NEEDS_INPUT, note, {**fields, "precision.compute": Undecided(_MODELS)}, kept=meaning.kept)
+    return KeyEffect(
+        Fit.NEEDS_INPUT, note, {**fields, "precision.compute": Undecided(_MODELS)}, copy_verbatim=effect.copy_verbatim
+    )
 
 
 def _of_engine(entry: Entry) -> bool:
-    return entry.path in ((DEEPSPEED_ARGUMENT,), (FSDP_ARGUMENT,)) and not entry.meaning.fields
+    return entry.path in ((DEEPSPEED_ARGUMENT,), (FSDP_ARGUMENT,)) and not entry.effect.fields
 
 
 def _unfolded(data: Mapping[str, Any]) -> Native:

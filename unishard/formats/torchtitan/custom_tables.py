@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.contract.entries import Entry, Key, Meaning
+from unishard.contract.entries import Entry, Key, KeyEffect
 from unishard.contract.key_rows import drops
 from unishard.contract.rules import Fit
 from unishard.formats.torchtitan.keys import KEYS
@@ -35,11 +35,11 @@ def of_a_fork(entry: Entry, known: Iterable[str]) -> Entry:
     it.
     """
     refused = (
-        entry.meaning.fit is Fit.UNSUPPORTED
-        and entry.meaning.unknown
+        entry.effect.fit is Fit.UNSUPPORTED
+        and entry.effect.unknown
         and len(entry.path) > 1
         and entry.path[0] in _TABLES
     )
-    if not refused or "did you mean" in entry.meaning.note or get_close_matches(entry.key, known, 1, 0.9):
+    if not refused or "did you mean" in entry.effect.note or get_close_matches(entry.key, known, 1, 0.9):
         return entry
-    return entry._replace(meaning=Meaning(Fit.APPROXIMATE, _FORK, unknown=True, kept=True, notable=True))
+    return entry._replace(effect=KeyEffect(Fit.APPROXIMATE, _FORK, unknown=True, copy_verbatim=True, notable=True))

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Path, Unreadable, interpret
+from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable, interpret
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.format import Format
@@ -58,7 +58,7 @@ class TorchtitanFormat(Format):
 FORMAT = TorchtitanFormat()
 
 
-_NO_TABLE = Meaning(Fit.UNSUPPORTED, "must be a table of keys; write it as [name] with its keys below")
+_NO_TABLE = KeyEffect(Fit.UNSUPPORTED, "must be a table of keys; write it as [name] with its keys below")
 
 
 def _is_table(value: Any) -> bool:
@@ -113,7 +113,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         block.add("reshard_after_forward", RESHARDING[word.lower()], _spot(_RESHARD, said))
     else:
         note = f"must be one of {', '.join(RESHARDING)}, got {shown(word)}; write one of them"
-        yield Entry(tuple(_RESHARD.split(".")), word, Meaning(Fit.UNSUPPORTED, note))
+        yield Entry(tuple(_RESHARD.split(".")), word, KeyEffect(Fit.UNSUPPORTED, note))
     for own, (key, silent) in ENGINE.items():
         block.add(key, said.get(own, silent), _spot(own, said))
     yield from block.entries(topology=topology)
@@ -123,7 +123,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         )
 
 
-_ALL = Meaning(Fit.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
+_ALL = KeyEffect(Fit.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
 _DEFAULTS: Mapping[str, Any] = {
     _SHARD: -1,
     _REPLICATE: 1,
@@ -139,7 +139,7 @@ def _mesh(said: Mapping[str, Any]) -> tuple[Native, list[Entry]]:
         try:
             sizes[axis] = degree(said.get(key, _DEFAULTS[key]))
         except Unreadable as error:
-            broken.append(Entry(tuple(key.split(".")), said[key], Meaning(Fit.UNSUPPORTED, str(error))))
+            broken.append(Entry(tuple(key.split(".")), said[key], KeyEffect(Fit.UNSUPPORTED, str(error))))
     known = {axis: size for axis, size in sizes.items() if size > 0}
     return ({} if broken or known == {"replicate": 1} else known), broken
 

@@ -55,4 +55,4 @@ def placed(entry: Entry, moved: Mapping[str, str]) -> Entry:
     if old is None:
         return entry
     table, _, key = old.partition(".")
-    return entry._replace(path=(table, key), meaning=entry.meaning._replace(kept=False, stale=True))
+    return entry._replace(path=(table, key), effect=entry.effect._replace(copy_verbatim=False, rejected_upstream=True))

@@ -8,7 +8,7 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, integer, number, one_of, text
 from unishard.contract.rules import Fit
 
@@ -25,49 +25,49 @@ _LAST = "torchtitan also saves at the end of the training; call engine.save() th
 _OFF = "only used when checkpoint.enable is true"
 
 
-def _saves(given: Given) -> bool:
+def _saves(given: DocumentValues) -> bool:
     return given.get("checkpoint.enable") in (True, "true")
 
 
-def _value(key: str, given: Given) -> Any:
+def _value(key: str, given: DocumentValues) -> Any:
     return given.get(key) if key in given else _SILENT[key]
 
 
-def _directory(given: Given) -> Mapping[str, Any]:
+def _directory(given: DocumentValues) -> Mapping[str, Any]:
     dump, folder = text(_value(_DUMP, given)), text(_value(_FOLDER, given))
     return {"checkpoint.dir": folder if dump == "." else posixpath.join(dump, folder)}
 
 
-def _interval(given: Given) -> Mapping[str, Any]:
+def _interval(given: DocumentValues) -> Mapping[str, Any]:
     """In updates, or, in older versions, in seconds."""
     if str(given.get("checkpoint.interval_type")).lower() == "seconds":
         return {"checkpoint.every_minutes": number(1e-9)(_value("checkpoint.interval", given)) / 60}
     return {"checkpoint.every_steps": integer(1)(_value("checkpoint.interval", given))}
 
 
-def _limit(given: Given) -> Mapping[str, Any]:
+def _limit(given: DocumentValues) -> Mapping[str, Any]:
     return {"checkpoint.keep_last": integer(0)(_value("checkpoint.keep_latest_k", given)) or None}
 
 
-def _enabled(value: Any, given: Given) -> Meaning:
+def _enabled(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     fields = dict(_directory(given)) if _DUMP not in given and _FOLDER not in given else {}
     fields |= {} if "checkpoint.interval" in given else _interval(given)
     fields |= {} if "checkpoint.keep_latest_k" in given else _limit(given)
-    return Meaning(Fit.EQUIVALENT, _LAST, fields) if fields else Meaning(Fit.IGNORED, _LAST, kept=True)
+    return KeyEffect(Fit.EQUIVALENT, _LAST, fields) if fields else left_out(_LAST)
 
 
 def _key(fields: str, read: Any, note: str = "") -> Key:
     """A key that is only used where checkpoints are written."""
 
-    def meaning(value: Any, given: Given) -> Meaning:
-        return Meaning(fields=read(given)) if _saves(given) else Meaning(Fit.IGNORED, _OFF, kept=True)
+    def effect(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(fields=read(given)) if _saves(given) else left_out(_OFF)
 
-    return Key(meaning, fields, note=note)
+    return Key(effect, fields, note=note)
 
 
-def _mode(given: Given) -> Mapping[str, Any]:
+def _mode(given: DocumentValues) -> Mapping[str, Any]:
     modes = {"disabled": False, "async": True, "async_with_pinned_mem": True}
     return {"checkpoint.async_save": one_of(modes)(given.get("checkpoint.async_mode"))}
 
