@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from accounting import WRITTEN
 from documents import SEEDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from unishard.cli.report_text import listed
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import SCRIPT, Fit
-from unishard.formats import NAMES, Outcome, catalog, translate
+from unishard.formats import Outcome, catalog, translate
 from unishard.formats.readback import differences, read_back
 from unishard.formats.verify import verify
 
@@ -93,7 +94,7 @@ def test_what_the_script_decides_and_the_target_too_is_one_list() -> None:
     assert left.items() >= {"optimizer.lr": 5e-5, "training.seed": 42, "training.gradient_clipping": 1.0}.items()
 
 
-@pytest.mark.parametrize("to", NAMES)
+@pytest.mark.parametrize("to", WRITTEN)
 @pytest.mark.parametrize("from_", sorted(SEEDS))
 def test_every_difference_is_named(from_: str, to: str) -> None:
     for data in SEEDS[from_]:
@@ -102,7 +103,7 @@ def test_every_difference_is_named(from_: str, to: str) -> None:
             assert unnamed(outcome) == set()
 
 
-@pytest.mark.parametrize("to", NAMES)
+@pytest.mark.parametrize("to", WRITTEN)
 @pytest.mark.parametrize("from_", sorted(SEEDS))
 def test_no_key_that_is_in_no_output_is_exact(from_: str, to: str) -> None:
     for data in SEEDS[from_]:
@@ -273,7 +274,7 @@ def test_written_is_what_is_in_the_file() -> None:
     assert rows["activation_checkpointing"].written is None
 
 
-@pytest.mark.parametrize("to", NAMES)
+@pytest.mark.parametrize("to", WRITTEN)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_second_translation_means_the_same(to: str, data: st.DataObject) -> None:

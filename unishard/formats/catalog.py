@@ -48,7 +48,7 @@ def get(name: str) -> Format:
 
 def written() -> tuple[str, ...]:
     """The formats by the word after `--to`: all but those that are only read."""
-    return tuple(name for name in NAMES if not get(name).read_only)
+    return tuple(name for name in NAMES if not getattr(get(name), "read_only", False))
 
 
 def target(name: str) -> Format:
@@ -58,7 +58,7 @@ def target(name: str) -> Format:
         ConfigError: There is no such format, or it is only read.
     """
     format_ = get(name)
-    if format_.read_only:
+    if getattr(format_, "read_only", False):
         what = (
             f"configs of {format_.tool} are read and never written; write --to {', '.join(written())}, or train with "
             "the unishard file"

@@ -114,6 +114,10 @@ def _unfolded(data: Mapping[str, Any]) -> Native:
     return found
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _as_written(entry: Entry, data: Mapping[str, Any]) -> Entry:
     """The entry at the place where the document says it."""
     top = entry.path[0]
@@ -122,7 +126,7 @@ def _as_written(entry: Entry, data: Mapping[str, Any]) -> Entry:
     if top == _CONFIG and top not in data:
         nested = isinstance(data.get(FSDP_ARGUMENT), Mapping)
         return entry._replace(path=(FSDP_ARGUMENT, *entry.path)) if nested else entry._replace(assumed=True)
-    if entry.path == (FSDP_ARGUMENT,) and isinstance(data.get(FSDP_ARGUMENT), Mapping):
+    if entry.path == (FSDP_ARGUMENT,) and FSDP_ARGUMENT in _mapping(data.get(FSDP_ARGUMENT)):
         return entry._replace(path=(FSDP_ARGUMENT, FSDP_ARGUMENT))
     if entry.path in ((DEEPSPEED_ARGUMENT,), (FSDP_ARGUMENT,)) and isinstance(data.get(top), str):
         return entry._replace(value=data[top], assumed=False)
