@@ -185,13 +185,6 @@ def test_what_is_proposed_works(tool, document, only_drop):
     assert broken
 
 
-def test_the_engine_of_the_target_is_proposed_before_keys_are_dropped():
-    document = {"fsdp": True, "output_dir": "out", "per_device_train_batch_size": 2}
-    found = remedy(open_source(document), "deepspeed", from_="hf")
-    assert found is not None
-    assert (found.overrides, found.drop) == (("backend=deepspeed",), ())
-
-
 def test_nothing_is_proposed_where_an_override_is_refused():
     document = {
         "distributed_type": "FSDP",

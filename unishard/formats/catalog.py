@@ -8,12 +8,11 @@ from typing import Any, cast
 
 from unishard.contract import registry
 from unishard.errors import BackendError, ConfigError, Problem
-from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
 from unishard.formats.hydra import composed, names_lightning
 from unishard.formats.inner_configs import InnerConfig, block_in
 from unishard.formats.other_tools import named
-from unishard.formats.signs import has
+from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source
 
 __all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise", "target", "written"]

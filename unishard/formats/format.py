@@ -14,10 +14,9 @@ from unishard.contract.render import Rendered
 from unishard.contract.rules import Rule
 from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
-from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Explained, Signs, by_entries
 from unishard.formats.source import Source
 
 __all__ = ["Deferred", "Format"]

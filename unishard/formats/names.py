@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from unishard.contract.entries import Key
 from unishard.contract.key_rows import drops
 
-__all__ = ["NO_LOGS", "ignored", "names"]
+__all__ = ["NO_LOGS", "each", "ignored", "names"]
 
+T = TypeVar("T")
 NO_LOGS = "affects only logs; write your own logging section"
 """The note of keys about logs and profiles, which `logging` and `profile` say in other words."""
 
@@ -16,6 +18,11 @@ NO_LOGS = "affects only logs; write your own logging section"
 def names(text: str) -> tuple[str, ...]:
     """The names in a text with blanks between them."""
     return tuple(text.split())
+
+
+def each(text: str, value: T) -> dict[str, T]:
+    """The same value for each name in a text."""
+    return dict.fromkeys(names(text), value)
 
 
 def ignored(file: str) -> dict[str, Key]:
@@ -26,7 +33,7 @@ def ignored(file: str) -> dict[str, Key]:
     why = ""
     for line in (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines():
         if line[:1].isspace():
-            rows |= dict.fromkeys(names(line), drops(why))
+            rows |= each(line, drops(why))
         else:
             why = line
     return rows

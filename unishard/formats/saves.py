@@ -14,6 +14,7 @@ from unishard.formats.reading import ReadDocument
 
 if TYPE_CHECKING:
     from unishard.formats.items import Item
+from unishard.formats.names import each
 
 __all__ = ["carried", "described", "with_files"]
 
@@ -31,12 +32,12 @@ _OF_ZERO = (
 _FSDP = {
     "accelerate": "fsdp_config.fsdp_{}",
     "swift": "fsdp.fsdp_config.{}",
-    **dict.fromkeys(("axolotl", "hf", "llamafactory", "trl"), "fsdp_config.{}"),
+    **each("axolotl hf llamafactory trl", "fsdp_config.{}"),
 }
 _ZERO = {
     "accelerate": f"deepspeed_config.{_OF_ZERO[0]}",
     "deepspeed": f"zero_optimization.{_GATHERS}",
-    **dict.fromkeys(("axolotl", "hf", "llamafactory", "swift", "trl"), f"deepspeed.zero_optimization.{_GATHERS}"),
+    **each("axolotl hf llamafactory swift trl", f"deepspeed.zero_optimization.{_GATHERS}"),
 }
 """Where each format has them."""
 _NO_KEY = "a save holds the whole model there; {}"

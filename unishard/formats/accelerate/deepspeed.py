@@ -16,6 +16,7 @@ from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.names import names
 
 __all__ = [
     "KNOWN",
@@ -68,13 +69,7 @@ NEVER = 1e30
 
 _ACCUMULATION = Undecided("gradient_accumulation_steps of the Accelerator")
 _CLIPS = f"{TOOL} clips to 1.0 where the file has no gradient_clipping; so does DeepSpeed since 0.19.3"
-OF_THE_FILE = (
-    "sharding.strategy",
-    "precision.compute",
-    "training.gradient_clipping",
-    "optimizer.name",
-    "scheduler.name",
-)
+OF_THE_FILE = names("sharding.strategy precision.compute training.gradient_clipping optimizer.name scheduler.name")
 """What only DeepSpeed's own file says, once a document names one."""
 _NVME = "used as meant; Accelerate 1.15.0 never passes it on: use a deepspeed_config_file"
 _CPU_ADAM = "Accelerate 1.15.0 may swap the optimizer for DeepSpeedCPUAdam"

@@ -13,9 +13,9 @@ from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import OF_THE_FILE
 from unishard.formats.accelerate.entries import block_of
 from unishard.formats.accelerate.keys import KEYS, TOOL
-from unishard.formats.accelerate.launch import launch_of
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.rules import FSDP_RULES
+from unishard.formats.accelerate.script import launch_of
 from unishard.formats.accelerate.trainer_arguments import for_trainer
 from unishard.formats.accelerate.writing import expressed, text_of
 from unishard.formats.format import Format

@@ -23,10 +23,8 @@ NAMES: Mapping[str, str] = {
     f"fsdp_{name}": name
     for name in names(
         "version sharding_strategy reshard_after_forward offload_params auto_wrap_policy transformer_layer_cls_to_wrap "
-        "min_num_params "
-        "backward_prefetch forward_prefetch state_dict_type use_orig_params cpu_ram_efficient_loading "
-        "sync_module_states "
-        "activation_checkpointing activation_checkpointing_offload ignored_modules"
+        "min_num_params backward_prefetch forward_prefetch state_dict_type use_orig_params cpu_ram_efficient_loading "
+        "sync_module_states activation_checkpointing activation_checkpointing_offload ignored_modules"
     )
 } | {"fsdp_offload_params": "cpu_offload"}
 """FSDP's argument by the name that Accelerate gives it. The prefix may be left out (commands/launch.py)."""

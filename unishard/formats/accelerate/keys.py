@@ -15,7 +15,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, text
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.accelerate.distributed_types import KINDS, kind_named, precision_word
+from unishard.formats.accelerate.entries import KINDS, kind_named, precision_word
 from unishard.formats.names import names
 
 __all__ = ["KEYS", "TOOL"]
@@ -231,8 +231,7 @@ _FP8_KEYS: Mapping[str, Key] = {
     f"fp8_config.{name}": drops(_FP8)
     for name in names(
         "backend use_autocast_during_eval margin interval fp8_format format amax_history_len amax_compute_algo "
-        "override_linear_precision "
-        "opt_level enable_fsdp_float8_all_gather pad_inner_dim"
+        "override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim"
     )
 } | {
     f"fp8_config.{wizard}": drops(_LOST.format(name))

@@ -14,8 +14,7 @@ from unishard.contract.render import AUTO
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import NAMES, NO_FILE
 from unishard.formats.accelerate.deepspeed_file import FILE, opened
-from unishard.formats.accelerate.distributed_types import kind_of, precision_of
-from unishard.formats.accelerate.entries import block_of
+from unishard.formats.accelerate.entries import block_of, kind_of, precision_of
 from unishard.formats.source import Source
 
 __all__ = ["for_trainer"]

@@ -20,6 +20,7 @@ from unishard.formats.hf.sharding import replicated
 from unishard.formats.hf.shipped import shipped_config, told
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import partitioned
+from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
@@ -37,12 +38,9 @@ class AxolotlFormat(Format):
     tool = TOOL
     keys = KEYS
     rules = RULES
-    needed = (
-        "base_model",
-        "datasets|pretraining_dataset",
-        "learning_rate",
-        "micro_batch_size|batch_size",
-        "gradient_accumulation_steps|batch_size",
+    needed = names(
+        "base_model datasets|pretraining_dataset learning_rate micro_batch_size|batch_size "
+        "gradient_accumulation_steps|batch_size"
     )
     yaml_1_1 = True
     fills_auto = True

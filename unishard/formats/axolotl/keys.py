@@ -10,15 +10,42 @@ from typing import Any
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.key_rows import boolean, drops, integer, number, refuses
 from unishard.contract.rules import Fit
-from unishard.formats.axolotl.ignored_keys import IGNORED
-from unishard.formats.axolotl.saving import SAVED
+from unishard.formats.axolotl.rules import SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
-from unishard.formats.names import names
+from unishard.formats.names import ignored, names
 
 __all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
+
+_GROUPED = "gives some parameters another rate; make parameter groups of it"
+_RESTARTS = "restarts the schedule during training; build the scheduler in the training script"
+_PARALLEL = "parallelism within a model is not supported; write 1 and use more ranks"
+
+
+def _is_one(value: object) -> bool:
+    return off(value) or value == 1
+
+
+IGNORED: Mapping[str, Key] = {
+    **ignored("axolotl/ignored.txt"),
+    "embedding_lr": refuses(_GROUPED, off),
+    "embedding_lr_scale": refuses(_GROUPED, off),
+    "lr_groups": refuses(_GROUPED, off),
+    "loraplus_lr_ratio": refuses(_GROUPED, off),
+    "loraplus_lr_embedding": refuses(_GROUPED, off),
+    "jagged_restart_steps": refuses(_RESTARTS, off),
+    "relora": refuses(_RESTARTS, off),
+    "relora_steps": refuses(_RESTARTS, off),
+    "lr_quadratic_warmup": refuses("a quadratic warmup is not supported; build the scheduler in the script", off),
+    "fp8": refuses("fp8 is not supported; write bf16", off),
+    "tensor_parallel_size": refuses(_PARALLEL, _is_one),
+    "context_parallel_size": refuses(_PARALLEL, _is_one),
+    "sequence_parallel_degree": refuses(_PARALLEL, _is_one),
+    "expert_parallel_size": refuses(_PARALLEL, _is_one),
+}
+"""Keys that a config of the training does not need, and some that it cannot say."""
 
 TOOL = "axolotl 0.18.0"
 ENGINES = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size")
@@ -34,10 +61,9 @@ NAMES: Mapping[str, str] = {
 
 _SAME = names(
     "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
-    "optim_args "
-    "optim_target_modules lr_scheduler_kwargs seed fp16 gradient_checkpointing_kwargs torch_compile "
-    "torch_compile_backend "
-    "torch_compile_mode ddp_broadcast_buffers neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
+    "optim_args optim_target_modules lr_scheduler_kwargs seed fp16 gradient_checkpointing_kwargs torch_compile "
+    "torch_compile_backend torch_compile_mode ddp_broadcast_buffers neftune_noise_alpha auto_find_batch_size "
+    "accelerator_config warmup_ratio"
 )
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
 _TORCH = "torch's AdamW: the same algorithm"

@@ -31,8 +31,7 @@ _NAMES: Mapping[str, str] = {
         name: name
         for name in names(
             "activation_checkpointing sync_module_states cpu_ram_efficient_loading use_orig_params state_dict_type "
-            "auto_wrap_policy "
-            "transformer_layer_cls_to_wrap min_num_params reshard_after_forward"
+            "auto_wrap_policy transformer_layer_cls_to_wrap min_num_params reshard_after_forward"
         )
     },
 }

@@ -15,11 +15,10 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.composer import shapes
-from unishard.formats.composer.engine import DEEPSPEED, engine, trains
-from unishard.formats.composer.fsdp_keys import ARGUMENTS
-from unishard.formats.composer.interpolation import named, resolved
+from unishard.formats.composer.fsdp_keys import ARGUMENTS, DEEPSPEED, engine, trains
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
+from unishard.formats.composer.shapes import named, resolved
 from unishard.formats.format import Format
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source

@@ -10,7 +10,7 @@ from typing import Any
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, left_out
 from unishard.contract.key_rows import integer, number, text
 from unishard.contract.rules import Fit
-from unishard.formats.composer.durations import updates
+from unishard.formats.composer.batches import updates
 
 __all__ = ["SAVED"]
 

@@ -6,33 +6,78 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
+from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import compute, off
-from unishard.formats.hf.sections import ARGUMENTS, SURE
 from unishard.formats.names import ignored, names
 
-__all__ = ["DIALECT", "around", "bare", "section_in", "sure", "wrapped"]
+__all__ = [
+    "ARGUMENTS",
+    "DIALECT",
+    "LLAMAFACTORY",
+    "SURE",
+    "around",
+    "bare",
+    "section_in",
+    "sure",
+    "swift",
+    "with_script_defaults",
+    "wrapped",
+]
+
+ARGUMENTS = names("training training_args training_arguments trainer train TrainingArguments sft dpo args")
+"""Where TrainingArguments stand."""
+SURE = "per_device_train_batch_size"
+"""An argument that no other tool has, by which such a section is known."""
+
+_SWIFT = ("tuner_type", "train_type", "sft_type", "split_dataset_ratio")
+"""Keys that only ms-swift has; the first three say which parameters train."""
+_SWIFT_SILENT: Mapping[str, Any] = {
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "lr_scheduler_type": "cosine",
+    "per_device_train_batch_size": 1,
+    "gradient_checkpointing": True,
+    # 16 samples an update over all ranks, which only the launch knows.
+    "gradient_accumulation_steps": NOTHING,
+}
+_FULL_RATE, _ADAPTER_RATE = 1e-5, 1e-4
+
+
+def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
+    """The rows with what the file's script assumes; those that the script says nothing about stay."""
+    silent = _silent(data)
+    return {name: row._replace(tool_default=silent[name]) if name in silent else row for name, row in keys.items()}
+
+
+LLAMAFACTORY: Mapping[str, Any] = {"disable_gradient_checkpointing": False}
+"""What LLaMA-Factory assumes."""
+
+
+def swift(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ms-swift assumes, which depends on the parameters that train."""
+    full = "full" in (data.get(key) for key in _SWIFT[:3])
+    return {**_SWIFT_SILENT, "learning_rate": _FULL_RATE if full else _ADAPTER_RATE}
+
+
+def _silent(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    if any(key in data for key in _SWIFT):
+        return swift(data)
+    return LLAMAFACTORY if "finetuning_type" in data and "stage" in data else {}
+
 
 _SIGNS = names(
     "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template "
-    "stage "
-    "finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules "
-    "cutoff_len max_length "
-    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation "
-    "dataset_mixture "
-    "dataset_mixer dataset_splits dataset_config dataset_config_name dataset_train_split dataset_text_field "
-    "dataset_path "
-    "dataset_id_or_path train_dataset train_file validation_file data_path data_args model_args script_args model_name "
-    "tokenizer_name "
-    "chat_template chat_template_path max_prompt_length max_completion_length num_generations reward_funcs "
-    "reward_weights use_vllm beta "
-    "loss_type precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit "
-    "load_in_8bit "
+    "stage finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules "
+    "cutoff_len max_length max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft "
+    "attn_implementation dataset_mixture dataset_mixer dataset_splits dataset_config dataset_config_name "
+    "dataset_train_split dataset_text_field dataset_path dataset_id_or_path train_dataset train_file validation_file "
+    "data_path data_args model_args script_args model_name tokenizer_name chat_template chat_template_path "
+    "max_prompt_length max_completion_length num_generations reward_funcs reward_weights use_vllm beta loss_type "
+    "precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit load_in_8bit "
     "model_max_length max_source_length max_target_length max_train_samples max_eval_samples preprocessing_num_workers "
-    "text_column "
-    "task_name source_lang image_column_name audio_column_name"
+    "text_column task_name source_lang image_column_name audio_column_name"
 )
 """Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the
 file."""
@@ -69,8 +114,8 @@ _SURELY = 5
 _OPTIMIZERS = ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
 _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
-    "sequence_parallel_size "
-    "tensor_parallel_size pipeline_parallel_size expert_parallel_size virtual_pipeline_model_parallel_size"
+    "sequence_parallel_size tensor_parallel_size pipeline_parallel_size expert_parallel_size "
+    "virtual_pipeline_model_parallel_size"
 )
 _WHOLE = "layers or sequences that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
 

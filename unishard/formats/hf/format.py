@@ -10,18 +10,17 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, interpret
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
-from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
-from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, wrapped
+from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, with_script_defaults, wrapped
 from unishard.formats.hf.keys import ENGINES, KEYS
 from unishard.formats.hf.precedence import with_precedence
 from unishard.formats.hf.rules import RULES, written
-from unishard.formats.hf.script_defaults import with_script_defaults
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.zero import filled_from, partitioned
 from unishard.formats.reading import ReadDocument
+from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 
 __all__ = ["FORMAT", "HfFormat", "entries_of"]

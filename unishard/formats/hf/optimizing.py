@@ -52,11 +52,9 @@ _REMOVED = ("adamw_hf", "adamw_apex_fused")
 
 _OTHERS = names(
     "adafactor ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit "
-    "rmsprop_bnb_32bit "
-    "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise "
-    "galore_adafactor_layerwise lomo "
-    "adalomo grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise "
-    "stable_adamw"
+    "rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise "
+    "galore_adamw_8bit_layerwise galore_adafactor_layerwise lomo adalomo grokadamw schedule_free_radam "
+    "schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw"
 )
 
 

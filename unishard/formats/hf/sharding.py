@@ -14,7 +14,7 @@ from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
-from unishard.formats.hf.named_files import opened
+from unishard.formats.hf.shipped import opened
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.names import names
 from unishard.formats.source import Source
@@ -23,8 +23,8 @@ __all__ = ["BOTH", "FIRST", "known", "replicated", "sharded", "words_of"]
 
 BOTH = names(
     "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params "
-    "cpu_ram_efficient_loading "
-    "state_dict_type activation_checkpointing xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt"
+    "cpu_ram_efficient_loading state_dict_type activation_checkpointing xla xla_fsdp_v2 xla_fsdp_settings "
+    "xla_fsdp_grad_ckpt"
 )
 """Keys of `fsdp_config` that transformers reads for both versions."""
 

@@ -10,10 +10,27 @@ from typing import Any
 
 from unishard.contract.entries import Entry
 from unishard.contract.rules import Fit
+from unishard.errors import ConfigError
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.source import Source, open_named
 
-__all__ = ["shipped", "shipped_config", "told"]
+__all__ = ["opened", "shipped", "shipped_config", "told"]
+
+
+def opened(text: str, source: Source) -> Mapping[str, Any] | str:
+    """What JSON in a text says, or the file of this name holds; or what is wrong with it."""
+    try:
+        if text.strip().startswith("{"):
+            found: Mapping[str, Any] = json.loads(text)
+            return found if isinstance(found, dict) else "is no mapping; write {...}, or name a file"
+        named = open_named(text, source.folder)
+    except ConfigError as error:
+        return str(error)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error}); fix it, or name a file"
+    if named:
+        return named.data
+    return f"{text} was not found here or in the working directory; add it, or inline its content"
 
 
 @cache

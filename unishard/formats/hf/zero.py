@@ -17,7 +17,8 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.hf.loop import off
-from unishard.formats.hf.named_files import opened
+from unishard.formats.hf.shipped import opened
+from unishard.formats.names import names
 from unishard.formats.source import Source
 
 __all__ = ["SILENT", "Arguments", "filled_from", "partitioned"]
@@ -63,13 +64,7 @@ def _climb(get: Arguments) -> int | None:
     return max(1, int(steps))
 
 
-_OF_THE_FILE = (
-    "sharding.strategy",
-    "precision.compute",
-    "training.gradient_clipping",
-    "optimizer.name",
-    "scheduler.name",
-)
+_OF_THE_FILE = names("sharding.strategy precision.compute training.gradient_clipping optimizer.name scheduler.name")
 """What only DeepSpeed's own config says for certain; arguments that are written say the last four as well."""
 
 SILENT: Mapping[str, tuple[str, str]] = {

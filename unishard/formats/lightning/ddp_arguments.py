@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
+from unishard.config.describe import shown
+from unishard.config.nested import Native
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import broadcast_buffers, integer, number, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import left, off, optional
+from unishard.formats.lightning.shape import built, short
+from unishard.formats.names import each
 
 __all__ = ["DDP", "MODEL_PARALLEL"]
 
@@ -25,32 +29,23 @@ def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 DDP: Mapping[str, Key] = {
-    **dict.fromkeys(
-        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout", "start_method"),
-        left(_LAUNCH),
+    **each(
+        "accelerator parallel_devices cluster_environment process_group_backend timeout start_method", left(_LAUNCH)
     ),
     **dict.fromkeys(_CHECKS, left("one device a rank, and what ranks check at the start")),
     "checkpoint_io": left("affects only files"),
-    **dict.fromkeys(
-        ("precision_plugin", "precision"),
+    **each(
+        "precision_plugin precision",
         refuses("a plugin cannot be read from a file; write precision beside the strategy", off),
     ),
     "find_unused_parameters": left("parameters that no rank uses are no problem here, and need no search"),
-    **dict.fromkeys(
-        (
-            "static_graph",
-            "gradient_as_bucket_view",
-            "bucket_cap_mb_list",
-            "batched_grad_copy",
-            "skip_all_reduce_unused_params",
-        ),
+    **each(
+        "static_graph gradient_as_bucket_view bucket_cap_mb_list batched_grad_copy skip_all_reduce_unused_params",
         left(_TIME),
     ),
-    **dict.fromkeys(
-        ("broadcast_buffers", "forward_sync_buffers"), optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)
-    ),
+    **each("broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
     "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
-    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), refuses(_HOOK, off)),
+    **each("ddp_comm_hook ddp_comm_state ddp_comm_wrapper", refuses(_HOOK, off)),
     "model_averaging_period": refuses("averaging weights instead of gradients is no engine's here; remove it", off),
     "mixed_precision": refuses(
         "DDP's own mixed precision is not what Lightning's precision says; write precision", off
@@ -84,8 +79,145 @@ MODEL_PARALLEL: Mapping[str, Key] = {
     "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, tool_default="auto"),
     "save_distributed_checkpoint": left("affects only the files of checkpoints"),
     "parallelize_fn": left(_WRITTEN),
-    **dict.fromkeys(("process_group_backend", "timeout"), left(_LAUNCH)),
+    **each("process_group_backend timeout", left(_LAUNCH)),
 }
 """The arguments of `ModelParallelStrategy`, Lightning's FSDP2. Fabric's keeps the optimizer on the old parameters where
 model and optimizer are set up together, so that a step moves nothing, and leaves gradients unreduced after
 `no_backward_sync(enabled=False)` (2.6.6)."""
+
+ToNative = Callable[[Any], Native]
+
+
+def defaults(*, fabric: bool) -> Mapping[str, Any]:
+    """What the strategy assumes: FSDP1, the whole model as one unit, and another kind of checkpoint in Fabric."""
+    return {
+        "version": 1,
+        "sharding_strategy": "FULL_SHARD",
+        "auto_wrap_policy": "NO_WRAP",
+        "state_dict_type": "sharded" if fabric else "full",
+    }
+
+
+def _as(name: str) -> ToNative:
+    return lambda value: {name: value}
+
+
+def _word(name: str) -> ToNative:
+    """An enum by its name, also with that of its class before it."""
+    return lambda value: {name: short(value) if isinstance(value, str) else value}
+
+
+def _offload(value: Any) -> Native:
+    found = built(value)
+    return {"cpu_offload": found.arguments.get("offload_params", False) if found and found.key else value}
+
+
+def _formats(value: Any) -> Native:
+    found = built(value)
+    formats = found.arguments if found and found.key else value
+    if not isinstance(formats, Mapping):
+        raise Unreadable(
+            f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) "
+            "and init_args"
+        )
+    known = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
+    quiet = ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
+    if unknown := [name for name in formats if name not in known + quiet]:
+        raise Unreadable(f"must be a MixedPrecision, which has no {unknown[0]!r}; write one of {', '.join(known)}")
+    return {"mixed_precision": {name: item for name, item in formats.items() if name in known}}
+
+
+def _wrapping(value: Any) -> Native:
+    names = _classes(value)
+    if names:
+        return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": names}
+    found = built(value)
+    policy = short(found.path) if found else shown(value)
+    if found and policy == "size_based_auto_wrap_policy":
+        return {
+            "auto_wrap_policy": "SIZE_BASED_WRAP",
+            "min_num_params": found.arguments.get("min_num_params", 100_000_000),
+        }
+    raise Unreadable(f"must be module classes, got {policy}; write the classes of the model's blocks")
+
+
+def _recomputed(value: Any) -> Native:
+    names = _classes(value)
+    if not names:
+        raise Unreadable(f"must be module classes, got {shown(value)}; write the classes to recompute")
+    return {"activation_checkpointing": names}
+
+
+_POLICY_CLASSES = ("ModuleWrapPolicy", "transformer_auto_wrap_policy")
+
+
+def _classes(value: Any) -> list[str]:
+    """Names of classes without their modules, from a class, a list of them, or a policy made of them; empty for
+    anything else.
+    """
+    if isinstance(value, list | tuple | Set):
+        return (
+            [short(item) for item in value if isinstance(item, str)]
+            if all(isinstance(item, str) for item in value)
+            else []
+        )
+    found = built(value)
+    if found is None:
+        # YAML's set of names is a mapping to nothing.
+        return _classes(list(value)) if isinstance(value, Mapping) and value and not any(value.values()) else []
+    if short(found.path) in _POLICY_CLASSES:
+        return _classes(found.arguments.get("module_classes") or found.arguments.get("transformer_layer_cls") or [])
+    return [short(found.path)] if not found.key and not found.path.endswith(("policy", "fn")) else []
+
+
+def _mesh(value: Any) -> Native:
+    sizes = value if isinstance(value, list | tuple) else None
+    if (
+        sizes is None
+        or len(sizes) != 2
+        or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    ):
+        raise Unreadable(f"must be [replicas, ranks in each], got {shown(value)}; write such as [2, 8]")
+    return {"mesh": {"replicate": sizes[0], "shard": sizes[1]}}
+
+
+def _unless_off(convert: ToNative) -> ToNative:
+    return lambda value: {} if off(value) else convert(value)
+
+
+ARGUMENTS: Mapping[str, ToNative] = {
+    "sharding_strategy": _word("sharding_strategy"),
+    "cpu_offload": _offload,
+    "mixed_precision": _unless_off(_formats),
+    "auto_wrap_policy": _unless_off(_wrapping),
+    "activation_checkpointing": _unless_off(_recomputed),
+    "activation_checkpointing_policy": _unless_off(_recomputed),
+    "device_mesh": _unless_off(_mesh),
+    "state_dict_type": _as("state_dict_type"),
+    "backward_prefetch": _word("backward_prefetch"),
+    "forward_prefetch": _as("forward_prefetch"),
+    "limit_all_gathers": _as("limit_all_gathers"),
+    "sync_module_states": _as("sync_module_states"),
+    "use_orig_params": _as("use_orig_params"),
+    "ignored_modules": _as("ignored_modules"),
+    "ignored_states": _as("ignored_modules"),
+}
+"""The arguments that FSDP itself has, and how the backend that knows FSDP calls them."""
+
+
+def _timeout(value: Any, given: DocumentValues) -> KeyEffect:
+    return left_out("how long a collective may hang; see communication.desync_timeout")
+
+
+OWN: Mapping[str, Key] = {
+    **each("accelerator parallel_devices cluster_environment process_group_backend device_id", left(_LAUNCH)),
+    "timeout": Key(_timeout, fit=Fit.IGNORED),
+    "checkpoint_io": left("affects only files"),
+    **each(
+        "precision_plugin precision",
+        refuses("a plugin cannot be read from a file; write precision beside the strategy", off),
+    ),
+    "process_group": refuses("process groups are objects; write device_mesh: [replicas, ranks in each]", off),
+    "param_init_fn": refuses("a function cannot be read from a file; build the model on the meta device", off),
+}
+"""The arguments that concern only Lightning, with those that no file can say."""

@@ -8,7 +8,6 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Key
 from unishard.contract.render import Rendered
-from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.lightning.keys import BESIDE, TRAINER
@@ -20,6 +19,7 @@ from unishard.formats.lightning.snippet import snippet
 from unishard.formats.lightning.strategy_arguments import TOOL
 from unishard.formats.lightning.writing import expressed
 from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.signs import Explained, by_entries
 from unishard.formats.source import Source
 
 __all__ = ["FORMAT"]

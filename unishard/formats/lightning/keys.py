@@ -15,7 +15,7 @@ from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.hydra import composed
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
-from unishard.formats.names import NO_LOGS, names
+from unishard.formats.names import NO_LOGS, each, names
 
 __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
 
@@ -145,16 +145,9 @@ _TRAINING_CALLBACKS = {
     "ModelPruning": "which weights are zero: engine.set_parameter(...)",
     "LambdaCallback": "what it calls",
 }
-_QUIET_CALLBACKS = (
-    *(
-        "ModelCheckpoint",
-        "OnExceptionCheckpoint",
-        "LearningRateMonitor",
-        "DeviceStatsMonitor",
-        "ModelSummary",
-        "RichModelSummary",
-    ),
-    *("TQDMProgressBar", "RichProgressBar", "ProgressBar", "Timer", "ThroughputMonitor", "SpikeDetection"),
+_QUIET_CALLBACKS = names(
+    "ModelCheckpoint OnExceptionCheckpoint LearningRateMonitor DeviceStatsMonitor ModelSummary RichModelSummary "
+    "TQDMProgressBar RichProgressBar ProgressBar Timer ThroughputMonitor SpikeDetection"
 )
 
 CALLBACKS = (*_TRAINING_CALLBACKS, *_QUIET_CALLBACKS)
@@ -269,17 +262,9 @@ TRAINER: Mapping[str, Key] = {
     "overfit_batches": _script("your training loop uses this much of the data: {value}", 0, 0.0),
     "fast_dev_run": _script("a trial run of {value} batches; leave it out to train"),
     "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the source of a NaN"),
-    **dict.fromkeys(
-        (
-            *(
-                "limit_val_batches",
-                "limit_test_batches",
-                "limit_predict_batches",
-                "val_check_interval",
-                "check_val_every_n_epoch",
-            ),
-            *("num_sanity_val_steps", "inference_mode"),
-        ),
+    **each(
+        "limit_val_batches limit_test_batches limit_predict_batches val_check_interval "
+        "check_val_every_n_epoch num_sanity_val_steps inference_mode",
         left(_EVALUATION),
     ),
     **dict.fromkeys(
@@ -289,7 +274,7 @@ TRAINER: Mapping[str, Key] = {
         ),
         left(NO_LOGS),
     ),
-    **dict.fromkeys(("default_root_dir", "model_registry"), left(_FILES)),
+    **each("default_root_dir model_registry", left(_FILES)),
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 
@@ -304,8 +289,8 @@ def _composed(value: Any, given: DocumentValues) -> KeyEffect:
 _OURS = "concerns the model or the data, which your training script builds"
 BESIDE: Mapping[str, Key] = {
     "seed_everything": optional(_seed, "training.seed"),
-    **dict.fromkeys(("model", "data", "ckpt_path", "subcommand", "config", "weights_only"), left(_OURS)),
-    **dict.fromkeys(("print_config", "verbose", "hydra"), left(NO_LOGS)),
+    **each("model data ckpt_path subcommand config weights_only", left(_OURS)),
+    **each("print_config verbose hydra", left(NO_LOGS)),
     "defaults": optional(_composed),
 }
 """LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own

@@ -9,22 +9,11 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import TRAINER, off
-from unishard.formats.names import ignored
+from unishard.formats.names import ignored, names
 
 __all__ = ["OLDER", "place_in", "strategy_in"]
 
-_DISTRIBUTED = (
-    "ddp",
-    "ddp_spawn",
-    "ddp_cpu",
-    "ddp2",
-    "dp",
-    "ddp_sharded",
-    "ddp_sharded_spawn",
-    "deepspeed",
-    "fsdp",
-    "horovod",
-)
+_DISTRIBUTED = names("ddp ddp_spawn ddp_cpu ddp2 dp ddp_sharded ddp_sharded_spawn deepspeed fsdp horovod")
 _PLACES = ("accelerator", "distributed_backend")
 """Where Lightning 1 named the strategy, before 1.5."""
 

@@ -11,6 +11,7 @@ from unishard.contract.key_rows import boolean, drops, number, sets
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import UNSET
 from unishard.formats.lightning.shape import Built, built, short
+from unishard.formats.names import each
 
 __all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
 
@@ -43,7 +44,7 @@ OPTIMIZER: Mapping[str, Key] = {
     "amsgrad": sets("optimizer.amsgrad", boolean),
     "momentum": sets("optimizer.momentum", number(0)),
     "nesterov": sets("optimizer.nesterov", boolean),
-    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "use_triton"), drops(_HOW)),
+    **each("foreach fused capturable differentiable use_triton", drops(_HOW)),
 }
 """Arguments of torch's optimizers; any other must be at its default."""
 _NOTHING: Mapping[str, Any] = {

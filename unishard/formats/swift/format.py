@@ -10,8 +10,8 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
+from unishard.formats.hf.dialects import swift
 from unishard.formats.hf.script import ScriptFormat
-from unishard.formats.hf.script_defaults import swift
 from unishard.formats.hf.shipped import shipped
 from unishard.formats.hf.switches import DEEPSPEED as DEEPSPEED_ARGUMENT
 from unishard.formats.hf.switches import FSDP as FSDP_ARGUMENT

@@ -14,9 +14,8 @@ from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.format import Format
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
-from unishard.formats.torchtitan.custom_tables import of_a_fork, own_of
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
-from unishard.formats.torchtitan.older_keys import current_keys, placed
+from unishard.formats.torchtitan.older_keys import current_keys, of_a_fork, own_of, placed
 
 __all__ = ["FORMAT"]
 

@@ -13,7 +13,7 @@ from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.key_rows import boolean, drops, integer, number, one_of, refuses, sets
 from unishard.contract.rules import Fit
-from unishard.formats.names import ignored
+from unishard.formats.names import each, ignored
 from unishard.formats.torchtitan.saving import SAVED
 
 __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
@@ -279,9 +279,7 @@ KEYS: Mapping[str, Key] = {
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
     "parallelism.expert_parallel_degree": _only_1("expert"),
-    **dict.fromkeys(
-        ("float8.enable_float8_linear", "training.enable_float8_linear", "training.enable_fp8_linear"), _FLOAT8
-    ),
+    **each("float8.enable_float8_linear training.enable_float8_linear training.enable_fp8_linear", _FLOAT8),
     "training.fp8_linear": _FLOAT8,
     "training.data_parallel_type": refuses(
         "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1", _sharded

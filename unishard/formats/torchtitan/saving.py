@@ -75,9 +75,8 @@ def _mode(given: DocumentValues) -> Mapping[str, Any]:
 _JOB = "config_file description use_for_integration_test print_args print_config save_config_file custom_config_module"
 _OTHERS = (
     "interval_type initial_load_path initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized "
-    "last_save_model_only "
-    "last_save_in_hf model_weights_only export_dtype create_seed_checkpoint load_step load_only exclude_from_loading "
-    "enable_first_step_checkpoint enable_ft_dataloader_checkpoints"
+    "last_save_model_only last_save_in_hf model_weights_only export_dtype create_seed_checkpoint load_step load_only "
+    "exclude_from_loading enable_first_step_checkpoint enable_ft_dataloader_checkpoints"
 )
 
 SAVED: Mapping[str, Key] = {

@@ -20,10 +20,10 @@ from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
-from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble, default_of
+from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
 from unishard.version import __version__
