@@ -13,8 +13,7 @@ from unishard.contract.key_rows import listed, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
-from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, refused
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 

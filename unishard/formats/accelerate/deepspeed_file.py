@@ -15,8 +15,7 @@ from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.render import AUTO
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
-from unishard.formats.accelerate.entries import block_of, dropped, overlooked, precision_of, refused
-from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, precision_of, refused
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.source import Source, open_named
 

@@ -10,10 +10,10 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable
 from unishard.contract.rules import Fit
-from unishard.formats.accelerate.keys import TOOL
 
 __all__ = [
     "KINDS",
+    "TOOL",
     "block_of",
     "dropped",
     "kind_named",
@@ -23,6 +23,8 @@ __all__ = [
     "precision_word",
     "refused",
 ]
+
+TOOL = "Accelerate 1.15.0"
 
 
 def dropped(path: Path, value: Any, why: str, *, copy_verbatim: bool = True) -> Entry:

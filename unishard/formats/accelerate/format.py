@@ -11,8 +11,8 @@ from unishard.contract.entries import Entry, Path
 from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import OF_THE_FILE
-from unishard.formats.accelerate.entries import block_of
-from unishard.formats.accelerate.keys import KEYS, TOOL
+from unishard.formats.accelerate.entries import TOOL, block_of
+from unishard.formats.accelerate.keys import KEYS
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.script import launch_of

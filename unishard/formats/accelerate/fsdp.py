@@ -12,8 +12,7 @@ from unishard.contract.entries import Entry, Path, Unreadable
 from unishard.contract.key_rows import boolean, integer, listed
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
-from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, refused
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 

@@ -15,12 +15,11 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, text
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.accelerate.entries import KINDS, kind_named, precision_word
+from unishard.formats.accelerate.entries import KINDS, TOOL, kind_named, precision_word
 from unishard.formats.names import names
 
-__all__ = ["KEYS", "TOOL"]
+__all__ = ["KEYS"]
 
-TOOL = "Accelerate 1.15.0"
 
 _LAUNCHER = "launcher setting; start the ranks with torchrun or srun"
 _ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"

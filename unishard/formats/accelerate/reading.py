@@ -14,9 +14,9 @@ from unishard.contract.key_rows import integer, listed
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
-from unishard.formats.accelerate.entries import KINDS, block_of, dropped, kind_of, precision_of, refused
+from unishard.formats.accelerate.entries import KINDS, TOOL, block_of, dropped, kind_of, precision_of, refused
 from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
-from unishard.formats.accelerate.keys import KEYS, TOOL
+from unishard.formats.accelerate.keys import KEYS
 from unishard.formats.engine_block import Spot
 from unishard.formats.source import Source
 

@@ -11,8 +11,8 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import NOTHING, Entry, KeyEffect, interpret, left_out
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
-from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
-from unishard.formats.axolotl.rules import RULES, written
+from unishard.formats.axolotl.keys import ENGINES, KEYS, TOOL
+from unishard.formats.axolotl.rules import NAMES, RULES, written
 from unishard.formats.axolotl.sharding import sharded
 from unishard.formats.format import Format
 from unishard.formats.hf.precedence import with_precedence

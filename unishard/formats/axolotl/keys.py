@@ -10,14 +10,14 @@ from typing import Any
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.key_rows import boolean, drops, integer, number, refuses
 from unishard.contract.rules import Fit
-from unishard.formats.axolotl.rules import SAVED
+from unishard.formats.axolotl.rules import NAMES, SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.names import ignored, names
 
-__all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
+__all__ = ["ENGINES", "KEYS", "TOOL"]
 
 _GROUPED = "gives some parameters another rate; make parameter groups of it"
 _RESTARTS = "restarts the schedule during training; build the scheduler in the training script"
@@ -51,13 +51,6 @@ TOOL = "axolotl 0.18.0"
 ENGINES = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size")
 """Keys that hold an engine's own."""
 
-NAMES: Mapping[str, str] = {
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-}
-"""axolotl's names of TrainingArguments, where they differ."""
 
 _SAME = names(
     "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "

@@ -15,7 +15,6 @@ from unishard.contract.field_rows import exact, keeps_more, left_to_script, star
 from unishard.contract.key_rows import number, text
 from unishard.contract.render import FieldResult, Rendered, render
 from unishard.contract.rules import Fit, Rule, When, unless
-from unishard.formats.axolotl.keys import NAMES
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.loop import off
@@ -25,7 +24,16 @@ from unishard.formats.hf.saving import EPOCHS, limit, stepped
 from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["RULES", "SAVED", "written"]
+__all__ = ["NAMES", "RULES", "SAVED", "written"]
+
+NAMES: Mapping[str, str] = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "lr_scheduler": "lr_scheduler_type",
+}
+"""axolotl's names of TrainingArguments, where they differ."""
+
 
 FOLDER = "./model-out"
 """Where axolotl writes if it is not set (schemas/config.py)."""

@@ -10,7 +10,6 @@ from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import boolean, drops, number, one_of, text
 from unishard.contract.rules import Fit
-from unishard.formats.composer import groups
 from unishard.formats.composer.batches import updates
 
 __all__ = ["OPTIMIZATION", "defaults_of"]
@@ -18,7 +17,7 @@ __all__ = ["OPTIMIZATION", "defaults_of"]
 _KNOWN = ("param_str_match", "lr", "weight_decay")
 
 
-def read(value: Any, given: DocumentValues) -> KeyEffect:
+def _groups(value: Any, given: DocumentValues) -> KeyEffect:
     """What the groups say."""
     if value in (None, []):
         return KeyEffect(Fit.IGNORED, "is empty")
@@ -260,7 +259,7 @@ OPTIMIZATION: Mapping[str, Key] = {
     "optimizer.momentum": _of(("sgd",), "optimizer.momentum", number(0)),
     "optimizer.nesterov": _of(("sgd",), "optimizer.nesterov", boolean),
     "optimizer.weight_decay": Key(_decay, "optimizer.weight_decay", Fit.EQUIVALENT, _DECOUPLED),
-    "optimizer.param_groups": Key(groups.read, "optimizer.groups"),
+    "optimizer.param_groups": Key(_groups, "optimizer.groups"),
     "optimizer.filter_bias_norm_wd": Key(_exempt, "optimizer.no_decay", Fit.EQUIVALENT, _EXEMPT),
     "optimizer.disable_grad": _left("freeze these parameters in the training script before prepare"),
     "optimizer.foreach": drops("affects only time"),

@@ -13,11 +13,11 @@ from unishard.contract.entries import Entry, Key, KeyEffect, Path, Unreadable, i
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats.engine_block import EngineBlock, Spot, combined
-from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
-from unishard.formats.lightning.ddp_arguments import DDP, MODEL_PARALLEL
+from unishard.formats.lightning import deepspeed_arguments, torch_arguments
 from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import precision_section, word_of
 from unishard.formats.lightning.strategies import Strategy
+from unishard.formats.lightning.torch_arguments import DDP, MODEL_PARALLEL
 from unishard.formats.source import open_source
 
 __all__ = ["TOOL", "StrategyArguments", "entries_of"]
@@ -93,9 +93,9 @@ def _model_parallel(given: StrategyArguments) -> Iterator[Entry]:
 def _fsdp(given: StrategyArguments) -> Iterator[Entry]:
     arguments = {**given.strategy.stands_for, **given.arguments}
     block = EngineBlock("fsdp", given.base, repeats=True)
-    for name in [name for name in arguments if name in fsdp_arguments.ARGUMENTS]:
+    for name in [name for name in arguments if name in torch_arguments.ARGUMENTS]:
         try:
-            fragment = fsdp_arguments.ARGUMENTS[name](arguments[name])
+            fragment = torch_arguments.ARGUMENTS[name](arguments[name])
         except Unreadable as error:
             yield given.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
             continue
@@ -104,10 +104,10 @@ def _fsdp(given: StrategyArguments) -> Iterator[Entry]:
         for key, value in fragment.items():
             block.add(key, value, *_spots(given, block, name))
     block.spots["version"] = (_named(given, block),)
-    defaults = fsdp_arguments.defaults(fabric=given.strategy.fabric)
+    defaults = torch_arguments.defaults(fabric=given.strategy.fabric)
     yield from _with_name(given, block, block.entries(defaults=defaults, topology=given.topology))
-    rest = [name for name in given.arguments if name not in fsdp_arguments.ARGUMENTS]
-    yield from _table(fsdp_arguments.OWN, given, rest, fsdp_arguments.ARGUMENTS)
+    rest = [name for name in given.arguments if name not in torch_arguments.ARGUMENTS]
+    yield from _table(torch_arguments.OWN, given, rest, torch_arguments.ARGUMENTS)
 
 
 def _named(given: StrategyArguments, block: EngineBlock) -> Spot:
