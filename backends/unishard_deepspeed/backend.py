@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry
-from unishard.contract.express import Expressed
+from unishard.contract.render import Rendered
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard.errors import ConfigError
 from unishard_deepspeed import arguments, second_copy
@@ -89,7 +89,7 @@ class DeepSpeedBackend:
         """Interpret a DeepSpeed config, one entry for each key. Pure."""
         return arguments.parse(native, defaults=defaults, topology=topology)
 
-    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
         """The JSON for raw `deepspeed.initialize`. Pure."""
         return arguments.arguments(cfg, topology, undecided)
 

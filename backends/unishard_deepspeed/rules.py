@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unishard.config.nested import merge
 from unishard.contract.loop_rules import NOT_FP16, complete
-from unishard.contract.rules import Fit, Rule, When, loop, unless
+from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_deepspeed import fields
 
 __all__ = ["RULES"]
@@ -183,7 +183,7 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.cast_inputs": loop(
+    "precision.cast_inputs": done_by_unishard(
         "hooks on the root and its units; fp16.auto_cast, which casts only inputs of the root, is false"
     ),
     "precision.keep_fp32": Rule(
@@ -211,7 +211,7 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.buffers": loop("cast before sharding; data_types.buffer_dtype is null"),
+    "precision.buffers": done_by_unishard("cast before sharding; data_types.buffer_dtype is null"),
     "precision.loss_scale": Rule(
         Fit.EXACT,
         "unishard's loop; fp16.loss_scale is 1.0",

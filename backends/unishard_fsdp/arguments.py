@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, interpret
-from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.render import FieldResult, Rendered, render
 from unishard.contract.rules import Fit
 from unishard_fsdp.keys import KEYS
 from unishard_fsdp.script_rules import SCRIPT_RULES
@@ -33,9 +33,9 @@ def parse(
     return interpret(KEYS, native, tool=_TOOL, defaults=assumed, topology=topology)
 
 
-def arguments(cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+def arguments(cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
     """The arguments of FSDP2 for a config, and the result for each of its fields."""
-    expressed = express(SCRIPT_RULES, cfg, topology, undecided)
+    expressed = render(SCRIPT_RULES, cfg, topology, undecided)
     if not cfg.sharding.hybrid or topology.world_size > 1:
         return expressed
     # A topology of one rank means that the number of ranks is unknown, but a mesh needs it.

@@ -13,7 +13,7 @@ from unishard.config import Config
 from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry
-from unishard.contract.express import Expressed
+from unishard.contract.render import Rendered
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard_fsdp import arguments
 from unishard_fsdp.keys import KEYS
@@ -108,7 +108,7 @@ class FSDPBackend:
         """Interpret FSDP's own arguments, one entry for each. Pure."""
         return arguments.parse(native, defaults=defaults, topology=topology)
 
-    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
         """FSDP2's arguments for the same training. Pure."""
         return arguments.arguments(cfg, topology, undecided)
 

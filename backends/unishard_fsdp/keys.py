@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import boolean, integer, listed, one_of, refuses
 from unishard.contract.rules import Fit
 from unishard_fsdp.precision_keys import PRECISION
@@ -39,7 +39,7 @@ _NO_SHARDS = "nothing is sharded, so nothing is gathered unit by unit"
 _IGNORED = "Accelerate 1.15.0 ignores this key with version 1 and runs FULL_SHARD; translated as what it asks for"
 
 
-def _version(given: Given) -> int:
+def _version(given: DocumentValues) -> int:
     """1 or 2; that of FSDP1's arguments where it is not set."""
     found = given.get("version")
     return int(found) if str(found) in ("1", "2") else 1 if any(key in given for key in _VERSION_1) else 2
@@ -77,7 +77,7 @@ def _resharding(value: Any) -> bool:
     return boolean(value)
 
 
-def strategy_of(given: Given) -> Mapping[str, Any]:
+def strategy_of(given: DocumentValues) -> Mapping[str, Any]:
     """What the arguments together say about the strategy, in the config's words.
 
     Raises:
@@ -91,7 +91,7 @@ def strategy_of(given: Given) -> Mapping[str, Any]:
     return fields
 
 
-def _asked(given: Given) -> str:
+def _asked(given: DocumentValues) -> str:
     """The strategy of version 1; Accelerate's users also write it as `reshard_after_forward`."""
     words = [value for key in ("sharding_strategy", "reshard_after_forward") if (value := given.get(key)) is not None]
     return _resharding_of_version_1(words[0]) if words else "FULL_SHARD"
@@ -111,7 +111,7 @@ def _reshards(value: Any) -> bool:
     return True if value is None else _resharding(value)
 
 
-def _within(given: Given) -> str:
+def _within(given: DocumentValues) -> str:
     """The strategy that the mesh means."""
     mesh = given.get("mesh")
     if mesh is None:
@@ -122,37 +122,37 @@ def _within(given: Given) -> str:
     return "full_shard" if not sizes or sizes.get("replicate") == 1 else "hybrid_shard"
 
 
-def _sharded(given: Given) -> bool:
+def _sharded(given: DocumentValues) -> bool:
     try:
         return bool(strategy_of(given)["sharding.strategy"] != "no_shard")
     except Unreadable:
         return True  # the argument at fault is refused at its own place
 
 
-def _set(read: Callable[[Any, Given], Meaning], fields: str, fit: Fit = Fit.EXACT, note: str = "") -> Key:
+def _set(read: Callable[[Any, DocumentValues], KeyEffect], fields: str, fit: Fit = Fit.EXACT, note: str = "") -> Key:
     """A row that has nothing to say where the value is null."""
     return Key(lambda value, given: _UNSET if value is None else read(value, given), fields, fit, note)
 
 
-_UNSET = Meaning(Fit.IGNORED, "is not set")
+_UNSET = KeyEffect(Fit.IGNORED, "is not set")
 
 
-def _time(why: str, *words: str, kept: bool = False) -> Key:
+def _time(why: str, *words: str, copy_verbatim: bool = False) -> Key:
     """An argument that affects only time, memory or files: a flag, or one of these words."""
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         one_of(dict.fromkeys(word.lower() for word in words))(value) if words else boolean(value)
-        return Meaning(Fit.IGNORED, why, kept=kept)
+        return KeyEffect(Fit.IGNORED, why, copy_verbatim=copy_verbatim)
 
     return _set(read, "", Fit.IGNORED, why)
 
 
-def _version_key(value: Any, given: Given) -> Meaning:
+def _version_key(value: Any, given: DocumentValues) -> KeyEffect:
     if str(value) not in ("1", "2"):
         raise Unreadable(f"must be 1 or 2, got {shown(value)}; write 2")
     if str(value) == "2":
-        return Meaning(fields={"backend": "fsdp"})
-    return Meaning(Fit.EQUIVALENT, _FSDP1, {"backend": "fsdp"})
+        return KeyEffect(fields={"backend": "fsdp"})
+    return KeyEffect(Fit.EQUIVALENT, _FSDP1, {"backend": "fsdp"})
 
 
 _FSDP1 = (
@@ -161,112 +161,112 @@ _FSDP1 = (
 )
 
 
-def _strategy_key(value: Any, given: Given) -> Meaning:
+def _strategy_key(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
-        return _UNSET if _version(given) == 2 else Meaning(fields=strategy_of(given))
+        return _UNSET if _version(given) == 2 else KeyEffect(fields=strategy_of(given))
     word = _word(value)
     if _version(given) == 2:
-        return Meaning(
+        return KeyEffect(
             Fit.IGNORED, "FSDP2 has no such argument and Accelerate 1.15.0 ignores it; reshard_after_forward decides"
         )
-    return Meaning(fields=STRATEGIES[word])
+    return KeyEffect(fields=STRATEGIES[word])
 
 
-def _reshard_key(value: Any, given: Given) -> Meaning:
+def _reshard_key(value: Any, given: DocumentValues) -> KeyEffect:
     if _version(given) == 1:
         if value is None:
-            return _UNSET if "sharding_strategy" in given else Meaning(fields=strategy_of(given))
+            return _UNSET if "sharding_strategy" in given else KeyEffect(fields=strategy_of(given))
         return _reshard_of_version_1(value, given)
     whole_number = isinstance(value, int) and not isinstance(value, bool)
     if whole_number and value < 1:
         raise Unreadable(f"must be true, false or a number of ranks, got {value}; write true or false")
     fields = dict(strategy_of(given))
     if fields["sharding.strategy"] == "no_shard":
-        return Meaning(Fit.IGNORED, _NO_SHARDS, fields)
+        return KeyEffect(Fit.IGNORED, _NO_SHARDS, fields)
     if whole_number and value > 1:
         note = (
             f"after forward the parameters stay sharded over groups of {value} ranks there, and over all that share a "
             "copy here"
         )
-        return Meaning(Fit.EQUIVALENT, note, fields)
-    return Meaning(fields=fields)
+        return KeyEffect(Fit.EQUIVALENT, note, fields)
+    return KeyEffect(fields=fields)
 
 
-def _reshard_of_version_1(value: Any, given: Given) -> Meaning:
+def _reshard_of_version_1(value: Any, given: DocumentValues) -> KeyEffect:
     word = _resharding_of_version_1(value)
     if "sharding_strategy" in given:
-        return Meaning(Fit.IGNORED, "sharding_strategy decides with version 1, in which this key has no effect")
-    return Meaning(Fit.EXACT if word == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[word])
+        return KeyEffect(Fit.IGNORED, "sharding_strategy decides with version 1, in which this key has no effect")
+    return KeyEffect(Fit.EXACT if word == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[word])
 
 
-def _offload_key(value: Any, given: Given) -> Meaning:
+def _offload_key(value: Any, given: DocumentValues) -> KeyEffect:
     place = "cpu" if boolean(value) else "none"
     if place == "cpu" and not _sharded(given):
-        return Meaning(Fit.UNSUPPORTED, "only what is sharded can be offloaded; choose FULL_SHARD, or remove the key")
-    return Meaning(fields={"offload.params": place, "offload.optimizer": place})
+        return KeyEffect(Fit.UNSUPPORTED, "only what is sharded can be offloaded; choose FULL_SHARD, or remove the key")
+    return KeyEffect(fields={"offload.params": place, "offload.optimizer": place})
 
 
-def _pin_key(value: Any, given: Given) -> Meaning:
+def _pin_key(value: Any, given: DocumentValues) -> KeyEffect:
     pinned = boolean(value)
     if str(given.get("cpu_offload")).lower() not in ("true", "1", "yes", "on"):
-        return Meaning(Fit.IGNORED, "nothing is offloaded")
-    return Meaning(fields={"offload.pin_memory": pinned})
+        return KeyEffect(Fit.IGNORED, "nothing is offloaded")
+    return KeyEffect(fields={"offload.pin_memory": pinned})
 
 
 _POLICIES = {word.lower(): word for word in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")}
 _NO_UNITS = "FSDP gathers the model as one unit; here blocks are units: same maths, less memory"
 
 
-def _policy_key(value: Any, given: Given) -> Meaning:
+def _policy_key(value: Any, given: DocumentValues) -> KeyEffect:
     policy = one_of(_POLICIES)(value)
     if not _sharded(given):
-        return Meaning(Fit.IGNORED, _NO_SHARDS)
+        return KeyEffect(Fit.IGNORED, _NO_SHARDS)
     if policy == "NO_WRAP":
-        return Meaning(Fit.EQUIVALENT, _NO_UNITS, {"sharding.units": "auto"})
+        return KeyEffect(Fit.EQUIVALENT, _NO_UNITS, {"sharding.units": "auto"})
     if policy == "SIZE_BASED_WRAP":
-        return Meaning(
+        return KeyEffect(
             Fit.EQUIVALENT,
             "units are cut at another place: at the model's blocks of this size",
             {"sharding.units": "auto"},
         )
     names = given.get("transformer_layer_cls_to_wrap")
-    return Meaning(fields={"sharding.units": listed(names) if names else "auto"})
+    return KeyEffect(fields={"sharding.units": listed(names) if names else "auto"})
 
 
-def _classes_key(value: Any, given: Given) -> Meaning:
+def _classes_key(value: Any, given: DocumentValues) -> KeyEffect:
     if value in ("", []):
         return _UNSET
     names = listed(value)
     if not _sharded(given):
-        return Meaning(Fit.IGNORED, _NO_SHARDS)
+        return KeyEffect(Fit.IGNORED, _NO_SHARDS)
     policy = given.get("auto_wrap_policy")
     if policy is not None and _POLICIES.get(str(policy).lower()) != "TRANSFORMER_BASED_WRAP":
-        return Meaning(Fit.IGNORED, f"is only read with auto_wrap_policy TRANSFORMER_BASED_WRAP, not {policy}")
-    return Meaning(fields={"sharding.units": names})
+        return KeyEffect(Fit.IGNORED, f"is only read with auto_wrap_policy TRANSFORMER_BASED_WRAP, not {policy}")
+    return KeyEffect(fields={"sharding.units": names})
 
 
-def _size_key(value: Any, given: Given) -> Meaning:
+def _size_key(value: Any, given: DocumentValues) -> KeyEffect:
     size = integer(0)(value)
     if str(given.get("auto_wrap_policy")).upper() != "SIZE_BASED_WRAP":
-        return Meaning(Fit.IGNORED, "is only read with auto_wrap_policy SIZE_BASED_WRAP")
+        return KeyEffect(Fit.IGNORED, "is only read with auto_wrap_policy SIZE_BASED_WRAP")
     if not _sharded(given):
-        return Meaning(Fit.IGNORED, _NO_SHARDS)
-    return Meaning(
+        return KeyEffect(Fit.IGNORED, _NO_SHARDS)
+    return KeyEffect(
         Fit.EQUIVALENT, "FSDP cuts at any module of this size, not only at blocks", {"sharding.min_unit_params": size}
     )
 
 
-def _checkpointing_key(value: Any, given: Given) -> Meaning:
+def _checkpointing_key(value: Any, given: DocumentValues) -> KeyEffect:
     if isinstance(value, list | tuple) and value:
-        return Meaning(fields={"activation_checkpointing": listed(value)})
-    return Meaning(fields={"activation_checkpointing": "full" if boolean(value) else "none"})
+        return KeyEffect(fields={"activation_checkpointing": listed(value)})
+    return KeyEffect(fields={"activation_checkpointing": "full" if boolean(value) else "none"})
 
 
-def _mesh_key(value: Any, given: Given) -> Meaning:
+def _mesh_key(value: Any, given: DocumentValues) -> KeyEffect:
     fields: dict[str, Any] = {"sharding.strategy": _within(given)}
     if fields["sharding.strategy"] == "hybrid_shard":
         fields["sharding.group_size"] = _group(_sizes(value), given)
-    return Meaning(fields=fields)
+    return KeyEffect(fields=fields)
 
 
 def _sizes(mesh: Any) -> Mapping[str, int]:
@@ -285,7 +285,7 @@ def _sizes(mesh: Any) -> Mapping[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 0}
 
 
-def _group(sizes: Mapping[str, int], given: Given) -> Any:
+def _group(sizes: Mapping[str, int], given: DocumentValues) -> Any:
     """Ranks that share a copy; None for those that there are."""
     if "shard" in sizes or sizes.get("replicate", 1) == 1:
         return sizes.get("shard")
@@ -297,11 +297,12 @@ def _group(sizes: Mapping[str, int], given: Given) -> Any:
 _FILES = ("full_state_dict", "local_state_dict", "sharded_state_dict", "full", "local", "sharded", "1", "2", "3")
 
 
-def _files_key(value: Any, given: Given) -> Meaning:
+def _files_key(value: Any, given: DocumentValues) -> KeyEffect:
     word = one_of({word: word for word in _FILES})(value)
     # FSDP2 writes no local files, so the key is not repeated beside its arguments.
-    kept = not word.startswith("local") and word != "2"
-    return Meaning(Fit.IGNORED, "concerns only checkpoint files", kept=kept)
+    return KeyEffect(
+        Fit.IGNORED, "concerns only checkpoint files", copy_verbatim=not word.startswith("local") and word != "2"
+    )
 
 
 _NO_XLA = "only PyTorch's own devices are supported, not XLA; remove it"
@@ -333,7 +334,7 @@ KEYS: Mapping[str, Key] = {
     "limit_all_gathers": _time("affects only memory and time; FSDP2 always limits them"),
     "use_orig_params": _time("FSDP2 always keeps the parameters' own names and groups"),
     "sync_module_states": _time("prepare always gives every rank the parameters of rank 0"),
-    "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", kept=True),
+    "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", copy_verbatim=True),
     "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns only checkpoint files"),
     "load_monolith_rank0_only": _time("concerns how a checkpoint is read"),
     "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),

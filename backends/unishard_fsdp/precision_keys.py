@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
 
@@ -38,49 +38,49 @@ def dtype(value: Any) -> str:
     return _WORDS[word]
 
 
-def _short(value: Any, given: Given) -> Meaning:
+def _short(value: Any, given: DocumentValues) -> KeyEffect:
     """Read one word for all dtypes, as Accelerate accepts it."""
     word = str(value).strip().lower()
     if value is None or value == {}:
-        return Meaning(Fit.IGNORED, "is not set")
+        return KeyEffect(Fit.IGNORED, "is not set")
     if word in _COMPOSER:
         raise Unreadable(
             f"must name dtypes, got {shown(value)}, which only says something beside Composer's `precision`; write a "
             "mapping"
         )
     found = dtype(value)
-    return Meaning(fields={"precision.compute": found, "precision.reduce": found})
+    return KeyEffect(fields={"precision.compute": found, "precision.reduce": found})
 
 
-def _compute(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"precision.compute": "fp32" if value is None else dtype(value)})
+def _compute(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"precision.compute": "fp32" if value is None else dtype(value)})
 
 
-def _reduce(value: Any, given: Given) -> Meaning:
+def _reduce(value: Any, given: DocumentValues) -> KeyEffect:
     param = given.get("mixed_precision.param_dtype")
-    return Meaning(fields={"precision.reduce": "fp32" if (found := value or param) is None else dtype(found)})
+    return KeyEffect(fields={"precision.reduce": "fp32" if (found := value or param) is None else dtype(found)})
 
 
-def _buffers(value: Any, given: Given) -> Meaning:
+def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
-        return Meaning(fields={"precision.buffers": "keep"})
-    return Meaning(fields={"precision.buffers": dtype(value)})
+        return KeyEffect(fields={"precision.buffers": "keep"})
+    return KeyEffect(fields={"precision.buffers": dtype(value)})
 
 
-def _output(value: Any, given: Given) -> Meaning:
+def _output(value: Any, given: DocumentValues) -> KeyEffect:
     param = given.get("mixed_precision.param_dtype")
     if value is None or (param is not None and dtype(value) == dtype(param)):
-        return Meaning(Fit.IGNORED, "outputs already have the compute dtype")
+        return KeyEffect(Fit.IGNORED, "outputs already have the compute dtype")
     key, note = "fsdp.mp_policy.output_dtype", "another engine leaves outputs in the compute dtype"
-    return Meaning(Fit.APPROXIMATE, note, native={key: DTYPES[dtype(value)]})
+    return KeyEffect(Fit.APPROXIMATE, note, native={key: DTYPES[dtype(value)]})
 
 
-def _inputs(value: Any, given: Given) -> Meaning:
+def _inputs(value: Any, given: DocumentValues) -> KeyEffect:
     if boolean(value):
-        return Meaning(
+        return KeyEffect(
             Fit.IGNORED, "floating-point inputs are cast; of units, FSDP casts all, and here the first argument is"
         )
-    return Meaning(fields={"precision.cast_inputs": False})
+    return KeyEffect(fields={"precision.cast_inputs": False})
 
 
 PRECISION: Mapping[str, Key] = {

@@ -10,7 +10,7 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.loop_rules import NOT_FP16, complete
-from unishard.contract.rules import Fit, Rule, When, loop, unless
+from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_fsdp.precision_keys import DTYPES
 
 __all__ = ["RULES", "form_of"]
@@ -301,15 +301,17 @@ _OWN: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.cast_inputs": loop(
+    "precision.cast_inputs": done_by_unishard(
         "hooks cast; MixedPrecisionPolicy(cast_forward_inputs=True) only for the root, and only if all of its inputs "
         "are cast"
     )._replace(to=_for(_MIXED, lambda cfg: {"mp_policy": {"cast_forward_inputs": cfg.precision.cast_inputs is True}})),
-    "precision.keep_fp32": loop(
+    "precision.keep_fp32": done_by_unishard(
         "kept units have their own policy; other kept parameters are gathered in fp32 beside those of their unit"
     ),
-    "precision.buffers": loop("cast before sharding; FSDP2 casts none"),
-    "precision.loss_scale": loop("scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16),
+    "precision.buffers": done_by_unishard("cast before sharding; FSDP2 casts none"),
+    "precision.loss_scale": done_by_unishard(
+        "scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16
+    ),
     "offload.params": Rule(
         Fit.EXACT,
         "CPUOffloadPolicy",
@@ -369,7 +371,7 @@ _OWN: Mapping[str, Rule] = {
             When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
         ),
     ),
-    "optimizer.name": loop("torch's (fused AdamW and Adam; fused SGD without shards), or lion-pytorch's"),
+    "optimizer.name": done_by_unishard("torch's (fused AdamW and Adam; fused SGD without shards), or lion-pytorch's"),
     "communication.reduce_bucket_size": Rule(
         Fit.EXACT,
         "DistributedDataParallel(bucket_cap_mb=...)",

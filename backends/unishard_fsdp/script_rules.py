@@ -13,10 +13,9 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import NO_FILES, moved_together
+from unishard.contract.field_rows import NO_FILES, moved_together, nonfinite_unchecked, noted, rows, saved_by_script
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard_fsdp.precision_keys import DTYPES
-from unishard_fsdp.script_loop_rules import BY_SCRIPT
 
 __all__ = ["SCRIPT_RULES"]
 
@@ -81,7 +80,7 @@ def _own(cfg: Config, topology: Topology) -> Native:
 _NEAREST = "reshard_after_forward: false"
 _BETWEEN = "FSDP shards parameters between steps and gathers them in every forward"
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+_OWN: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
     "sharding.strategy": Rule(
         Fit.EXACT,
@@ -221,7 +220,6 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         "cast the model's floating-point buffers before fully_shard; FSDP2 casts none",
         when=(When("keep", lambda cfg: cfg.precision.buffers == "keep", Fit.EXACT, ""),),
     ),
-    **{name: row for name, row in BY_SCRIPT.items() if name.startswith("precision.")},
     **moved_together("cpu_offload", lambda cfg, topology: {"cpu_offload": True} if _offloaded(cfg) else {}),
     "offload.pin_memory": Rule(
         Fit.EXACT,
@@ -264,7 +262,18 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             ),
         ),
     ),
-    **{name: row for name, row in BY_SCRIPT.items() if not name.startswith(("precision.", "native"))},
+    "training.nonfinite": nonfinite_unchecked(
+        Fit.NEEDS_INPUT, SCRIPT, "check that clip_grad_norm_ returns a finite norm before optimizer.step()"
+    ),
+    **noted(
+        {
+            "training.gradient_accumulation_steps": "divide the loss by it, and step after as many backward calls",
+            "training.gradient_clipping": "torch.nn.utils.clip_grad_norm_(model.parameters(), ...) before the step",
+            "optimizer.name": "build it after fully_shard",
+            "compile.mode": "block.compile() before fully_shard, or model.compile()",
+        }
+    ),
+    **saved_by_script("torch.distributed.checkpoint.save(...)"),
     "native": Rule(
         Fit.EXACT,
         "mixed_precision, and calls of your training script",
@@ -281,4 +290,6 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         ),
     ),
 }
+
+SCRIPT_RULES: Mapping[str, Rule] = rows(_OWN)
 """Rows for FSDP2's arguments and for the training script."""

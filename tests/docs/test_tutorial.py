@@ -75,7 +75,7 @@ def test_its_arguments_are_read_and_written(project):
         "from unishard import Config, Topology\nfrom unishard.contract import registry\n"
         "plain = registry.get('plain')\n"
         "(entry,) = plain.parse({'clip': '0.5'})\n"
-        "print(entry.meaning.fields, plain.arguments(Config(training={'gradient_clipping': 0.5}), "
+        "print(entry.effect.fields, plain.arguments(Config(training={'gradient_clipping': 0.5}), "
         "Topology()).document)",
     )
     assert "{'training.gradient_clipping': 0.5} {'clip': 0.5}" in done.stdout, done.stderr

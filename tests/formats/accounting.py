@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from unishard.contract.rules import Fit
-from unishard.formats import NAMES, Outcome
+from unishard.formats import NAMES, Outcome, catalog
 
 Path = tuple[str, ...]
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
+WRITTEN = [name for name in catalog.written() if name in FORMATS]
 
 
 def leaves_of(data: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from accounting import FORMATS, faults_of
+from accounting import WRITTEN, faults_of
 
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
@@ -183,7 +183,7 @@ def _judge_everywhere(path: Path, source: Source, name: str, tally: Tally) -> No
     start = time.process_time()
     refused = [_refusals(path, source, name, "unishard", (f"backend={engine}",), tally) for engine in ENGINES]
     tally.whole[name] += not any(refused)
-    for target in FORMATS:
+    for target in WRITTEN:
         _refusals(path, source, name, target, (), tally)
     tally.all_seconds += time.process_time() - start
 

@@ -35,7 +35,7 @@ def test_what_data_parallelism_does_is_written_and_read_back(to, buffers, sent):
     assert translate(document, "unishard", from_=to).reading.config.training.buffers == buffers
 
 
-@pytest.mark.parametrize("to", ["hf", "lightning", "accelerate", "deepspeed", "axolotl", "composer", "torchtitan"])
+@pytest.mark.parametrize("to", ["hf", "lightning", "accelerate", "deepspeed", "axolotl"])
 def test_the_default_needs_no_key_and_says_for_whom_it_matters(to):
     outcome = written(to, "sync", "full_shard", "deepspeed" if to == "deepspeed" else "fsdp")
     found, note = fit(outcome)

@@ -1,14 +1,12 @@
-"""YAML of llm-foundry and Composer: what each key says, how each field is said, and that nothing is lost on the way."""
+"""YAML of llm-foundry and Composer: what each key says."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ruamel.yaml import YAML
 
-from unishard.config import Config, leaves
-from unishard.config.nested import flat, nested
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.formats import read, translate
@@ -92,14 +90,11 @@ def test_mixed_precision_by_format():
     assert (cfg.precision.reduce, cfg.precision.buffers) == ("fp32", "fp32")
 
 
-def test_a_run_file_is_unwrapped_and_keeps_its_shape():
+def test_a_run_file_is_unwrapped():
     run = {"name": "mine", "command": "composer train.py", "compute": {"gpus": 16}, "parameters": TRAINING}
-    outcome = translate(run, "composer")
+    outcome = translate(run, "unishard")
     assert outcome.reading.format == "composer"
     assert outcome.reading.config.training.gradient_accumulation_steps == 1
-    assert outcome.document["command"] == "composer train.py"
-    assert outcome.document["parameters"]["model"] == TRAINING["model"]
-    assert outcome.document["parameters"]["fsdp_config"]["sharding_strategy"] == "FULL_SHARD"
     assert {item.key for item in outcome.items} >= {
         "compute",
         "parameters.seed",
@@ -113,12 +108,9 @@ def test_interpolations_are_followed_within_the_file():
         seed="${variables.again}",
         global_seed=3,
         fsdp_config={"sharding_strategy": "${variables.strategy}"},
-        run_name="run-${global_seed}",
     )
     cfg = config(document)
     assert (cfg.training.seed, cfg.sharding.reshard_after_forward) == (5, False)
-    kept = translate(document, "composer", from_="composer", topology=EIGHT).document
-    assert (kept["run_name"], kept["variables"]["seed"]) == ("run-${global_seed}", 5)
 
 
 @pytest.mark.parametrize("text", ["${variables.missing}", "${oc.env:SEED}", "${seed}"])
@@ -153,26 +145,8 @@ def test_groups_of_parameters():
     norm, embed = cfg.optimizer.groups
     assert (norm.params, norm.lr, norm.weight_decay) == (["norm"], None, 0.0)
     assert (embed.params, embed.lr, embed.weight_decay) == (["embed"], 0.125, 2.0)
-    written = translate(
-        {"optimizer": {"lr": 0.5, "weight_decay": 0.5, "no_decay": ["bias"]}}, "composer", from_="unishard"
-    ).document
-    assert written["optimizer"]["param_groups"] == [{"param_str_match": "bias", "weight_decay": 0.0}]
-    assert written["optimizer"]["weight_decay"] == 0.25
     refused = items(changed(optimizer={**optimizer, "param_groups": [{"param_str_match": "norm", "betas": [0, 0]}]}))
     assert refused["optimizer.param_groups"].fit is Fit.UNSUPPORTED
-
-
-def test_a_group_keeps_its_rate_and_decay_on_the_way_back():
-    own = {
-        "optimizer": {
-            "lr": 0.5,
-            "weight_decay": 0.5,
-            "groups": [{"params": ["embed"], "lr": 0.25, "weight_decay": 0.125}],
-        }
-    }
-    document = translate(own, "composer", from_="unishard", topology=EIGHT).document
-    (group,) = config(document).optimizer.groups
-    assert (group.params, group.lr, group.weight_decay) == (["embed"], 0.25, 0.125)
 
 
 def test_older_shapes():
@@ -308,7 +282,7 @@ PLACES = [tuple(key.split(".")) for key, _ in flat(TRAINING)] + [(key,) for key 
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(PLACES), JUNK, st.sampled_from(["unishard", "composer"]))
+@given(st.sampled_from(PLACES), JUNK, st.sampled_from(["unishard", "hf"]))
 def test_whatever_stands_at_a_key_it_gets_its_verdict(place, junk, to):
     document = _with(TRAINING, place, junk)
     keys = [item.key for item in translate(document, to, from_="composer", topology=EIGHT).items]
@@ -332,78 +306,3 @@ def test_without_sharding_it_is_ddp_and_nothing_clips():
 def test_it_is_recognised():
     assert recognise(open_source(TRAINING)) is FORMAT
     assert recognise(open_source({"name": "x", "image": "y", "command": "z", "parameters": TRAINING})) is FORMAT
-
-
-def test_only_what_the_source_decides_is_written():
-    outcome = translate(
-        {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "composer", overrides=["backend=fsdp"]
-    )
-    assert "optimizer" not in outcome.document
-    assert outcome.document["fsdp_config"]["sharding_strategy"] == "FULL_SHARD"
-
-
-def test_deepspeed_and_offload_are_refused():
-    items = translate({"backend": "deepspeed"}, "composer").items
-    assert {item.key for item in items if item.fit is Fit.UNSUPPORTED} == {"backend"}
-    offloaded = translate({"offload": "cpu"}, "composer").of(Fit.UNSUPPORTED)
-    assert {item.key for item in offloaded} == {"offload.params", "offload.optimizer"}
-    assert "not supported yet" in offloaded[0].note
-
-
-def test_every_field_has_a_row_in_the_order_of_the_schema():
-    assert list(FORMAT.rules) == [path for path, _ in leaves(Config)]
-
-
-def test_the_whole_batch_needs_the_number_of_ranks():
-    own = {"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 4}}
-    assert translate(own, "composer", from_="unishard", topology=EIGHT).document["global_train_batch_size"] == 64
-    unknown = translate(own, "composer", from_="unishard")
-    assert "global_train_batch_size" not in unknown.document
-    assert "--world-size" in next(
-        item.note for item in unknown.items if item.key == "training.gradient_accumulation_steps"
-    )
-
-
-def test_writing_twice_changes_nothing():
-    once = translate(TRAINING, "composer", from_="composer", topology=EIGHT)
-    twice = translate(once.document, "composer", from_="composer", topology=EIGHT)
-    assert twice.document == once.document
-    assert YAML(typ="safe").load(once.text) == once.document
-    assert config(once.document) == config(TRAINING)
-
-
-@st.composite
-def expressible(draw):
-    """Configs that llm-foundry can say."""
-    compute = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
-    said = {
-        "precision.compute": compute,
-        "precision.reduce": draw(st.sampled_from(["fp32", compute])),
-        "precision.buffers": draw(st.sampled_from(["keep", "fp32", compute])),
-        "sharding.strategy": draw(st.sampled_from(["no_shard", "full_shard", "hybrid_shard"])),
-        "activation_checkpointing": draw(st.sampled_from(["none", "full"])),
-        "training.micro_batch_size": draw(st.integers(1, 16)),
-        "training.gradient_accumulation_steps": draw(st.integers(1, 16)),
-        "training.gradient_clipping": draw(st.none() | st.floats(0.01, 10)),
-        "training.seed": draw(st.integers(0, 1000)),
-        "optimizer.name": draw(st.sampled_from(["adamw", "lion"])),
-        "optimizer.lr": draw(st.sampled_from([1.0, 0.5, 2.0**-10])),
-        "optimizer.betas": draw(st.sampled_from([(0.9, 0.95), (0.8, 0.99)])),
-        "optimizer.weight_decay": draw(st.sampled_from([0.0, 0.125, 0.5])),
-        "scheduler.name": draw(st.sampled_from(["constant", "linear", "cosine"])),
-        "scheduler.warmup_steps": draw(st.integers(0, 50)),
-    }
-    if said["sharding.strategy"] == "hybrid_shard":
-        said["sharding.group_size"] = draw(st.sampled_from([None, 2, 4]))
-    if said["sharding.strategy"] != "no_shard":
-        said["sharding.reshard_after_forward"] = draw(st.booleans())
-    if said["scheduler.name"] != "constant":
-        said |= {"scheduler.total_steps": draw(st.integers(51, 5000)), "scheduler.min_lr_ratio": draw(st.floats(0, 1))}
-    return Config.model_validate(nested(said))
-
-
-@settings(deadline=None, max_examples=60)
-@given(expressible())
-def test_what_it_can_say_comes_back(cfg):
-    document = translate(cfg.model_dump(exclude_unset=True), "composer", from_="unishard", topology=EIGHT).document
-    assert config(document) == cfg

@@ -62,9 +62,8 @@ def test_keys_of_a_file_that_the_document_names(tmp_path):
 def test_dropping_the_name_of_a_file_drops_what_is_in_it(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("base_model: m\nadapter: qlora\nmicro_batch_size: 1\ndeepspeed: deepspeed_configs/zero2.json\n")
-    found = remedy(open_source(path), "composer", from_="axolotl", only_drop=True)
-    assert found is not None
-    assert found.drop == ("deepspeed",)
+    outcome = translate(path, "unishard", from_="axolotl", drop=["deepspeed"])
+    assert not [entry.key for entry in outcome.reading.entries if entry.path[0] == "deepspeed" and entry.effect.fields]
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
@@ -184,17 +183,6 @@ def test_what_is_proposed_works(tool, document, only_drop):
         again = translate(source, to, from_=tool, overrides=[*overrides, *found.overrides], drop=found.drop)
         assert (again.status(strict=False), again.text) == (0, found.outcome.text)
     assert broken
-
-
-def test_the_engine_of_the_target_is_proposed_before_keys_are_dropped():
-    document = {
-        "deepspeed": '{"zero_optimization": {"stage": 3}}',
-        "output_dir": "out",
-        "per_device_train_batch_size": 2,
-    }
-    found = remedy(open_source(document), "torchtitan", from_="hf")
-    assert found is not None
-    assert (found.overrides, found.drop) == (("backend=fsdp",), ())
 
 
 def test_nothing_is_proposed_where_an_override_is_refused():

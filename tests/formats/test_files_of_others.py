@@ -72,7 +72,6 @@ def test_degrees_and_warm_up_of_torchtitan_in_2024() -> None:
     cfg = read(OF_2024, "torchtitan", topology=EIGHT).config
     assert (cfg.sharding.strategy, cfg.sharding.group_size, cfg.scheduler.warmup_steps) == ("hybrid_shard", 4, 0)
     assert not translated(OF_2024, "torchtitan").of(Fit.UNSUPPORTED)
-    assert "data_parallel_shard_degree" not in translated(OF_2024, "torchtitan", "torchtitan").document["training"]
 
 
 def test_a_key_at_both_places_is_refused_at_the_older_one() -> None:

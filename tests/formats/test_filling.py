@@ -95,7 +95,7 @@ def test_every_auto_of_a_deepspeed_file_is_filled(script: Path) -> None:
 
 def test_the_report_says_where_each_value_comes_from(script: Path) -> None:
     outcome = with_script(script, AUTO)
-    places = {item.key: item.place for item in outcome.items if item.beside}
+    places = {item.key: item.place for item in outcome.items if item.from_sidecar}
     assert places["learning_rate"] == f"{script}:5"
     assert places["per_device_train_batch_size"] == f"{script}:4"
     assert places["adam_beta1"] == "default of TrainingArguments (transformers 5.23)"
@@ -372,7 +372,7 @@ def test_what_deepspeeds_own_scheduler_and_optimizer_decide_is_said(
 ) -> None:
     script.write_text(f"deepspeed run.py --lr_scheduler_type cosine --optim sgd {save}\n")
     outcome = translate(AUTO, "unishard", with_=script)
-    ignored = {item.key: item.note for item in outcome.of(Fit.IGNORED) if item.beside}
+    ignored = {item.key: item.note for item in outcome.of(Fit.IGNORED) if item.from_sidecar}
     assert scheduler in ignored["lr_scheduler_type"]
     assert optimizer in ignored["optim"]
     assert (fields(outcome)["scheduler.name"], fields(outcome)["optimizer.name"]) == ("linear", "adamw")

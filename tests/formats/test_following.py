@@ -56,7 +56,7 @@ def test_the_launchers_file_decides_the_strategy(
     assert (config.backend, config.sharding.strategy, config.training.micro_batch_size) == (backend, "full_shard", 2)
     assert outcome.launch == f"torchrun --nproc-per-node {ranks} train.py"
     assert not outcome.status(strict=False)
-    places = {item.key: item.place for item in outcome.items if item.beside}
+    places = {item.key: item.place for item in outcome.items if item.from_sidecar}
     assert places["distributed_type"].endswith(f"recipes/launch/{name}.yaml:1")
 
 
@@ -133,7 +133,7 @@ def test_the_command_line_counts_more_than_the_recipe_that_it_names(project: Pat
     assert file.note.endswith("run.sh:1 says 0.0003")
     assert line.place.endswith("run.sh:1")
     same = translate(project / "recipes/sft/config.yaml", "hf", from_="hf", with_=script)
-    notes = {item.key: item.note for item in same.items if item.beside}
+    notes = {item.key: item.note for item in same.items if item.from_sidecar}
     assert "stays on the launch line" in notes["learning_rate"]
     assert "stays the launcher's" in notes["accelerate launch"]
     assert not same.launch

@@ -26,7 +26,7 @@ def read(native, **options):
 
 
 def fields(native, **options):
-    return {field: value for entry in FSDP.parse(native, **options) for field, value in entry.meaning.fields.items()}
+    return {field: value for entry in FSDP.parse(native, **options) for field, value in entry.effect.fields.items()}
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def fields(native, **options):
 )
 def test_a_strategy_of_version_1_by_name_and_by_number(word, number, said):
     for value in (word, word.lower(), f"ShardingStrategy.{word}", number):
-        assert read({"sharding_strategy": value})["sharding_strategy"].meaning.fields == said
+        assert read({"sharding_strategy": value})["sharding_strategy"].effect.fields == said
 
 
 @pytest.mark.parametrize("value", ["zero3", 0, 6, "stage3", True, ["FULL_SHARD"]])
 def test_a_word_of_another_tool_is_no_strategy(value):
-    meaning = read({"sharding_strategy": value})["sharding_strategy"].meaning
-    assert meaning.fit is Fit.UNSUPPORTED
-    assert "FULL_SHARD" in meaning.note
+    effect = read({"sharding_strategy": value})["sharding_strategy"].effect
+    assert effect.fit is Fit.UNSUPPORTED
+    assert "FULL_SHARD" in effect.note
 
 
 @pytest.mark.parametrize(("value", "reshards"), [(True, True), ("false", False), (None, True), (1, False)])
@@ -58,29 +58,29 @@ def test_reshard_after_forward_of_version_2(value, reshards):
 
 
 def test_groups_after_forward_are_the_same_maths():
-    meaning = read({"version": 2, "reshard_after_forward": 4})["reshard_after_forward"].meaning
-    assert meaning.fit is Fit.EQUIVALENT
-    assert "groups of 4" in meaning.note
+    effect = read({"version": 2, "reshard_after_forward": 4})["reshard_after_forward"].effect
+    assert effect.fit is Fit.EQUIVALENT
+    assert "groups of 4" in effect.note
 
 
 def test_a_word_of_version_1_is_refused_by_version_2():
-    meaning = read({"version": 2, "reshard_after_forward": "FULL_SHARD"})["reshard_after_forward"].meaning
-    assert meaning.fit is Fit.UNSUPPORTED
-    assert "write true for FULL_SHARD" in meaning.note
+    effect = read({"version": 2, "reshard_after_forward": "FULL_SHARD"})["reshard_after_forward"].effect
+    assert effect.fit is Fit.UNSUPPORTED
+    assert "write true for FULL_SHARD" in effect.note
 
 
 def test_version_1_is_taken_at_its_word_where_accelerate_ignores_it():
     launcher = {"version": 1, "sharding_strategy": "FULL_SHARD"}
-    meaning = read({"reshard_after_forward": "SHARD_GRAD_OP"}, defaults=launcher)["reshard_after_forward"].meaning
-    assert meaning.fit is Fit.APPROXIMATE
-    assert meaning.fields == WITHOUT_RESHARD
-    assert "Accelerate 1.15.0 ignores" in meaning.note
+    effect = read({"reshard_after_forward": "SHARD_GRAD_OP"}, defaults=launcher)["reshard_after_forward"].effect
+    assert effect.fit is Fit.APPROXIMATE
+    assert effect.fields == WITHOUT_RESHARD
+    assert "Accelerate 1.15.0 ignores" in effect.note
 
 
 def test_the_strategy_of_version_1_counts_more_than_reshard_after_forward():
     native = {"version": 1, "sharding_strategy": "NO_SHARD", "reshard_after_forward": "FULL_SHARD"}
     assert fields(native)["sharding.strategy"] == "no_shard"
-    assert read(native)["reshard_after_forward"].meaning.fit is Fit.IGNORED
+    assert read(native)["reshard_after_forward"].effect.fit is Fit.IGNORED
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_null_is_the_default(native):
 
 def test_version_2_has_no_strategy_word():
     native = {"version": 2, "sharding_strategy": "NO_SHARD"}
-    assert read(native)["sharding_strategy"].meaning.fit is Fit.IGNORED
+    assert read(native)["sharding_strategy"].effect.fit is Fit.IGNORED
     assert fields(native)["sharding.strategy"] == "full_shard"
 
 
@@ -119,14 +119,14 @@ def test_groups_of_an_unknown_number_of_ranks_need_a_decision():
 
 @pytest.mark.parametrize("mesh", ["2x4", {"dp": 2}, {}, {"shard": 0}, {"shard": "many"}])
 def test_a_mesh_that_is_none(mesh):
-    assert read({"version": 2, "mesh": mesh})["mesh"].meaning.fit is Fit.UNSUPPORTED
+    assert read({"version": 2, "mesh": mesh})["mesh"].effect.fit is Fit.UNSUPPORTED
 
 
 def test_offload_moves_parameters_and_optimizer():
     said = fields({"version": 2, "cpu_offload": "true", "pin_memory": False})
     assert (said["offload.params"], said["offload.optimizer"], said["offload.pin_memory"]) == ("cpu", "cpu", False)
     assert "offload.pin_memory" not in fields({"version": 2, "cpu_offload": False, "pin_memory": True})
-    refused = read({"sharding_strategy": "NO_SHARD", "cpu_offload": True})["cpu_offload"].meaning
+    refused = read({"sharding_strategy": "NO_SHARD", "cpu_offload": True})["cpu_offload"].effect
     assert refused.fit is Fit.UNSUPPORTED
 
 
@@ -139,7 +139,7 @@ def test_units_come_from_the_policy_and_its_classes():
     sized = fields({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1e8})
     assert (sized["sharding.units"], sized["sharding.min_unit_params"]) == ("auto", 100_000_000)
     assert "sharding.units" not in fields({**named, "sharding_strategy": "NO_SHARD"})
-    assert read({"min_num_params": 5})["min_num_params"].meaning.fit is Fit.IGNORED
+    assert read({"min_num_params": 5})["min_num_params"].effect.fit is Fit.IGNORED
 
 
 def test_reductions_follow_the_parameters_unless_said():
@@ -147,18 +147,18 @@ def test_reductions_follow_the_parameters_unless_said():
     said = fields({"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "float32", "buffer_dtype": "float16"}})
     assert (said["precision.compute"], said["precision.reduce"], said["precision.buffers"]) == ("fp16", "fp32", "fp16")
     assert fields({"mixed_precision": "bf16"})["precision.reduce"] == "bf16"
-    assert read({"mixed_precision": "PURE"})["mixed_precision"].meaning.fit is Fit.UNSUPPORTED
+    assert read({"mixed_precision": "PURE"})["mixed_precision"].effect.fit is Fit.UNSUPPORTED
 
 
 def test_another_format_of_the_output_belongs_to_one_engine():
     formats = {"param_dtype": "bfloat16", "output_dtype": "float32", "cast_forward_inputs": False}
     entries = read({"mixed_precision": formats})
-    assert entries["mixed_precision.output_dtype"].meaning.native == {"fsdp.mp_policy.output_dtype": "float32"}
-    assert entries["mixed_precision.cast_forward_inputs"].meaning.fields == {"precision.cast_inputs": False}
+    assert entries["mixed_precision.output_dtype"].effect.native == {"fsdp.mp_policy.output_dtype": "float32"}
+    assert entries["mixed_precision.cast_forward_inputs"].effect.fields == {"precision.cast_inputs": False}
     same = read({"mixed_precision": {"param_dtype": "bf16", "output_dtype": "bfloat16"}})[
         "mixed_precision.output_dtype"
     ]
-    assert same.meaning.fit is Fit.IGNORED
+    assert same.effect.fit is Fit.IGNORED
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_another_format_of_the_output_belongs_to_one_engine():
     ],
 )
 def test_what_changes_no_result_is_dropped(key, value):
-    meaning = read({"version": 1, key: value})[key].meaning
-    assert meaning.fit is Fit.IGNORED
-    assert meaning.note
+    effect = read({"version": 1, key: value})[key].effect
+    assert effect.fit is Fit.IGNORED
+    assert effect.note
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ def test_what_changes_no_result_is_dropped(key, value):
     ],
 )
 def test_what_cannot_be_had_is_refused(key, value):
-    meaning = read({key: value})[key].meaning
-    assert meaning.fit is Fit.UNSUPPORTED
-    assert not meaning.fields
+    effect = read({key: value})[key].effect
+    assert effect.fit is Fit.UNSUPPORTED
+    assert not effect.fields
 
 
 @pytest.mark.parametrize(("value", "said"), [(True, "full"), (False, "none"), (["Block"], ["Block"])])

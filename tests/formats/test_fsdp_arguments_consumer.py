@@ -22,16 +22,16 @@ from unishard.contract.rules import Fit
 FSDP = registry.get("fsdp")
 
 
-def meaning(key, value):
-    return next(entry.meaning for entry in FSDP.parse({"version": 1, key: value}) if entry.key == key)
+def effect(key, value):
+    return next(entry.effect for entry in FSDP.parse({"version": 1, key: value}) if entry.key == key)
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_torchs_strategies_have_these_names_and_numbers(strategy):
-    by_name, by_number = meaning("sharding_strategy", strategy.name), meaning("sharding_strategy", strategy.value)
+    by_name, by_number = effect("sharding_strategy", strategy.name), effect("sharding_strategy", strategy.value)
     assert by_name.fit is Fit.EXACT
     assert by_name.fields == by_number.fields
-    assert meaning("sharding_strategy", str(strategy)).fields == by_name.fields
+    assert effect("sharding_strategy", str(strategy)).fields == by_name.fields
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_torchs_strategies_have_these_names_and_numbers(strategy):
 )
 def test_torchs_other_words_are_known(key, words):
     for word in words:
-        assert meaning(key, word.name).fit is Fit.IGNORED
-        assert meaning(key, word.value).fit is Fit.IGNORED
+        assert effect(key, word.name).fit is Fit.IGNORED
+        assert effect(key, word.value).fit is Fit.IGNORED
 
 
 def test_the_formats_are_torchs():

@@ -188,20 +188,20 @@ def test_there_and_back_means_the_same_to_transformers(
 
 def _meaning(built: TrainingArguments) -> dict[str, Any]:
     names = NUMBERS.split()
-    meaning = {name: getattr(built, name) for name in names}
+    effect = {name: getattr(built, name) for name in names}
     plugin = dict(built.fsdp_plugin_args or {})
     recompute = built.activation_checkpointing or bool(plugin.pop("activation_checkpointing", False))
     zero = built.hf_deepspeed_config if built.deepspeed else None
     stage = zero.get_value("zero_optimization.stage") if zero else None
     shared = [zero.config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_clipping")] if zero else None
-    return {**meaning, "plugin": plugin, "recompute": recompute, "stage": stage, "shared": shared}
+    return {**effect, "plugin": plugin, "recompute": recompute, "stage": stage, "shared": shared}
 
 
 def test_mismatches_are_those_that_transformers_finds(arguments: Any) -> None:
     config = {"zero_optimization": {}, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
     document = {"per_device_train_batch_size": 4, "deepspeed": config}
     told = arguments(yaml.safe_dump(document)).hf_deepspeed_config.mismatches
-    stopped = [entry for entry in read(document, "hf").entries if "transformers refuses this" in entry.meaning.note]
+    stopped = [entry for entry in read(document, "hf").entries if "transformers refuses this" in entry.effect.note]
     refused = {entry.key.removeprefix("deepspeed.") for entry in stopped}
     assert (
         refused

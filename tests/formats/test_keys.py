@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unishard.contract.entries import Given, Key, Unreadable
+from unishard.contract.entries import DocumentValues, Key, Unreadable
 from unishard.contract.key_rows import boolean, drops, integer, listed, number, one_of, own, refuses, sets, text
 from unishard.contract.rules import Fit
 
-NOTHING_GIVEN = Given({}, {}, None)
+NOTHING_GIVEN = DocumentValues({}, {}, None)
 anything = st.recursive(
     st.none()
     | st.booleans()
@@ -95,19 +95,19 @@ def test_whole_numbers_stay_whole_as_text(value: int) -> None:
 
 
 def test_rows() -> None:
-    def meaning(row: Key, value: Any) -> Any:
+    def effect(row: Key, value: Any) -> Any:
         return row.read(value, NOTHING_GIVEN)
 
-    seed = sets("training.seed", integer(0), Fit.APPROXIMATE, "another generator", kept=True)
+    seed = sets("training.seed", integer(0), Fit.APPROXIMATE, "another generator", copy_verbatim=True)
     assert (seed.fields, seed.fit, seed.note) == ("training.seed", Fit.APPROXIMATE, "another generator")
-    assert meaning(seed, 4).fields == {"training.seed": 4}
-    assert meaning(seed, 4).kept
+    assert effect(seed, 4).fields == {"training.seed": 4}
+    assert effect(seed, 4).copy_verbatim
     with pytest.raises(Unreadable):
-        meaning(seed, "auto")  # a word that only some keys know
-    assert meaning(drops("logs alone"), 1).fit is Fit.IGNORED
-    assert meaning(drops("logs alone"), 1).kept
+        effect(seed, "auto")  # a word that only some keys know
+    assert effect(drops("logs alone"), 1).fit is Fit.IGNORED
+    assert effect(drops("logs alone"), 1).copy_verbatim
     gone = refuses("is gone; remove it", off=lambda value: value is False)
-    assert [meaning(gone, value).fit for value in (True, False)] == [Fit.UNSUPPORTED, Fit.IGNORED]
-    mine = meaning(own("deepspeed.zero_optimization.sub_group_size", integer(1), Fit.IGNORED, "memory alone"), "1e9")
+    assert [effect(gone, value).fit for value in (True, False)] == [Fit.UNSUPPORTED, Fit.IGNORED]
+    mine = effect(own("deepspeed.zero_optimization.sub_group_size", integer(1), Fit.IGNORED, "memory alone"), "1e9")
     assert mine.native == {"deepspeed.zero_optimization.sub_group_size": 10**9}
     assert (mine.fit, mine.note, mine.fields) == (Fit.IGNORED, "memory alone", {})

@@ -235,13 +235,13 @@ def test_what_the_section_cannot_hold_is_said(tmp_path: Path) -> None:
         "torchrun --nnodes $N --nproc_per_node 8 --node_rank $RANK --master_addr $HEAD train.py", tmp_path
     )
     assert outcome.document["launch"] == {"processes_per_node": 8}
-    notes = {item.key: (item.fit, item.note, item.place) for item in outcome.items if item.beside}
+    notes = {item.key: (item.fit, item.note, item.place) for item in outcome.items if item.from_sidecar}
     place = f"{tmp_path / 'train.sh'}:2"
     assert notes["torchrun --nnodes"] == (Fit.IGNORED, "the value comes from $N; set launch.nodes", place)
     assert notes["torchrun --master-addr"][:2] == (Fit.IGNORED, "the value comes from $HEAD; set launch.endpoint")
     assert "--node-rank" in notes["torchrun --node-rank"][1]
     gone = launched("deepspeed --hostfile gone --exclude a:0 train.py", tmp_path)
-    notes = {item.key: item.note for item in gone.items if item.beside}
+    notes = {item.key: item.note for item in gone.items if item.from_sidecar}
     assert notes["deepspeed --hostfile"] == "file not found: its hosts are unknown; set launch.nodes"
     assert "launch.processes_per_node" in notes["deepspeed --exclude"]
 

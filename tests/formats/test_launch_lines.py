@@ -8,7 +8,7 @@ import pytest
 
 from unishard.config.topology import Topology
 from unishard.formats.launch_line import LaunchLine, launch_lines
-from unishard.formats.launch_ranks import launch_of
+from unishard.formats.launching import launch_of
 from unishard.formats.script_arguments import script_arguments, value_of_word
 
 

@@ -353,11 +353,6 @@ def test_devices_and_nodes_say_how_many_ranks(devices: Any, nodes: int, world: i
 @pytest.mark.parametrize(
     ("argument", "value", "fit"),
     [
-        (
-            "logger",
-            {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}},
-            Fit.EQUIVALENT,
-        ),
         ("logger", {"class_path": "lightning.pytorch.loggers.CometLogger"}, Fit.IGNORED),
         ("sync_batchnorm", True, Fit.NEEDS_INPUT),
         ("sync_batchnorm", False, Fit.IGNORED),

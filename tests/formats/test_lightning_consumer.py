@@ -21,7 +21,7 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Unreadable
 from unishard.formats import translating
-from unishard.formats.lightning import ddp_arguments, deepspeed_arguments, fsdp_arguments
+from unishard.formats.lightning import deepspeed_arguments, torch_arguments
 from unishard.formats.lightning.keys import TRAINER
 from unishard.formats.lightning.shape import built
 from unishard.formats.lightning.strategies import NAMES, strategy_of
@@ -201,9 +201,9 @@ def test_the_arguments_and_defaults_of_deepspeed_strategy_are_those_of_the_table
 @pytest.mark.parametrize(
     ("strategies", "rows"),
     [
-        ((pytorch.FSDPStrategy, fabric.FSDPStrategy), {*fsdp_arguments.ARGUMENTS, *fsdp_arguments.OWN}),
-        ((pytorch.DDPStrategy, fabric.DDPStrategy), {*ddp_arguments.DDP}),
-        ((pytorch.ModelParallelStrategy, fabric.ModelParallelStrategy), {*ddp_arguments.MODEL_PARALLEL}),
+        ((pytorch.FSDPStrategy, fabric.FSDPStrategy), {*torch_arguments.ARGUMENTS, *torch_arguments.OWN}),
+        ((pytorch.DDPStrategy, fabric.DDPStrategy), {*torch_arguments.DDP}),
+        ((pytorch.ModelParallelStrategy, fabric.ModelParallelStrategy), {*torch_arguments.MODEL_PARALLEL}),
     ],
 )
 def test_every_argument_of_the_other_strategies_has_a_row(strategies: tuple[Any, Any], rows: set[str]) -> None:
@@ -216,8 +216,11 @@ def test_torchs_own_arguments_that_lightning_hands_on_have_a_row() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     ours = {"module", "device_mesh"}
-    assert set(parameters(FullyShardedDataParallel.__init__)) - ours <= {*fsdp_arguments.ARGUMENTS, *fsdp_arguments.OWN}
-    assert set(parameters(DistributedDataParallel.__init__)) - ours <= {*ddp_arguments.DDP}
+    assert set(parameters(FullyShardedDataParallel.__init__)) - ours <= {
+        *torch_arguments.ARGUMENTS,
+        *torch_arguments.OWN,
+    }
+    assert set(parameters(DistributedDataParallel.__init__)) - ours <= {*torch_arguments.DDP}
 
 
 def test_every_registered_name_is_known_or_refused_with_what_instead() -> None:
@@ -252,7 +255,7 @@ def test_the_json_of_deepspeed_strategy_means_what_its_arguments_mean(arguments:
     for entry in registry.get("deepspeed").parse(
         {**theirs, "gradient_clipping": 0.0, "gradient_accumulation_steps": 1}
     ):
-        said |= entry.meaning.fields
+        said |= entry.effect.fields
     named = {
         name: value for name, value in said.items() if name.startswith(("sharding.", "offload.", "communication."))
     }

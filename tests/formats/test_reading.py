@@ -6,7 +6,7 @@ import pytest
 
 from unishard import ConfigError, Topology
 from unishard.config.loading.placeholders import STAND_INS, placeholder, undecided_in
-from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.source import open_source
@@ -18,7 +18,7 @@ def entry(
     key: str, value: Any = 1, assumed: bool = False, native: dict[str, Any] | None = None, **fields: Any
 ) -> Entry:
     said = {name.replace("__", "."): field for name, field in fields.items()}
-    return Entry(tuple(key.split(".")), value, Meaning(fields=said, native=native or {}), assumed)
+    return Entry(tuple(key.split(".")), value, KeyEffect(fields=said, native=native or {}), assumed)
 
 
 def put(*entries: Entry, overrides: tuple[str, ...] = ()) -> ReadDocument:
@@ -26,7 +26,7 @@ def put(*entries: Entry, overrides: tuple[str, ...] = ()) -> ReadDocument:
 
 
 def notes(reading: ReadDocument) -> dict[str, str]:
-    return {one.key: one.meaning.note for one in reading.entries if one.meaning.fit is Fit.UNSUPPORTED}
+    return {one.key: one.effect.note for one in reading.entries if one.effect.fit is Fit.UNSUPPORTED}
 
 
 def test_fields_become_a_config() -> None:
@@ -150,9 +150,9 @@ def test_every_field_may_be_undecided() -> None:
     from unishard.config import Config, leaves
 
     for field, _ in leaves(Config):
-        reading = assemble("some", open_source({}), [Entry(("x",), "auto", Meaning(fields={field: WHO}))])
+        reading = assemble("some", open_source({}), [Entry(("x",), "auto", KeyEffect(fields={field: WHO}))])
         assert set(reading.undecided) == {field}
-    linear = [Entry(("x",), "auto", Meaning(fields=dict.fromkeys(STAND_INS, WHO) | {"scheduler.name": "linear"}))]
+    linear = [Entry(("x",), "auto", KeyEffect(fields=dict.fromkeys(STAND_INS, WHO) | {"scheduler.name": "linear"}))]
     assert assemble("some", open_source({}), linear).config.scheduler.total_steps is not None
 
 
@@ -171,11 +171,11 @@ def test_a_default_may_depend_on_fields_beside_it() -> None:
 
 def test_an_assumed_entry_is_never_refused() -> None:
     said = put(entry("a", precision__compute="fp16"), entry("b", assumed=True, precision__reduce="bf16"))
-    assert [found.meaning.fit for found in said.entries] == [Fit.EXACT, Fit.APPROXIMATE]
-    assert "left out" in said.entries[1].meaning.note
+    assert [found.effect.fit for found in said.entries] == [Fit.EXACT, Fit.APPROXIMATE]
+    assert "left out" in said.entries[1].effect.note
     clash = put(
         entry("a", precision__compute="fp16"),
         entry("b", precision__compute="bf16"),
         entry("c", assumed=True, precision__reduce="bf16"),
     )
-    assert [found.key for found in clash.entries if found.meaning.fit is Fit.UNSUPPORTED] == ["b"]
+    assert [found.key for found in clash.entries if found.effect.fit is Fit.UNSUPPORTED] == ["b"]

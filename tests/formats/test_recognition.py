@@ -13,9 +13,9 @@ from files_of_other_tools import FILES
 from unishard.contract import registry
 from unishard.errors import ConfigError
 from unishard.formats import catalog, read
-from unishard.formats.explaining import by_entries
 from unishard.formats.hf.dialects import DIALECT
-from unishard.formats.other_tools import TOOLS
+from unishard.formats.other_tools import tools
+from unishard.formats.signs import by_entries
 from unishard.formats.source import open_source
 
 MIXED = ("pipeline_model_parallel_size",)
@@ -47,7 +47,7 @@ def test_what_names_a_tool_is_no_key_of_a_format_that_is_read() -> None:
         *DIALECT,
         *(key for name in catalog.NAMES for key in catalog.get(name).keys),
     }
-    for tool in TOOLS:
+    for tool in tools():
         telling = {key for key, weight in tool.signs.keys.items() if weight > 1} - set(MIXED)
         assert not telling & keys, tool.name
 

@@ -290,15 +290,6 @@ WHOLE = {"dir": "runs/a", "every_steps": 50, "keep_last": 3}
 WRITTEN: dict[str, dict[str, Any]] = {
     "hf": {"output_dir": "runs/a", "save_strategy": "steps", "save_steps": 50, "save_total_limit": 3},
     "axolotl": {"output_dir": "runs/a", "save_strategy": "steps", "save_steps": 50, "save_total_limit": 3},
-    "composer": {"save_folder": "runs/a", "save_interval": "50ba", "save_num_checkpoints_to_keep": 3},
-    "torchtitan": {
-        "job.dump_folder": "runs",
-        "checkpoint.folder": "a",
-        "checkpoint.enable": True,
-        "checkpoint.interval": 50,
-        "checkpoint.keep_latest_k": 3,
-        "checkpoint.async_mode": "disabled",
-    },
     "lightning": {
         "trainer.callbacks": [
             model_checkpoint(dirpath="runs/a", every_n_train_steps=50, save_top_k=3, monitor="step", mode="max"),
@@ -318,8 +309,6 @@ def test_the_usual_section_is_said_in_every_tools_words(name: str) -> None:
 NOTHING: dict[str, dict[str, Any]] = {
     "hf": {"save_strategy": "no"},
     "axolotl": {"save_strategy": "no"},
-    "composer": {},
-    "torchtitan": {"checkpoint.enable": False},
     "lightning": {"trainer.enable_checkpointing": False},
 }
 
@@ -367,10 +356,8 @@ def test_where_the_script_saves_the_report_says_so(name: str, backend: str) -> N
 
 def test_an_interval_in_minutes_is_said_where_a_tool_has_one() -> None:
     document = {"checkpoint": {"dir": "runs/a", "every_minutes": 1.5}}
-    assert translate(document, "composer", from_="unishard").document["save_interval"] == "90sec"
     callbacks = translate(document, "lightning", from_="unishard").document["trainer"]["callbacks"]
     assert callbacks == [model_checkpoint(dirpath="runs/a", train_time_interval="0:01:30", save_top_k=-1)]
-    assert item(translate(document, "torchtitan", from_="unishard"), "checkpoint.every_minutes").fit is Fit.UNSUPPORTED
     assert item(translate(document, "hf", from_="unishard"), "checkpoint.every_minutes").fit is Fit.NEEDS_INPUT
 
 
@@ -383,7 +370,7 @@ def test_sigterm_is_the_one_signal_that_trainer_saves_at(signals: list[str], fit
 
 @st.composite
 def sections(draw: st.DrawFn) -> dict[str, Any]:
-    """What every tool here can say, but for the least that torchtitan keeps."""
+    """What every tool here can say."""
     section: dict[str, Any] = {
         "dir": draw(st.sampled_from(("a", "runs/a", "/scratch/runs/a"))),
         "every_steps": draw(st.integers(1, 10**6)),
@@ -411,6 +398,4 @@ def test_a_directory_alone_saves_nothing_in_any_tool() -> None:
     document = {"checkpoint": "runs/a"}
     said = {name: dict(flat(translate(document, name, from_="unishard").document)) for name in WRITTEN}
     assert (said["hf"]["output_dir"], said["hf"]["save_strategy"]) == ("runs/a", "no")
-    assert (said["composer"]["save_folder"], said["composer"]["save_interval"]) == ("runs/a", "0ba")
-    assert said["torchtitan"]["checkpoint.enable"] is False
     assert said["lightning"]["trainer.enable_checkpointing"] is False

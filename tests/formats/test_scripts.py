@@ -10,7 +10,7 @@ from documents import LLAMAFACTORY, SWIFT, TRL
 
 from unishard.contract.rules import Fit
 from unishard.formats import Item, Outcome, read, translate
-from unishard.formats.swift.shipped import DEEPSPEED
+from unishard.formats.hf.shipped import shipped
 
 BATCH = {"per_device_train_batch_size": 1, "output_dir": "o", "max_steps": 10}
 FACTORY = {**BATCH, "stage": "sft", "finetuning_type": "full", "cutoff_len": 8, "bf16": True}
@@ -57,7 +57,7 @@ def test_llamafactory_recomputes_unless_told_not_to(off: dict[str, Any], mode: s
 # ms-swift.
 
 
-@pytest.mark.parametrize("name", DEEPSPEED)
+@pytest.mark.parametrize("name", [name for name in shipped("swift") if name != "fsdp2"])
 def test_configs_that_ms_swift_brings_along_are_read_by_name(name: str) -> None:
     outcome = translate({**MS_SWIFT, "deepspeed": name}, "unishard")
     assert not outcome.of(Fit.UNSUPPORTED)

@@ -10,9 +10,9 @@ import pytest
 from unishard import ConfigError, Topology
 from unishard.config.nested import Native
 from unishard.contract import registry
-from unishard.contract.entries import Entry, Key, Meaning, interpret
-from unishard.contract.express import Expressed, express
+from unishard.contract.entries import Entry, Key, KeyEffect, interpret
 from unishard.contract.key_rows import boolean, drops, integer, number, own, refuses, sets
+from unishard.contract.render import Rendered, render
 from unishard.contract.rules import Fit, Rule, When
 from unishard.formats import Item, Outcome, catalog, translate
 from unishard.formats.reading import ReadDocument, assemble
@@ -22,8 +22,8 @@ from unishard.formats.source import Source, open_source
 SCRIPT = "batch_size of the script"
 
 
-def _both(value: Any, given: Any) -> Meaning:
-    return Meaning(Fit.IGNORED, "time alone", {"training.seed": value}, {"deepspeed.bucket": value})
+def _both(value: Any, given: Any) -> KeyEffect:
+    return KeyEffect(Fit.IGNORED, "time alone", {"training.seed": value}, {"deepspeed.bucket": value})
 
 
 class Toy:
@@ -36,7 +36,7 @@ class Toy:
         "engine": sets("backend", str),
         "batch": sets("training.micro_batch_size", integer(1), auto=SCRIPT),
         "seed": sets("training.seed", integer(0), Fit.APPROXIMATE, "another generator"),
-        "clip": sets("training.gradient_clipping", number(0), silent=1.0),
+        "clip": sets("training.gradient_clipping", number(0), tool_default=1.0),
         "log": drops("logs alone"),
         "magic": refuses("cannot be had; remove it", off=lambda value: not boolean(value)),
         "group.size": own(
@@ -66,9 +66,9 @@ class Toy:
     def ranks(self, source: Source) -> Topology | None:
         return None
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        document, words = express(self.rules, reading.config, topology, set(reading.undecided))
-        return Expressed(document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words)
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+        document, words = render(self.rules, reading.config, topology, set(reading.undecided))
+        return Rendered(document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         return str(document)

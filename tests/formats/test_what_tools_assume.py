@@ -144,13 +144,6 @@ def test_a_parallelism_config_of_ones_is_as_none(kind: str, version: int) -> Non
 # torchtitan.
 
 
-def test_toml_says_which_torchtitan_reads_it() -> None:
-    outcome = translate(ZERO_3, "torchtitan", overrides=["backend=fsdp"])
-    assert outcome.text.startswith("# For torchtitan 0.2 and earlier; later versions are configured in Python.\n")
-    assert any("torchtitan 0.2 and earlier" in warning for warning in outcome.warnings)
-    assert not translate(ZERO_3, "unishard").warnings
-
-
 # hpZ.
 
 HPZ = {**ZERO_3, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}

@@ -9,7 +9,7 @@ from running import TINY, Terminal, plain, run
 
 from unishard.cli.diff import diff
 from unishard.config.loading import Origin, Origins
-from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.formats.comparing import compare
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
@@ -21,7 +21,7 @@ def reading(*entries: Entry) -> ReadDocument:
 
 
 def says(field: str, value: object, *, assumed: bool = False) -> Entry:
-    return Entry((f"their_{field.rpartition('.')[2]}",), value, Meaning(fields={field: value}), assumed)
+    return Entry((f"their_{field.rpartition('.')[2]}",), value, KeyEffect(fields={field: value}), assumed)
 
 
 def test_two_spellings_of_the_same_training(config: Path) -> None:

@@ -175,10 +175,9 @@ def test_a_tool_that_is_not_installed_is_said_plainly(monkeypatch: pytest.Monkey
 
 
 def test_a_tool_that_cannot_be_asked_is_said_plainly() -> None:
-    said = verify(made("hf", "torchtitan")).effective.missing
+    said = verify(made("hf", "axolotl")).effective.missing
     assert (
-        said
-        == f"{catalog.get('torchtitan').tool} cannot be verified here: unishard cannot ask it what it makes of a file"
+        said == f"{catalog.get('axolotl').tool} cannot be verified here: unishard cannot ask it what it makes of a file"
     )
 
 

@@ -53,10 +53,17 @@ def devices(incomplete: str) -> list[str]:
 
 
 def formats(incomplete: str) -> list[str]:
-    """The formats of `--from` and `--to`."""
+    """The formats of `--from`."""
     from unishard.formats.catalog import NAMES
 
     return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def written_formats(incomplete: str) -> list[str]:
+    """The formats of `--to`."""
+    from unishard.formats.catalog import written
+
+    return [name for name in written() if name.startswith(incomplete)]
 
 
 def changes(ctx: typer.Context, incomplete: str) -> list[str | tuple[str, str]]:

@@ -47,9 +47,9 @@ def diff(
     readings = [formats.read(a, from_a), formats.read(b, from_b)]
     found = compare(*readings)
     for reading in readings:
-        refused = [entry for entry in reading.entries if entry.meaning.fit == "unsupported"]
+        refused = [entry for entry in reading.entries if entry.effect.fit == "unsupported"]
         for entry in refused:
-            echo(f"not compared: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
+            echo(f"not compared: {reading.source.name}: {entry.key}: {entry.effect.note}", err=True)
     if not found:
         echo("same training")
         return

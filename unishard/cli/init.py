@@ -73,8 +73,8 @@ def _started(old: Path, changes: list[str]) -> Draft:
 
     reading = formats.translate(old, "unishard", overrides=changes).reading
     for entry in reading.entries:
-        if entry.meaning.fit == "unsupported":
-            echo(f"not used: {reading.source.name}: {entry.key}: {entry.meaning.note}", err=True)
+        if entry.effect.fit == "unsupported":
+            echo(f"not used: {reading.source.name}: {entry.key}: {entry.effect.note}", err=True)
     return Draft.of(reading)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.completion import formats as formats_like
+from unishard.cli.completion import written_formats as formats_like
 from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
 from unishard.contract.rules import Fit
@@ -55,7 +55,7 @@ def migrate(
 
     if not folder.is_dir():
         raise UnishardError(f"{folder}: is not a directory; name the directory of a project")
-    catalog.get(to)
+    catalog.target(to)
     seen = list(survey(folder, to))
     configs = [one for one in seen if isinstance(one, FoundConfig)]
     others = [one for one in seen if isinstance(one, ForeignConfig)]

@@ -71,7 +71,9 @@ def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
     """
     repeated = [] if full else _repeated(outcome)
     shown = [
-        item for item in outcome.items if full or not item.assumed or item.notable or item.fit in LOUD or item.beside
+        item
+        for item in outcome.items
+        if full or not item.assumed or item.notable or item.fit in LOUD or item.from_sidecar
     ]
     shown = [item for item in shown if not any(item is other for other in repeated)]
     return sorted(shown, key=lambda item: _ORDER.index(item.fit))
@@ -80,11 +82,11 @@ def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
 def _repeated(outcome: Outcome) -> list[Item]:
     """Keys such as `auto` of which what was read beside the document has a line that also says the value."""
     pairs = [pair for pair in zip(outcome.items, outcome.reading.entries, strict=False) if pair[0].place]
-    said = {field for item, entry in pairs if item.beside for field in entry.meaning.fields}
+    said = {field for item, entry in pairs if item.from_sidecar for field in entry.effect.fields}
     return [
         item
         for item, entry in pairs
-        if not item.beside and entry.meaning.fields and said.issuperset(entry.meaning.fields)
+        if not item.from_sidecar and entry.effect.fields and said.issuperset(entry.effect.fields)
     ]
 
 
@@ -205,7 +207,7 @@ def _item(item: Item, outcome: Outcome) -> _Line:
 
 
 def _assumed(item: Item, outcome: Outcome) -> str:
-    return f"default of {outcome.reading.format}" if item.assumed and not item.beside else ""
+    return f"default of {outcome.reading.format}" if item.assumed and not item.from_sidecar else ""
 
 
 def _place(item: Item, outcome: Outcome) -> str:
@@ -216,7 +218,7 @@ def _place(item: Item, outcome: Outcome) -> str:
 
 def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     """How many keys of the file are carried over, and what became of the others."""
-    written = [item for item in outcome.items if not item.assumed and not item.beside]
+    written = [item for item in outcome.items if not item.assumed and not item.from_sidecar]
     counts = {fit: sum(item.fit is fit for item in written) for fit in Fit}
     ranks = sum(item.fit is Fit.NEEDS_INPUT and _RANKS in item.note for item in written)
     parts = [
@@ -230,7 +232,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
         *([f"{_need(ranks)} {_RANKS}"] if ranks else []),
         *([f"{_need(counts[Fit.NEEDS_INPUT] - ranks)} input"] if counts[Fit.NEEDS_INPUT] > ranks else []),
     ]
-    defaults = sum(item.assumed and not item.beside and item.fit in LOUD for item in outcome.items)
+    defaults = sum(item.assumed and not item.from_sidecar and item.fit in LOUD for item in outcome.items)
     if defaults:
         whose = f"default{'' if defaults == 1 else 's'} of {outcome.reading.format}"
         parts.append(f"{defaults} {whose} {'needs' if defaults == 1 else 'need'} attention")

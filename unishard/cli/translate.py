@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topology_of
-from unishard.cli.completion import formats as formats_like
+from unishard.cli.completion import formats as read_formats
+from unishard.cli.completion import written_formats
 from unishard.cli.notes import collected
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.request import TranslateRequest
@@ -50,7 +51,7 @@ def translate(
     ],
     to: Annotated[
         str,
-        typer.Option(metavar="FORMAT", help="The format to write.", show_default=False, autocompletion=formats_like),
+        typer.Option(metavar="FORMAT", help="The format to write.", show_default=False, autocompletion=written_formats),
     ],
     arguments: Annotated[
         list[str] | None,
@@ -58,7 +59,7 @@ def translate(
     ] = None,
     from_: Annotated[
         str | None,
-        typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]", autocompletion=formats_like),
+        typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]", autocompletion=read_formats),
     ] = None,
     output: Output = None,
     world_size: Ranks = None,
@@ -97,8 +98,8 @@ def translate(
     """Translate a config of any tool into the format of another.
 
     Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf,
-    lightning, axolotl, composer, torchtitan, llamafactory, swift, trl. Exits with 1 and writes nothing if a key has no
-    equivalent; then it prints a command that works.
+    lightning, axolotl, llamafactory, swift, trl; composer and torchtitan are only read. Exits with 1 and writes nothing
+    if a key has no equivalent; then it prints a command that works.
 
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
 

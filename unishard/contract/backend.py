@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key
-from unishard.contract.express import Expressed
 from unishard.contract.footprint import Footprint, ModelShape
+from unishard.contract.render import Rendered
 from unishard.contract.report import Translation
 from unishard.contract.rules import Rule
 
@@ -117,7 +117,7 @@ class Backend(Protocol):
         """
         ...
 
-    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Expressed:
+    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
         """What a training script without unishard hands to the engine for the same training. Pure.
 
         Args:

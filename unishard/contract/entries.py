@@ -15,21 +15,22 @@ from typing import Any, NamedTuple
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.express import AUTO
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder, is_template_word, placeholders_in
 
 __all__ = [
     "NOTHING",
+    "DocumentValues",
     "Entry",
-    "Given",
     "Key",
-    "Meaning",
+    "KeyEffect",
     "Path",
     "TemplateWord",
     "Undecided",
     "Unreadable",
     "interpret",
+    "left_out",
 ]
 
 Path = tuple[str, ...]
@@ -60,7 +61,7 @@ class Undecided(NamedTuple):
     """Whether no tool's default may take its place: only a file that is not there says it."""
 
 
-class Meaning(NamedTuple):
+class KeyEffect(NamedTuple):
     """The meaning of one key with one value."""
 
     fit: Fit = Fit.EXACT
@@ -70,10 +71,10 @@ class Meaning(NamedTuple):
     native: Mapping[str, Any] = {}
     """Settings that only one engine has, by dotted key that begins with the engine's name: those of the config's
     `native`. Exact where that engine runs; `fit` and `note` say what is lost where another one does."""
-    kept: bool = False
+    copy_verbatim: bool = False
     """Whether the key is copied where the document is written anew in its own format, in the words of the tool's
     current version."""
-    elsewhere: Mapping[str, Any] = {}
+    if_other_engine: Mapping[str, Any] = {}
     """Values of config fields that stand for `native` where another engine runs, whatever other keys say."""
     unknown: bool = False
     """Whether the tool has no such key, so that the document may be another tool's."""
@@ -82,11 +83,16 @@ class Meaning(NamedTuple):
     decides: tuple[str, ...] = ()
     """If unsupported: the fields that the key decides otherwise. An override of the first decides instead of the
     key."""
-    stale: bool = False
+    rejected_upstream: bool = False
     """Whether the tool refuses or misreads the key as it stands, so that it goes through in no case."""
 
 
-class Given:
+def left_out(note: str) -> KeyEffect:
+    """The effect of a key that says nothing here; it stays where its own tool reads the document again."""
+    return KeyEffect(Fit.IGNORED, note, copy_verbatim=True)
+
+
+class DocumentValues:
     """All values of a document, for keys whose meaning depends on other keys."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], topology: Topology | None) -> None:
@@ -106,7 +112,7 @@ class Given:
 NOTHING: Any = object()
 """Marks that there is no default."""
 
-Read = Callable[[Any, Given], Meaning]
+Read = Callable[[Any, DocumentValues], KeyEffect]
 
 
 class Key(NamedTuple):
@@ -119,7 +125,7 @@ class Key(NamedTuple):
     fit: Fit = Fit.EXACT
     """What it comes to as a rule, for MAPPING.md."""
     note: str = ""
-    silent: Any = NOTHING
+    tool_default: Any = NOTHING
     """The tool's default if the key is absent, if it must be written to keep the meaning."""
 
 
@@ -128,12 +134,12 @@ class Entry(NamedTuple):
 
     path: Path
     value: Any
-    meaning: Meaning
+    effect: KeyEffect
     assumed: bool = False
     """Whether the key is absent from the document and this is the tool's default."""
     place: str = ""
     """Where the value comes from if not from the document, such as `train.sh:12`."""
-    beside: bool = False
+    from_sidecar: bool = False
     """Whether the key is one of what was read beside the document."""
 
     @property
@@ -148,10 +154,10 @@ class Entry(NamedTuple):
     def but(self, fit: Fit, note: str) -> Entry:
         """The same with another fit; if that is `unsupported`, it sets no fields."""
         refused = fit is Fit.UNSUPPORTED
-        fields, native = ({}, {}) if refused else (self.meaning.fields, self.meaning.native)
-        decides = (*self.meaning.decides, *self.meaning.fields) if refused else ()
+        fields, native = ({}, {}) if refused else (self.effect.fields, self.effect.native)
+        decides = (*self.effect.decides, *self.effect.fields) if refused else ()
         return self._replace(
-            meaning=self.meaning._replace(fit=fit, note=note, fields=fields, native=native, decides=decides)
+            effect=self.effect._replace(fit=fit, note=note, fields=fields, native=native, decides=decides)
         )
 
 
@@ -174,7 +180,7 @@ def interpret(
         document: Nested mappings.
         tool: Who reads such documents, with its version, for messages.
         ignores_unknown: Whether the tool overlooks a key that it does not know (it is dropped then, otherwise refused).
-        defaults: What a tool around this one assumes, by dotted key; counts more than `Key.silent`.
+        defaults: What a tool around this one assumes, by dotted key; counts more than `Key.tool_default`.
         topology: The ranks.
         accepts: What the tool itself takes for a key, by dotted key; raises `Unreadable` for a value that it refuses.
             Asked about what is repeated as it is, or handed on, where the tool looks at the value although it means
@@ -183,9 +189,11 @@ def interpret(
     """
     blocks = _blocks(keys)
     values = dict(_values(keys, blocks, document))
-    assumed = {key: row.silent for key, row in keys.items() if row.silent is not NOTHING} | dict(defaults or {})
+    assumed = {key: row.tool_default for key, row in keys.items() if row.tool_default is not NOTHING} | dict(
+        defaults or {}
+    )
     said = {key: value for path, value in values.items() if (key := _key(path))}
-    given = Given(
+    given = DocumentValues(
         {
             key: AUTO if auto and (is_placeholder(value) or is_template_word(value)) else value
             for key, value in said.items()
@@ -197,16 +205,16 @@ def interpret(
     for path, value in values.items():
         key = _key(path)
         if key in keys:
-            meaning = _check_copied(_read(keys[key], value, given), value, tool, (accepts or {}).get(key))
+            effect = _check_copied(_read(keys[key], value, given), value, tool, (accepts or {}).get(key))
         elif key in blocks:
-            meaning = _not_a_block(key, value, keys)
+            effect = _not_a_block(key, value, keys)
         else:
             name = ".".join(path)
             overlooked = ignores_unknown(name) if callable(ignores_unknown) else ignores_unknown
             unknown += 1
             hint = _hint(name, keys) if unknown <= _MOST_HINTS else ""
-            meaning = _unknown(tool, overlooked, hint)
-        entries.append(Entry(path, value, meaning))
+            effect = _unknown(tool, overlooked, hint)
+        entries.append(Entry(path, value, effect))
     for key, value in assumed.items():
         if key not in given and key in keys:
             entries.append(Entry(tuple(key.split(".")), value, _read(keys[key], value, given), assumed=True))
@@ -235,59 +243,61 @@ def _values(
             yield path, value
 
 
-def _not_a_block(key: str, value: Any, keys: Mapping[str, Key]) -> Meaning:
+def _not_a_block(key: str, value: Any, keys: Mapping[str, Key]) -> KeyEffect:
     """The meaning of a key that must be a mapping and is not, or is empty."""
     if value is None or value == {}:
-        return Meaning(Fit.IGNORED, "holds nothing", kept=True)
+        return left_out("holds nothing")
     below = list(
         dict.fromkeys(other.removeprefix(f"{key}.").partition(".")[0] for other in keys if other.startswith(f"{key}."))
     )
     known = ", ".join(below[:4]) + (", ..." if below[4:] else "")
-    return Meaning(Fit.UNSUPPORTED, f"must be a mapping of keys ({known}), got {shown(value)}; write them below it")
+    return KeyEffect(Fit.UNSUPPORTED, f"must be a mapping of keys ({known}), got {shown(value)}; write them below it")
 
 
-def _read(row: Key, value: Any, given: Given) -> Meaning:
+def _read(row: Key, value: Any, given: DocumentValues) -> KeyEffect:
     try:
-        meaning = row.read(value, given)
+        effect = row.read(value, given)
     except Unreadable as error:
         # A key may also depend on another that holds one, which the message names then.
         word = (error.word,) if isinstance(error, TemplateWord) else ()
         if found := placeholders_in(value) or placeholders_in(str(error)) or word:
             return _filled_in(row, found)
-        meaning = Meaning(Fit.UNSUPPORTED, str(error))
-    if meaning.fit is Fit.UNSUPPORTED and row.fields:
-        return meaning._replace(decides=tuple(row.fields.split(", ")))
-    return meaning
+        effect = KeyEffect(Fit.UNSUPPORTED, str(error))
+    if effect.fit is Fit.UNSUPPORTED and row.fields:
+        return effect._replace(decides=tuple(row.fields.split(", ")))
+    return effect
 
 
-def _filled_in(row: Key, placeholders: Iterable[str]) -> Meaning:
+def _filled_in(row: Key, placeholders: Iterable[str]) -> KeyEffect:
     """The meaning of a value that something else fills in before the tool reads it."""
     who = f"the placeholder {' and '.join(placeholders)}"
     fields = [name for name in re.split(r"[,;]\s*", row.fields) if _DOTTED.fullmatch(name)]
     if not fields:
-        return Meaning(Fit.IGNORED, f"holds {who}, kept as it is", kept=True)
-    return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(fields, Undecided(who)), kept=True)
+        return left_out(f"holds {who}, kept as it is")
+    return KeyEffect(
+        Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(fields, Undecided(who)), copy_verbatim=True
+    )
 
 
-def _check_copied(meaning: Meaning, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> Meaning:
+def _check_copied(effect: KeyEffect, value: Any, tool: str, accepts: Callable[[Any], Any] | None) -> KeyEffect:
     """Check that the tool accepts a value that is copied unchanged: null is omitted instead, any other value is
     unsupported.
     """
-    if accepts is None or meaning.fit is Fit.UNSUPPORTED or placeholders_in(value):
-        return meaning
-    meaning = meaning._replace(stale=meaning.stale or not _accepted(value, accepts))
-    if not (meaning.kept or meaning.native):
-        return meaning
+    if accepts is None or effect.fit is Fit.UNSUPPORTED or placeholders_in(value):
+        return effect
+    effect = effect._replace(rejected_upstream=effect.rejected_upstream or not _accepted(value, accepts))
+    if not (effect.copy_verbatim or effect.native):
+        return effect
     try:
-        for handed_on in meaning.native.values() or (value,):
+        for handed_on in effect.native.values() or (value,):
             accepts(handed_on)
     except TemplateWord:
-        return meaning
+        return effect
     except Unreadable as error:
         if value is None:
-            return meaning._replace(note=f"null is invalid for {tool} here, so the key is omitted", kept=False)
-        return Meaning(Fit.UNSUPPORTED, str(error), decides=tuple(meaning.fields))
-    return meaning
+            return effect._replace(note=f"null is invalid for {tool} here, so the key is omitted", copy_verbatim=False)
+        return KeyEffect(Fit.UNSUPPORTED, str(error), decides=tuple(effect.fields))
+    return effect
 
 
 def _accepted(value: Any, accepts: Callable[[Any], Any]) -> bool:
@@ -307,7 +317,9 @@ def _hint(key: str, keys: Mapping[str, Key]) -> str:
     return f"; did you mean {meant[0]!r}?" if meant else ""
 
 
-def _unknown(tool: str, overlooked: bool, hint: str) -> Meaning:
+def _unknown(tool: str, overlooked: bool, hint: str) -> KeyEffect:
     if overlooked:
-        return Meaning(Fit.IGNORED, f"{tool} does not know this key and ignores it{hint}", kept=True, unknown=True)
-    return Meaning(Fit.UNSUPPORTED, f"{tool} does not know this key{hint or '; remove it'}", unknown=True)
+        return KeyEffect(
+            Fit.IGNORED, f"{tool} does not know this key and ignores it{hint}", copy_verbatim=True, unknown=True
+        )
+    return KeyEffect(Fit.UNSUPPORTED, f"{tool} does not know this key{hint or '; remove it'}", unknown=True)

@@ -10,8 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import NOTHING, Given, Key, Meaning, TemplateWord, Undecided, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import (
+    NOTHING,
+    DocumentValues,
+    Key,
+    KeyEffect,
+    TemplateWord,
+    Undecided,
+    Unreadable,
+    left_out,
+)
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_template_word
 
@@ -143,8 +152,8 @@ def sets(
     note: str = "",
     *,
     auto: str = "",
-    silent: Any = NOTHING,
-    kept: bool = False,
+    tool_default: Any = NOTHING,
+    copy_verbatim: bool = False,
 ) -> Key:
     """A key that decides one field.
 
@@ -154,39 +163,45 @@ def sets(
         fit: How well the field says it.
         note: How it differs.
         auto: Who decides the value of `"auto"`; empty where the key knows no such word.
-        silent: What the tool assumes where a document does not have the key.
-        kept: Whether the key is repeated where the document is written in its own format again.
+        tool_default: What the tool assumes where a document does not have the key.
+        copy_verbatim: Whether the key is repeated where the document is written in its own format again.
     """
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if auto and value == AUTO:
-            return Meaning(Fit.NEEDS_INPUT, f"the value comes from {auto}", {field: Undecided(auto)})
-        return Meaning(fit, note, {field: convert(value)}, kept=kept)
+            return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {auto}", {field: Undecided(auto)})
+        return KeyEffect(fit, note, {field: convert(value)}, copy_verbatim=copy_verbatim)
 
-    return Key(read, field, fit, note, silent)
+    return Key(read, field, fit, note, tool_default)
 
 
-def broadcast_buffers(value: Any, given: Given) -> Meaning:
+def broadcast_buffers(value: Any, given: DocumentValues) -> KeyEffect:
     """The argument of DistributedDataParallel that sends rank 0's buffers before each forward."""
     if not boolean(value):
-        return Meaning(fields={"training.buffers": "local"})
+        return KeyEffect(fields={"training.buffers": "local"})
     note = (
         "DDP sends them before each forward; here they are sent where they are read: at evaluation and in checkpoints"
     )
-    return Meaning(Fit.EQUIVALENT, note, {"training.buffers": "rank0"})
+    return KeyEffect(Fit.EQUIVALENT, note, {"training.buffers": "rank0"})
 
 
-def drops(why: str, *, silent: Any = NOTHING, unknown: bool = False) -> Key:
+def drops(why: str, *, tool_default: Any = NOTHING, unknown: bool = False) -> Key:
     """A key that concerns only a launcher, a log or files.
 
     It is copied when the document is written in its own format again.
 
     Args:
         why: What it concerns.
-        silent: What the tool assumes where a document does not have the key.
+        tool_default: What the tool assumes where a document does not have the key.
         unknown: Whether the tool has no such key.
     """
-    return Key(lambda value, given: Meaning(Fit.IGNORED, why, kept=True, unknown=unknown), "", Fit.IGNORED, why, silent)
+    return Key(
+        lambda value, given: KeyEffect(Fit.IGNORED, why, copy_verbatim=True, unknown=unknown),
+        "",
+        Fit.IGNORED,
+        why,
+        tool_default,
+    )
 
 
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
@@ -197,10 +212,10 @@ def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
         off: Whether a value switches it off, so that nothing is lost.
     """
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if off is not None and off(value):
-            return Meaning(Fit.IGNORED, "is off", kept=True)
-        return Meaning(Fit.UNSUPPORTED, why)
+            return left_out("is off")
+        return KeyEffect(Fit.UNSUPPORTED, why)
 
     return Key(read, "", Fit.UNSUPPORTED, why)
 
@@ -214,4 +229,4 @@ def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
         fit: What is lost with another engine: `ignored` for what affects only time, memory or logs.
         note: Why.
     """
-    return Key(lambda value, given: Meaning(fit, note, native={key: convert(value)}), "", fit, note)
+    return Key(lambda value, given: KeyEffect(fit, note, native={key: convert(value)}), "", fit, note)

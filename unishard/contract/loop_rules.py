@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config, leaves
-from unishard.contract.rules import Fit, Rule, loop, unless
+from unishard.contract.rules import Fit, Rule, done_by_unishard, unless
 
 __all__ = ["LOOP", "NOT_FP16", "complete"]
 
@@ -16,10 +16,10 @@ def _keeps(cfg: Config) -> bool:
     return cfg.precision.matmul == "keep"
 
 
-_ARGUMENT = loop("argument of the optimizer")
-_GROUPS = loop("parameter groups, by the names that parameters have before sharding")
-_WRITER = loop("argument of the library that writes")
-_FORMULA = loop("part of the same formula")
+_ARGUMENT = done_by_unishard("argument of the optimizer")
+_GROUPS = done_by_unishard("parameter groups, by the names that parameters have before sharding")
+_WRITER = done_by_unishard("argument of the library that writes")
+_FORMULA = done_by_unishard("part of the same formula")
 
 _LAUNCH = {
     "launch.nodes": "`--nnodes` of torchrun, `--nodes` of sbatch",
@@ -35,33 +35,35 @@ _LAUNCH = {
 }
 
 LOOP: Mapping[str, Rule] = {
-    "backend": loop("chooses this table"),
+    "backend": done_by_unishard("chooses this table"),
     "precision.matmul": Rule(
         Fit.EXACT,
         "torch.set_float32_matmul_precision",
         "highest or high, for the whole process",
         when=(unless("keep", _keeps, ""),),
     ),
-    "precision.initial_loss_scale": loop("where the dynamic scale begins", NOT_FP16),
-    "precision.loss_scale_growth_interval": loop("counts updates", NOT_FP16),
+    "precision.initial_loss_scale": done_by_unishard("where the dynamic scale begins", NOT_FP16),
+    "precision.loss_scale_growth_interval": done_by_unishard("counts updates", NOT_FP16),
     "activation_checkpointing": Rule(
         Fit.EXACT,
         "torch.utils.checkpoint.checkpoint",
         "around `forward`, inside the engine's hooks; not reentrant, keeps random state",
     ),
-    "training.micro_batch_size": loop("batch size of `unishard.dataloader`"),
-    "training.gradient_accumulation_steps": loop(
+    "training.micro_batch_size": done_by_unishard("batch size of `unishard.dataloader`"),
+    "training.gradient_accumulation_steps": done_by_unishard(
         "`backward` divides the loss by it, `step` updates at the end of a window"
     ),
-    "training.global_batch_size": loop("compared with micro-batch x accumulation x ranks"),
-    "training.gradient_clipping": loop("fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"),
-    "training.nonfinite": loop("checks the global norm before the update, the same on every rank"),
-    "training.last_window": loop("`step` divides by the true length of the last window, or leaves it out"),
-    "training.buffers": loop(
+    "training.global_batch_size": done_by_unishard("compared with micro-batch x accumulation x ranks"),
+    "training.gradient_clipping": done_by_unishard(
+        "fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"
+    ),
+    "training.nonfinite": done_by_unishard("checks the global norm before the update, the same on every rank"),
+    "training.last_window": done_by_unishard("`step` divides by the true length of the last window, or leaves it out"),
+    "training.buffers": done_by_unishard(
         "hashes are compared at evaluation and at a save, and persistent buffers that differ made equal"
     ),
-    "training.seed": loop("seeds the data order, and each rank's generators after `prepare`"),
-    "optimizer.name": loop("built by unishard: torch's own, or Lion of lion-pytorch"),
+    "training.seed": done_by_unishard("seeds the data order, and each rank's generators after `prepare`"),
+    "optimizer.name": done_by_unishard("built by unishard: torch's own, or Lion of lion-pytorch"),
     "optimizer.lr": _ARGUMENT,
     "optimizer.betas": _ARGUMENT,
     "optimizer.eps": _ARGUMENT,
@@ -71,45 +73,47 @@ LOOP: Mapping[str, Rule] = {
     "optimizer.weight_decay": _ARGUMENT,
     "optimizer.no_decay": _GROUPS,
     "optimizer.groups": _GROUPS,
-    "scheduler.name": loop("closed form, written into the parameter groups after each update"),
-    "scheduler.warmup_steps": loop("counts updates"),
+    "scheduler.name": done_by_unishard("closed form, written into the parameter groups after each update"),
+    "scheduler.warmup_steps": done_by_unishard("counts updates"),
     "scheduler.warmup_type": _FORMULA,
     "scheduler.warmup_start_ratio": _FORMULA,
-    "scheduler.delay_steps": loop("counts updates"),
-    "scheduler.total_steps": loop("counts updates"),
-    "scheduler.min_lr_ratio": loop("factor of `optimizer.lr`"),
-    "communication.desync_check": loop("a few bytes over gloo before each collective call; none with one rank"),
-    "communication.desync_timeout": loop("how long that check waits, in seconds"),
+    "scheduler.delay_steps": done_by_unishard("counts updates"),
+    "scheduler.total_steps": done_by_unishard("counts updates"),
+    "scheduler.min_lr_ratio": done_by_unishard("factor of `optimizer.lr`"),
+    "communication.desync_check": done_by_unishard(
+        "a few bytes over gloo before each collective call; none with one rank"
+    ),
+    "communication.desync_timeout": done_by_unishard("how long that check waits, in seconds"),
     "compile.backend": Rule(Fit.EXACT, "torch.compile(backend=...)"),
-    "checkpoint.dir": loop(
+    "checkpoint.dir": done_by_unishard(
         "each rank writes the parts that it holds, under the names that parameters have in the model"
     ),
-    "checkpoint.on_existing": loop("`resume` in `prepare`, the check before the first update"),
-    "checkpoint.every_steps": loop("counts updates, at the end of a window"),
-    "checkpoint.every_minutes": loop("by the clock of rank 0, at the end of a window"),
-    "checkpoint.keep_last": loop("deletes after a newer checkpoint is complete"),
-    "checkpoint.keep_every": loop("part of the same"),
-    "checkpoint.keep_best": loop("by the metric that `engine.save` is passed"),
-    "checkpoint.best": loop("part of the same"),
-    "checkpoint.async_save": loop("copies to host memory, and a thread writes"),
-    "checkpoint.on_signal": loop("the ranks agree at the end of a window; exit code 85"),
-    "logging.to": loop("rank 0 writes"),
-    "logging.every_steps": loop("counts updates, at the end of a window"),
-    "logging.dir": loop("files of rank 0"),
-    "logging.module_steps": loop("hooks on the modules in these steps; summed over the ranks"),
+    "checkpoint.on_existing": done_by_unishard("`resume` in `prepare`, the check before the first update"),
+    "checkpoint.every_steps": done_by_unishard("counts updates, at the end of a window"),
+    "checkpoint.every_minutes": done_by_unishard("by the clock of rank 0, at the end of a window"),
+    "checkpoint.keep_last": done_by_unishard("deletes after a newer checkpoint is complete"),
+    "checkpoint.keep_every": done_by_unishard("part of the same"),
+    "checkpoint.keep_best": done_by_unishard("by the metric that `engine.save` is passed"),
+    "checkpoint.best": done_by_unishard("part of the same"),
+    "checkpoint.async_save": done_by_unishard("copies to host memory, and a thread writes"),
+    "checkpoint.on_signal": done_by_unishard("the ranks agree at the end of a window; exit code 85"),
+    "logging.to": done_by_unishard("rank 0 writes"),
+    "logging.every_steps": done_by_unishard("counts updates, at the end of a window"),
+    "logging.dir": done_by_unishard("files of rank 0"),
+    "logging.module_steps": done_by_unishard("hooks on the modules in these steps; summed over the ranks"),
     "logging.project": _WRITER,
     "logging.run_name": _WRITER,
     "logging.wandb_entity": _WRITER,
     "logging.wandb_group": _WRITER,
     "logging.wandb_mode": _WRITER,
     "logging.mlflow_uri": _WRITER,
-    "profile.steps": loop("`torch.profiler` from the forward to the update of each"),
-    "profile.dir": loop("a file for each run of steps and rank"),
-    "profile.ranks": loop("part of the same"),
-    "profile.memory": loop("a snapshot of the CUDA allocator, or the profiler's memory events"),
-    "profile.shapes": loop("argument of the profiler"),
+    "profile.steps": done_by_unishard("`torch.profiler` from the forward to the update of each"),
+    "profile.dir": done_by_unishard("a file for each run of steps and rank"),
+    "profile.ranks": done_by_unishard("part of the same"),
+    "profile.memory": done_by_unishard("a snapshot of the CUDA allocator, or the profiler's memory events"),
+    "profile.shapes": done_by_unishard("argument of the profiler"),
     **{path: Rule(Fit.EXACT, "unishard launch", note) for path, note in _LAUNCH.items()},
-    "strict": loop("refuses what is approximate in this table"),
+    "strict": done_by_unishard("refuses what is approximate in this table"),
 }
 """By field; a backend lists only where it differs."""
 

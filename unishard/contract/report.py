@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unishard.config import Config, value_at
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.express import express
+from unishard.contract.render import render
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import Problem, TranslationError
 
@@ -73,5 +73,5 @@ class Translation(NamedTuple):
 
 def apply(rules: Mapping[str, Rule], cfg: Config, topology: Topology) -> tuple[Native, Report]:
     """What a backend's rules make of a config: its native config and the report. Pure; imports no engine."""
-    native, fields = express(rules, cfg, topology)
+    native, fields = render(rules, cfg, topology)
     return native, Report(tuple(Line(path, value_at(cfg, path), *result) for path, result in fields.items()))

@@ -15,7 +15,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 
-__all__ = ["NO_KEY", "SCRIPT", "Fit", "Holds", "Rule", "Setting", "When", "loop", "unless"]
+__all__ = ["NO_KEY", "SCRIPT", "Fit", "Holds", "Rule", "Setting", "When", "done_by_unishard", "unless"]
 
 Setting = Callable[[Config, Topology], Native]
 Holds = Callable[[Config], bool]
@@ -46,7 +46,7 @@ class Fit(StrEnum):
     """Refused; the note says why, and what instead."""
 
     @property
-    def badness(self) -> int:
+    def severity(self) -> int:
         """Position in the order."""
         return list(Fit).index(self)
 
@@ -91,6 +91,6 @@ class Rule(NamedTuple):
         return self.fit, self.note
 
 
-def loop(note: str, *when: When) -> Rule:
+def done_by_unishard(note: str, *when: When) -> Rule:
     """A rule for a field that unishard's own loop honors, the same way around every engine."""
     return Rule(Fit.EXACT, "unishard's loop", note, when=when)

@@ -8,15 +8,14 @@ from typing import Any, cast
 
 from unishard.contract import registry
 from unishard.errors import BackendError, ConfigError, Problem
-from unishard.formats.explaining import Explained, by_signs
 from unishard.formats.format import Format
 from unishard.formats.hydra import composed, names_lightning
 from unishard.formats.inner_configs import InnerConfig, block_in
 from unishard.formats.other_tools import named
-from unishard.formats.signs import has
+from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source
 
-__all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise"]
+__all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise", "target", "written"]
 
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra composes or builds."""
@@ -44,6 +43,27 @@ def get(name: str) -> Format:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
         raise ConfigError([Problem("", str(error))]) from None
+
+
+def written() -> tuple[str, ...]:
+    """The formats by the word after `--to`: all but those that are only read."""
+    return tuple(name for name in NAMES if not getattr(get(name), "read_only", False))
+
+
+def target(name: str) -> Format:
+    """The format of this name, to write it.
+
+    Raises:
+        ConfigError: There is no such format, or it is only read.
+    """
+    format_ = get(name)
+    if getattr(format_, "read_only", False):
+        what = (
+            f"configs of {format_.tool} are read and never written; write --to {', '.join(written())}, or train with "
+            "the unishard file"
+        )
+        raise ConfigError([Problem(f"--to {name}", what)])
+    return format_
 
 
 def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:

@@ -44,8 +44,8 @@ def _placed(problem: Problem, outcome: Outcome) -> Problem:
     reading = outcome.reading
     for entry in reading.entries:
         if not entry.assumed and problem.path in (
-            *entry.meaning.fields,
-            *(f"native.{key}" for key in entry.meaning.native),
+            *entry.effect.fields,
+            *(f"native.{key}" for key in entry.effect.native),
         ):
             return Problem(problem.path, problem.what, str(reading.source.origins.of(entry.path)))
     return Problem(problem.path, problem.what, reading.source.name)

@@ -88,12 +88,12 @@ def _sides(reading: ReadDocument) -> dict[str, Side]:
 def _deciders(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
     """The entry that decides each field; the first counts, as all that stand agree."""
     for entry in reversed(reading.entries):
-        for field in entry.meaning.fields:
+        for field in entry.effect.fields:
             yield field, entry
 
 
 def _decided(value: Any, path: str, entry: Entry | None, reading: ReadDocument) -> Side:
-    if entry is None or (path in entry.meaning.fields and _listed(entry.meaning.fields[path]) != _listed(value)):
+    if entry is None or (path in entry.effect.fields and _listed(entry.effect.fields[path]) != _listed(value)):
         return Side(value, "override", said=True)
     if entry.assumed:
         return Side(
@@ -111,7 +111,7 @@ def _listed(value: Any) -> Any:
 
 
 def _native(reading: ReadDocument) -> Iterator[tuple[str, Side]]:
-    deciders = {f"native.{key}": entry for entry in reading.entries for key in entry.meaning.native}
+    deciders = {f"native.{key}": entry for entry in reading.entries for key in entry.effect.native}
     for key, value in flat({"native": reading.config.native}):
         if key != "native":
             yield key, _decided(value, key, deciders.get(key), reading)

@@ -39,7 +39,7 @@ _RESHARD = "sharding.reshard_after_forward"
 def stays_with_engine(reading: ReadDocument) -> bool:
     """Whether another tool than unishard drove the engine before, and overrides choose no other."""
     before = next(
-        (entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None
+        (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields), None
     )
     return reading.format != _OURS and before == reading.config.backend
 
@@ -48,9 +48,9 @@ def without_unishards(document: Native, reading: ReadDocument) -> Native:
     """DeepSpeed's JSON without what only unishard decides, where the source's own tool drives DeepSpeed."""
     if not stays_with_engine(reading):
         return document
-    written = [entry for entry in reading.entries if not entry.assumed and entry.meaning.fit is not Fit.UNSUPPORTED]
-    fields = {field for entry in written for field in entry.meaning.fields}
-    fields |= reading.decided - {field for entry in reading.entries for field in entry.meaning.fields}
+    written = [entry for entry in reading.entries if not entry.assumed and entry.effect.fit is not Fit.UNSUPPORTED]
+    fields = {field for entry in written for field in entry.effect.fields}
+    fields |= reading.decided - {field for entry in reading.entries for field in entry.effect.fields}
     there = {key for key in _ROUNDING if any(_is(entry, key) for entry in written)}
     kept = {
         key: value
@@ -71,7 +71,7 @@ def without_unishards(document: Native, reading: ReadDocument) -> Native:
 
 def _as_said(written: list[Entry], reading: ReadDocument) -> bool:
     """Whether the source says how long parameters stay, and the config still holds what it said."""
-    said = [entry.meaning.fields[_RESHARD] for entry in written if _RESHARD in entry.meaning.fields]
+    said = [entry.effect.fields[_RESHARD] for entry in written if _RESHARD in entry.effect.fields]
     return bool(said) and all(value == value_at(reading.config, _RESHARD) for value in said)
 
 

@@ -46,29 +46,29 @@ def _with_blocks(key: str) -> Iterator[str]:
 def _effect(entries: list[Entry], outcome: Outcome) -> str:
     if not entries:
         return ""
-    meaning = entries[0].meaning
-    why = meaning.note.partition("; ")[0]
+    effect = entries[0].effect
+    why = effect.note.partition("; ")[0]
     now = ", ".join(dict.fromkeys(said for entry in entries for said in _now(entry, outcome)))
-    if meaning.fit is Fit.UNSUPPORTED:
+    if effect.fit is Fit.UNSUPPORTED:
         return f"the training goes without it{now and f': {now}'}{why and f' ({why})'}"
     if now:
         return f"changes the training: {now}"
-    if meaning.fields or not meaning.native:
-        return f"the translation means the same{'' if meaning.fields or not why else f': {why}'}"
-    return f"left to the default of {next(iter(meaning.native)).partition('.')[0]}{why and f' ({why})'}"
+    if effect.fields or not effect.native:
+        return f"the translation means the same{'' if effect.fields or not why else f': {why}'}"
+    return f"left to the default of {next(iter(effect.native)).partition('.')[0]}{why and f' ({why})'}"
 
 
 def _now(entry: Entry, outcome: Outcome) -> Iterator[str]:
     """Each field that the key decides, and what holds now, where that is something else."""
-    reading, meaning = outcome.reading, entry.meaning
+    reading, effect = outcome.reading, entry.effect
     others = {change.field: change.after for change in outcome.changes}
-    for field in dict.fromkeys(path for path in (*meaning.fields, *meaning.decides) if path in _FIELDS):
-        before = meaning.fields.get(field)
+    for field in dict.fromkeys(path for path in (*effect.fields, *effect.decides) if path in _FIELDS):
+        before = effect.fields.get(field)
         after = others.get(field, value_at(reading.config, field))
         if field in reading.undecided and field not in others:
             if not isinstance(before, Undecided):
                 yield f"{field} comes from {reading.undecided[field].who}"
-        elif field not in meaning.fields:
+        elif field not in effect.fields:
             yield f"{field} is {shown(after)}"
         elif isinstance(before, Undecided):
             yield f"{field} is {shown(after)}, no longer from {before.who}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
@@ -47,13 +47,13 @@ def drop_entries(entries: Iterable[Entry], patterns: Sequence[str]) -> tuple[lis
     """
     found, dropped, wanted = [], [], _Patterns.of(patterns)
     for entry in entries:
-        refused = entry.meaning.fit is Fit.UNSUPPORTED
+        refused = entry.effect.fit is Fit.UNSUPPORTED
         pattern = wanted.match(entry.path) if refused or not entry.assumed else None
         if pattern is None:
             found.append(entry)
             continue
         dropped.append(DroppedKey(entry.key, entry.value, None, pattern))
-        found.append(entry._replace(meaning=Meaning(Fit.IGNORED, f"dropped (--drop {pattern})")))
+        found.append(entry._replace(effect=KeyEffect(Fit.IGNORED, f"dropped (--drop {pattern})")))
     return found, dropped
 
 

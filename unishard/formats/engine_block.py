@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from unishard.config.nested import Native, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.entries import Entry, Meaning, Path
+from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.rules import Fit
 
 __all__ = ["EngineBlock", "Spot", "combined"]
@@ -70,18 +70,18 @@ class EngineBlock:
 
     def placed(self, entries: Iterable[Entry]) -> list[Entry]:
         """The engine's entries at the places of the document."""
-        found: dict[Path, list[Meaning]] = {}
+        found: dict[Path, list[KeyEffect]] = {}
         spots: dict[Path, Spot] = {}
         for entry in entries:
             places = self._spots(entry)
-            meaning = entry.meaning
-            if places and entry.assumed and not (meaning.fields or meaning.native or meaning.fit is Fit.UNSUPPORTED):
+            effect = entry.effect
+            if places and entry.assumed and not (effect.fields or effect.native or effect.fit is Fit.UNSUPPORTED):
                 continue  # a default of the engine beside what is said, which decides nothing
             if places is None:
                 places = (Spot((*self.base, *self.names.get(entry.key, entry.path)), entry.value, entry.assumed),)
             for spot in places:
                 spots.setdefault(spot.path, spot)
-                found.setdefault(spot.path, []).append(meaning)
+                found.setdefault(spot.path, []).append(effect)
         return [combined(spots[path], meanings, repeats=self.repeats) for path, meanings in found.items()]
 
     def _spots(self, entry: Entry) -> tuple[Spot, ...] | None:
@@ -89,7 +89,7 @@ class EngineBlock:
         return next((self.spots[key] for key in above if key in self.spots), None)
 
 
-def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) -> Entry:
+def combined(spot: Spot, meanings: Iterable[KeyEffect], *, repeats: bool = False) -> Entry:
     """One entry for what several arguments say at one spot.
 
     Args:
@@ -100,22 +100,22 @@ def combined(spot: Spot, meanings: Iterable[Meaning], *, repeats: bool = False) 
     """
     found = list(meanings)
     telling = [one for one in found if one.fields or one.native or one.fit is not Fit.IGNORED] or found
-    said = [*telling, Meaning(spot.fit, spot.note, spot.fields)]
-    worst = max((one.fit for one in said), key=lambda fit: fit.badness)
+    said = [*telling, KeyEffect(spot.fit, spot.note, spot.fields)]
+    worst = max((one.fit for one in said), key=lambda fit: fit.severity)
     notes = dict.fromkeys(one.note for one in said if one.note and one.fit is worst)
     fields = {name: value for one in said for name, value in one.fields.items()}
     native = {name: value for one in said for name, value in one.native.items()}
     silent = worst is Fit.IGNORED and not fields and not native
-    kept = (repeats and silent) or (bool(found) and all(one.kept for one in found))
+    kept = (repeats and silent) or (bool(found) and all(one.copy_verbatim for one in found))
     unknown, notable = (
         bool(found) and all(one.unknown for one in found),
         spot.notable or any(one.notable for one in found),
     )
-    elsewhere = {name: value for one in said for name, value in one.elsewhere.items()}
+    elsewhere = {name: value for one in said for name, value in one.if_other_engine.items()}
     decides: tuple[str, ...] = ()
     if worst is Fit.UNSUPPORTED:
         decides = tuple(dict.fromkeys(name for one in said for name in (*one.decides, *one.fields)))
         fields, native, elsewhere = {}, {}, {}
-    stale = any(one.stale for one in found)
-    meaning = Meaning(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides, stale)
-    return Entry(spot.path, spot.value, meaning, spot.assumed)
+    stale = any(one.rejected_upstream for one in found)
+    effect = KeyEffect(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides, stale)
+    return Entry(spot.path, spot.value, effect, spot.assumed)

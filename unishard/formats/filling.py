@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from unishard.config import Config, leaves
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Path, Undecided
-from unishard.contract.express import AUTO
+from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
@@ -35,8 +35,6 @@ _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 _FIELDS = frozenset(path for path, _ in leaves(Config))
 _BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"
 _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
-_LOGS = "logging."
-_LOGGED = Meaning(Fit.IGNORED, "DeepSpeed's own logs, beside those of the arguments", kept=True)
 _PLAIN = "hf"
 _OTHER = (
     "starts the training with this file, not with the one that is translated; name a line that starts it: --with "
@@ -101,8 +99,8 @@ def filled(
     own, given = (
         _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
     )
-    unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.meaning.unknown))
-    own = _opened(_without_logs(own, given) if reading.format == "deepspeed" else own, given)
+    unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.effect.unknown))
+    own = _opened(own, given)
     given += [] if same else beside.started
     noted = list(clashes(reading, beside)) if reading.format == "accelerate" else list(beside.missing)
     if reading.format in TRAINER and engine_is_open(own):
@@ -180,7 +178,9 @@ class _Told(NamedTuple):
 
     def placed(self, entry: Entry) -> Entry:
         """The entry with where it comes from."""
-        return entry._replace(place=self.default if entry.assumed else self.supplied.place(entry.path[0]), beside=True)
+        return entry._replace(
+            place=self.default if entry.assumed else self.supplied.place(entry.path[0]), from_sidecar=True
+        )
 
 
 def _merged(reading: ReadDocument, format_: Format, told: _Told, *, same: bool) -> tuple[list[Entry], list[Entry]]:
@@ -198,7 +198,7 @@ def _merged(reading: ReadDocument, format_: Format, told: _Told, *, same: bool) 
     found = format_.entries(reading.source._replace(data={**more, **kept}), told.ranks)
     own = [entry for entry in found if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
     own += [
-        Entry((key,), data[key], Meaning(Fit.IGNORED, f"{told.supplied.place(key)} says {shown(more[key])}"))
+        Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{told.supplied.place(key)} says {shown(more[key])}"))
         for key in yielding
     ]
     given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
@@ -206,14 +206,14 @@ def _merged(reading: ReadDocument, format_: Format, told: _Told, *, same: bool) 
 
 
 def _stays(key: str, reading: ReadDocument, told: _Told) -> Entry:
-    meaning = Meaning(Fit.IGNORED, "counts more than the file, and stays on the launch line", notable=True)
-    return Entry((key,), told.supplied.values[key], meaning, place=told.supplied.place(key), beside=True)
+    effect = KeyEffect(Fit.IGNORED, "counts more than the file, and stays on the launch line", notable=True)
+    return Entry((key,), told.supplied.values[key], effect, place=told.supplied.place(key), from_sidecar=True)
 
 
 def _clash(key: str, reading: ReadDocument, told: _Told) -> Entry:
     place, value = str(reading.source.origins.of((key,))), told.supplied.values[key]
     note = f"is {shown(reading.source.data[key])} in {place or 'the config'}; make them equal, or leave one out"
-    return Entry((key,), value, Meaning(Fit.UNSUPPORTED, note), place=told.supplied.place(key), beside=True)
+    return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=told.supplied.place(key), from_sidecar=True)
 
 
 def _beside(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[Entry], list[Entry]]:
@@ -239,69 +239,56 @@ def _beside(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[E
 
 def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
     """The entry without what the document itself says, which is how the engine shards."""
-    meaning = entry.meaning
+    effect = entry.effect
     if of_launcher:
         fields = {
             field: value
-            for field, value in meaning.fields.items()
+            for field, value in effect.fields.items()
             if field in _OF_LAUNCHER or field.startswith("launch.")
         }
-        return entry._replace(meaning=Meaning(fields=fields, unknown=meaning.unknown))
-    fields = {field: value for field, value in meaning.fields.items() if not field.startswith(_STRATEGY)}
-    return entry._replace(meaning=meaning._replace(fields=fields, native={}))
+        return entry._replace(effect=KeyEffect(fields=fields, unknown=effect.unknown))
+    fields = {field: value for field, value in effect.fields.items() if not field.startswith(_STRATEGY)}
+    return entry._replace(effect=effect._replace(fields=fields, native={}))
 
 
 def _again(entry: Entry, filled_in: Entry, told: _Told, where: Path) -> Entry:
     """The entry as it is once transformers has filled in the engine's config."""
-    if entry.meaning.fit is Fit.UNSUPPORTED:
+    if entry.effect.fit is Fit.UNSUPPORTED:
         return entry
-    refused = filled_in.meaning.fit is Fit.UNSUPPORTED and not entry.assumed
+    refused = filled_in.effect.fit is Fit.UNSUPPORTED and not entry.assumed
     names = trainer().filled_from(".".join(entry.path[len(where) :]))
     named = next((name for name in names if name in told.supplied.values), None)
     place = (told.supplied.place(named) if named else told.default) if names else ""
     if refused and place:
-        what, _, instead = filled_in.meaning.note.partition(";")
-        return entry._replace(meaning=filled_in.meaning._replace(note=f"{what} ({place});{instead}"))
-    known = entry.value == AUTO and filled_in.meaning.fit is not Fit.NEEDS_INPUT
-    return entry._replace(meaning=filled_in.meaning, place=place if known else "")
+        what, _, instead = filled_in.effect.note.partition(";")
+        return entry._replace(effect=filled_in.effect._replace(note=f"{what} ({place});{instead}"))
+    known = entry.value == AUTO and filled_in.effect.fit is not Fit.NEEDS_INPUT
+    return entry._replace(effect=filled_in.effect, place=place if known else "")
 
 
 def _with_whole_batch(entries: Sequence[Entry], ranks: Topology | None) -> list[Entry]:
     """The entries, with the product that transformers fills in where every factor is known; no other tool takes the
     word.
     """
-    said = {
-        field: value for entry in entries for field, value in entry.meaning.fields.items() if isinstance(value, int)
-    }
+    said = {field: value for entry in entries for field, value in entry.effect.fields.items() if isinstance(value, int)}
     if not said.keys() >= set(_FACTORS):
         return list(entries)
     product = ranks and math.prod(said[field] for field in _FACTORS) * ranks.world_size
-    ignored = Meaning(Fit.IGNORED, "the product of the other two and the ranks", stale=True)
-    meaning = Meaning(fields={_WHOLE: product}) if product else ignored
+    ignored = KeyEffect(Fit.IGNORED, "the product of the other two and the ranks", rejected_upstream=True)
+    effect = KeyEffect(fields={_WHOLE: product}) if product else ignored
     return [
-        entry._replace(meaning=meaning) if entry.value == AUTO and entry.path[-1] == _BATCH else entry
+        entry._replace(effect=effect) if entry.value == AUTO and entry.path[-1] == _BATCH else entry
         for entry in entries
     ]
 
 
-def _without_logs(own: Sequence[Entry], given: Iterable[Entry]) -> list[Entry]:
-    """The entries of DeepSpeed's config, without logs where the arguments of the tool around it say what is logged."""
-    if not any(map(_is_log, (field for entry in given if not entry.assumed for field in entry.meaning.fields))):
-        return list(own)
-    return [entry._replace(meaning=_LOGGED) if any(map(_is_log, entry.meaning.fields)) else entry for entry in own]
-
-
-def _is_log(field: str) -> bool:
-    return field.startswith(_LOGS)
-
-
 def _opened(own: Iterable[Entry], given: Sequence[Entry]) -> list[Entry]:
     """The entries; a word `auto` that the tool itself would replace leaves the value to the arguments."""
-    said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
+    said = {field for entry in given if not entry.assumed for field in entry.effect.fields}
     return [_left_open(entry, said) if entry.value == AUTO else entry for entry in own]
 
 
 def _left_open(entry: Entry, said: Collection[str]) -> Entry:
-    meaning = entry.meaning
-    fields = {field: Undecided("the arguments") if field in said else value for field, value in meaning.fields.items()}
-    return entry._replace(meaning=meaning._replace(fields=fields))
+    effect = entry.effect
+    fields = {field: Undecided("the arguments") if field in said else value for field, value in effect.fields.items()}
+    return entry._replace(effect=effect._replace(fields=fields))

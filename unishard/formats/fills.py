@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument
 
@@ -31,25 +31,25 @@ def fills(
     open_ = {
         field
         for entry in own
-        for field, value in entry.meaning.fields.items()
+        for field, value in entry.effect.fields.items()
         if isinstance(value, Undecided) or entry.place
     }
-    refused = {field for entry in own if entry.meaning.fit is Fit.UNSUPPORTED for field in entry.meaning.decides}
-    written = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
+    refused = {field for entry in own if entry.effect.fit is Fit.UNSUPPORTED for field in entry.effect.decides}
+    written = {field for entry in given if not entry.assumed for field in entry.effect.fields}
     for entry in given:
-        if entry.meaning.unknown or (entry.assumed and written.issuperset(entry.meaning.fields)):
+        if entry.effect.unknown or (entry.assumed and written.issuperset(entry.effect.fields)):
             continue
-        if entry.meaning.fit is Fit.IGNORED and entry.meaning.notable and not entry.assumed:
-            yield entry._replace(meaning=Meaning(Fit.IGNORED, entry.meaning.note))
+        if entry.effect.fit is Fit.IGNORED and entry.effect.notable and not entry.assumed:
+            yield entry._replace(effect=KeyEffect(Fit.IGNORED, entry.effect.note))
             continue
-        if entry.meaning.fit is Fit.UNSUPPORTED:
-            settled = any(field in holders or field in changed for field in entry.meaning.decides)
-            if not (entry.assumed or settled or (same and not open_.intersection(entry.meaning.decides))):
+        if entry.effect.fit is Fit.UNSUPPORTED:
+            settled = any(field in holders or field in changed for field in entry.effect.decides)
+            if not (entry.assumed or settled or (same and not open_.intersection(entry.effect.decides))):
                 yield entry
             continue
         clashes = [
             holders[field]
-            for field, value in entry.meaning.fields.items()
+            for field, value in entry.effect.fields.items()
             if _clashes(entry, field, value, holders, changed)
         ]
         if clashes:
@@ -57,7 +57,7 @@ def fills(
             continue
         fields = {
             field: value
-            for field, value in entry.meaning.fields.items()
+            for field, value in entry.effect.fields.items()
             if field not in changed
             and field not in refused
             and _fills_in(entry, field, value, holders)
@@ -66,13 +66,13 @@ def fills(
         if _COMPUTE in fields and _REDUCE in open_:
             fields = {_REDUCE: fields[_COMPUTE], **fields}  # DeepSpeed reduces in the dtype of compute
         if fields:
-            yield entry._replace(meaning=Meaning(entry.meaning.fit, entry.meaning.note, fields))
+            yield entry._replace(effect=KeyEffect(entry.effect.fit, entry.effect.note, fields))
 
 
 def _holders(own: Iterable[Entry]) -> Iterator[tuple[str, Entry]]:
     """The entry that decides each field: a written one before an assumed one."""
     for entry in sorted(own, key=lambda entry: not entry.assumed):
-        for field, value in entry.meaning.fields.items():
+        for field, value in entry.effect.fields.items():
             if not isinstance(value, Undecided):
                 yield field, entry
 
@@ -81,7 +81,7 @@ def _clashes(entry: Entry, field: str, value: Any, holders: Mapping[str, Entry],
     holder = holders.get(field)
     if holder is None or holder.assumed or entry.assumed or field in changed or isinstance(value, Undecided):
         return False
-    return not same_value(holder.meaning.fields[field], value)
+    return not same_value(holder.effect.fields[field], value)
 
 
 def _fills_in(entry: Entry, field: str, value: Any, holders: Mapping[str, Entry]) -> bool:
@@ -91,7 +91,7 @@ def _fills_in(entry: Entry, field: str, value: Any, holders: Mapping[str, Entry]
     if isinstance(value, Undecided):
         return False
     return (holder.assumed and not entry.assumed) or (
-        not holder.assumed and same_value(holder.meaning.fields[field], value)
+        not holder.assumed and same_value(holder.effect.fields[field], value)
     )
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from unishard.contract.entries import Entry, Meaning
+from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats.launch_line import LaunchLine
@@ -90,5 +90,5 @@ def opened(named: Named, place: str) -> Source | Entry:
 def missing(named: Named, place: str, note: str) -> Entry:
     """The entry of a named file that counts for nothing."""
     return Entry(
-        (named.option,), named.word.text, Meaning(Fit.APPROXIMATE, note, notable=True), place=place, beside=True
+        (named.option,), named.word.text, KeyEffect(Fit.APPROXIMATE, note, notable=True), place=place, from_sidecar=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -11,20 +10,19 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, Path
-from unishard.contract.express import Expressed
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Rule
 from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
-from unishard.formats.explaining import Explained, by_entries
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.signs import Signs
+from unishard.formats.signs import Explained, Signs, by_entries
 from unishard.formats.source import Source
 
 __all__ = ["Deferred", "Format"]
 
 
-class Format(ABC):
+class Format:
     """A format of config files. Stateless; importing it imports neither torch nor the tool.
 
     A subclass sets the attributes, and defines `entries` (or `read`) and `write`.
@@ -42,10 +40,10 @@ class Format(ABC):
     """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
     rules: Mapping[str, Rule] = {}
     """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
+    read_only: bool = False
+    """Whether such files are read and never written; a subclass then defines no `write`."""
     needed: tuple[str, ...] = ()
     """Keys without which its tool refuses a file; `a|b` where one of several is enough."""
-    notice: str = ""
-    """A warning with each file that is written, such as which versions of the tool do not read it."""
     yaml_1_1: bool = False
     """Whether the tool reads YAML 1.1."""
     fills_auto: bool = False
@@ -95,9 +93,9 @@ class Format(ABC):
             else ""
         )
 
-    @abstractmethod
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The document that says `reading.config`, and what became of each field. Pure."""
+        raise NotImplementedError
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """The text of a document; YAML unless a format says otherwise."""
@@ -110,10 +108,11 @@ class Deferred:
     Args:
         name: Of the format, and of its folder.
         signs: What speaks for it.
+        read_only: Whether its files are read and never written.
     """
 
-    def __init__(self, name: str, signs: Signs) -> None:
-        self.name, self.signs = name, signs
+    def __init__(self, name: str, signs: Signs, *, read_only: bool = False) -> None:
+        self.name, self.signs, self.read_only = name, signs, read_only
 
     @cached_property
     def _format(self) -> Any:

@@ -9,7 +9,7 @@ from unishard.config import value_at
 from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import Native, flat
 from unishard.contract.entries import Entry
-from unishard.contract.express import KEPT_AUTO, LEFT_OUT, Expressed, FieldResult
+from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, Rendered
 from unishard.contract.rules import NO_KEY, Fit
 from unishard.formats.defaults import left_to_engine, stays_with_engine
 from unishard.formats.format import Format
@@ -36,11 +36,11 @@ class Item(NamedTuple):
     """Whether the default report has a line for it although it is assumed."""
     place: str = ""
     """Where the value comes from if not from the document: what was read beside it, or the default of that."""
-    beside: bool = False
+    from_sidecar: bool = False
     """Whether the key is one of what was read beside the document."""
 
 
-def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed, same: Native | None) -> Item:
+def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered, same: Native | None) -> Item:
     """What became of a key.
 
     Args:
@@ -50,12 +50,21 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Expr
         expressed: What that makes of the config.
         same: The document itself, if it is in that format already.
     """
-    word = _repeated(entry, reading, same) if same is not None and not entry.beside else None
+    word = _repeated(entry, reading, same) if same is not None and not entry.from_sidecar else None
     word = word or _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
-    line = None if entry.assumed or entry.beside else reading.source.origins.of(entry.path).line
-    notable = entry.assumed and entry.meaning.notable
+    line = None if entry.assumed or entry.from_sidecar else reading.source.origins.of(entry.path).line
+    notable = entry.assumed and entry.effect.notable
     return Item(
-        entry.key, entry.value, word.fit, word.key, word.note, line, entry.assumed, notable, entry.place, entry.beside
+        entry.key,
+        entry.value,
+        word.fit,
+        word.key,
+        word.note,
+        line,
+        entry.assumed,
+        notable,
+        entry.place,
+        entry.from_sidecar,
     )
 
 
@@ -63,32 +72,30 @@ def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult 
     """What became of a key that the same format has as it is, or of a default that still holds; None where it does not
     stay so.
     """
-    meaning = entry.meaning
+    effect = entry.effect
     here = not entry.assumed and stays(entry, reading.source.data, same)
-    elsewhere = any(key.partition(".")[0] != reading.config.backend for key in meaning.native)
+    elsewhere = any(key.partition(".")[0] != reading.config.backend for key in effect.native)
     if not goes_through(entry) or elsewhere or (not entry.assumed and not here):
         return None
-    if meaning.fit is Fit.NEEDS_INPUT or (
-        entry.assumed and any(field in reading.undecided for field in meaning.fields)
-    ):
-        return FieldResult(Fit.EXACT, entry.key, "kept") if here and any(_required(reading, meaning.fields)) else None
+    if effect.fit is Fit.NEEDS_INPUT or (entry.assumed and any(field in reading.undecided for field in effect.fields)):
+        return FieldResult(Fit.EXACT, entry.key, "kept") if here and any(_required(reading, effect.fields)) else None
     if not entry.assumed:
         return FieldResult(Fit.EXACT, entry.key, "kept")
-    values = ((value_at(reading.config, field), value) for field, value in meaning.fields.items())
+    values = ((value_at(reading.config, field), value) for field, value in effect.fields.items())
     holds = all(list(held) == list(value) if isinstance(held, tuple) else held == value for held, value in values)
-    left = f"{meaning.note}; still left to it" if meaning.notable else "still left to the tool's default"
+    left = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
     return FieldResult(Fit.EXACT, "", left) if holds and value_in(same, entry.path) is None else None
 
 
 def _unless_left(
-    word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed
+    word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered
 ) -> FieldResult:
     """The result, which is exact for a default of the engine or a setting without a field where another tool drives the
     same engine.
     """
     if target.name == "unishard" or word.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
         return word
-    if (entry.meaning.fields and not entry.assumed) or not left_to_engine(entry, expressed.document):
+    if (entry.effect.fields and not entry.assumed) or not left_to_engine(entry, expressed.document):
         return word
     return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
 
@@ -98,40 +105,40 @@ def _required(reading: ReadDocument, fields: Iterable[str]) -> Iterator[bool]:
     return (reading.undecided[field].required for field in fields if field in reading.undecided)
 
 
-def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Expressed) -> FieldResult:
-    meaning = entry.meaning
-    if meaning.fit is Fit.UNSUPPORTED:
-        return FieldResult(Fit.UNSUPPORTED, "", meaning.note)
-    if meaning.kept and reading.format == target.name and meaning.fields.keys() <= reading.undecided.keys():
+def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered) -> FieldResult:
+    effect = entry.effect
+    if effect.fit is Fit.UNSUPPORTED:
+        return FieldResult(Fit.UNSUPPORTED, "", effect.note)
+    if effect.copy_verbatim and reading.format == target.name and effect.fields.keys() <= reading.undecided.keys():
         return FieldResult(Fit.EXACT, entry.key, "kept")
-    own = _native_result(entry, reading, expressed) if meaning.native else None
-    if not meaning.fields:
-        return own or FieldResult(meaning.fit, "", meaning.note)
+    own = _native_result(entry, reading, expressed) if effect.native else None
+    if not effect.fields:
+        return own or FieldResult(effect.fit, "", effect.note)
     if own is None:
         word = _field_result(entry, reading, expressed)
         silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
-        left = f"{meaning.note}; still left to it" if meaning.notable else "still left to the tool's default"
+        left = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
         return FieldResult(Fit.EXACT, "", left) if silent else word
     said = _field_result(entry.but(Fit.EXACT, ""), reading, expressed)
     becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
-    return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.badness), becomes, note)
+    return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.severity), becomes, note)
 
 
-def _native_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
+def _native_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> FieldResult:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says
     that it does.
     """
-    words = [_native_setting(path, reading, expressed) for path in entry.meaning.native]
-    said = max(words, key=lambda word: word.fit.badness)
+    words = [_native_setting(path, reading, expressed) for path in entry.effect.native]
+    said = max(words, key=lambda word: word.fit.severity)
     if said.fit is Fit.EXACT:
         return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
     # What is lost where the setting is dropped, the key itself says.
-    own = entry.meaning.fit
-    fit = own if said.fit is Fit.IGNORED else max(own, said.fit, key=lambda fit: fit.badness)
-    return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.meaning.note, said.note)))))
+    own = entry.effect.fit
+    fit = own if said.fit is Fit.IGNORED else max(own, said.fit, key=lambda fit: fit.severity)
+    return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.effect.note, said.note)))))
 
 
-def _native_setting(path: str, reading: ReadDocument, expressed: Expressed) -> FieldResult:
+def _native_setting(path: str, reading: ReadDocument, expressed: Rendered) -> FieldResult:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
         return FieldResult(Fit.IGNORED, "", "")
@@ -144,7 +151,7 @@ def _native_setting(path: str, reading: ReadDocument, expressed: Expressed) -> F
 _SAID = FieldResult(Fit.EXACT, "", "")
 
 
-def _left_to_the_tool(field: str, expressed: Expressed) -> bool:
+def _left_to_the_tool(field: str, expressed: Rendered) -> bool:
     """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
     word = expressed.fields.get(field, _SAID)
     return (
@@ -163,18 +170,18 @@ def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
     return FieldResult(Fit.UNSUPPORTED, "", note)
 
 
-def _field_result(entry: Entry, reading: ReadDocument, expressed: Expressed) -> FieldResult:
+def _field_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> FieldResult:
     """Of what the key means and what the other format makes of it, the worse."""
-    own = entry.meaning
+    own = entry.effect
     left = [field for field in own.fields if field in reading.undecided]
     if missing := [
         field for field in left if reading.undecided[field].required and _left_to_the_tool(field, expressed)
     ]:
         return _unknown(missing, reading)
     words = [expressed.fields[field] for field in own.fields if field in expressed.fields]
-    said = max((word.fit for word in words), key=lambda fit: fit.badness, default=Fit.EXACT)
+    said = max((word.fit for word in words), key=lambda fit: fit.severity, default=Fit.EXACT)
     fit, notes = (
-        max(own.fit, said, key=lambda fit: fit.badness),
+        max(own.fit, said, key=lambda fit: fit.severity),
         [own.note] if own.fit is not Fit.EXACT or own.notable else [],
     )
     if own.fit is Fit.NEEDS_INPUT:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from unishard.contract.entries import Entry, Meaning
+from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.formats.launch_line import LaunchLine
@@ -29,7 +29,7 @@ _EACH_GPU = "one rank for each GPU, as launch.processes_per_node: null"
 _SHOWN = "affects only what the launcher shows and where its logs are"
 _REACHED = "how DeepSpeed reaches the hosts; start the launcher on each host"
 
-_Read = Callable[[str, Launch], Meaning]
+_Read = Callable[[str, Launch], KeyEffect]
 
 
 def launch_entries(line: LaunchLine, launch: Launch, place: Callable[[Word], str]) -> Iterator[Entry]:
@@ -48,20 +48,20 @@ def launch_entries(line: LaunchLine, launch: Launch, place: Callable[[Word], str
             dashed = f"{'-' if len(option) == 1 else '--'}{option.replace('_', '-')}"
             name = dashed if line.launcher == "python" else f"{line.launcher} {dashed}"
             entry = _entry(name, word, read(word.text, launch), place)
-            said |= entry.meaning.fields.keys()
+            said |= entry.effect.fields.keys()
             yield entry
     for name, word in line.settings.items():
         if name in launch.environment:
             yield _entry(name, word, _environment(word.text, launch), place)
         elif read := _SETTINGS.get(name):
             entry = _entry(name, word, read(word.text, launch), place)
-            said |= entry.meaning.fields.keys()
+            said |= entry.effect.fields.keys()
             yield entry
     yield from _unsaid(line, launch, said)
 
 
-def _entry(name: str, word: Word, meaning: Meaning, place: Callable[[Word], str]) -> Entry:
-    return Entry((name,), word.text, meaning._replace(notable=True), place=place(word), beside=True)
+def _entry(name: str, word: Word, effect: KeyEffect, place: Callable[[Word], str]) -> Entry:
+    return Entry((name,), word.text, effect._replace(notable=True), place=place(word), from_sidecar=True)
 
 
 def _unsaid(line: LaunchLine, launch: Launch, said: set[str]) -> Iterator[Entry]:
@@ -70,24 +70,24 @@ def _unsaid(line: LaunchLine, launch: Launch, said: set[str]) -> Iterator[Entry]
     if line.launcher == "python":
         for field, value in found.items():
             if isinstance(value, int) and field not in said and not (field == "launch.nodes" and value == 1):
-                yield Entry(("#SBATCH",), value, Meaning(fields={field: value}), place="the job", beside=True)
+                yield Entry(("#SBATCH",), value, KeyEffect(fields={field: value}), place="the job", from_sidecar=True)
     elif line.launcher == "torchrun" and "nproc_per_node" not in line.options:
-        meaning = Meaning(fields={"launch.processes_per_node": launch.processes})
+        effect = KeyEffect(fields={"launch.processes_per_node": launch.processes})
         yield Entry(
             ("torchrun --nproc-per-node",),
             launch.processes,
-            meaning,
+            effect,
             assumed=True,
             place="default of torchrun",
-            beside=True,
+            from_sidecar=True,
         )
 
 
-def _left(note: str) -> Meaning:
-    return Meaning(Fit.IGNORED, note)
+def _left(note: str) -> KeyEffect:
+    return KeyEffect(Fit.IGNORED, note)
 
 
-def _open(text: Any, field: str) -> Meaning:
+def _open(text: Any, field: str) -> KeyEffect:
     """What only a variable of the script says."""
     found = " and ".join(placeholders_in(text)) or str(text)
     return _left(f"the value comes from {found}; set {field}")
@@ -97,21 +97,21 @@ def _several(launch: Launch) -> bool:
     return launch.nodes not in (None, 1)
 
 
-def _nodes(text: str, launch: Launch) -> Meaning:
+def _nodes(text: str, launch: Launch) -> KeyEffect:
     if isinstance(launch.nodes, int) and launch.nodes > 0:
-        return Meaning(fields={"launch.nodes": launch.nodes})
+        return KeyEffect(fields={"launch.nodes": launch.nodes})
     if _RANGE.fullmatch(str(launch.nodes)):
-        return Meaning(fields={"launch.nodes": launch.nodes})
+        return KeyEffect(fields={"launch.nodes": launch.nodes})
     return _open(text, "launch.nodes")
 
 
-def _processes(text: str, launch: Launch) -> Meaning:
+def _processes(text: str, launch: Launch) -> KeyEffect:
     if isinstance(launch.processes, int) and launch.processes > 0:
-        return Meaning(fields={"launch.processes_per_node": launch.processes})
+        return KeyEffect(fields={"launch.processes_per_node": launch.processes})
     return _left(_EACH_GPU) if text in ("gpu", "auto") else _open(text, "launch.processes_per_node")
 
 
-def _endpoint(text: str, launch: Launch) -> Meaning:
+def _endpoint(text: str, launch: Launch) -> KeyEffect:
     if not _several(launch):
         return _left(_ONE_HOST)
     for part in (launch.address, launch.port):
@@ -119,28 +119,30 @@ def _endpoint(text: str, launch: Launch) -> Meaning:
             return _open(part, "launch.endpoint")
     if launch.address is None:
         return _left("the host is not said; set launch.endpoint")
-    return Meaning(fields={"launch.endpoint": f"{launch.address}:{launch.port or _PORT}"})
+    return KeyEffect(fields={"launch.endpoint": f"{launch.address}:{launch.port or _PORT}"})
 
 
-def _rendezvous(text: str, launch: Launch) -> Meaning:
+def _rendezvous(text: str, launch: Launch) -> KeyEffect:
     if not _several(launch):
         return _left(_ONE_HOST)
-    return Meaning(fields={"launch.rendezvous": text}) if text in _RENDEZVOUS else _open(text, "launch.rendezvous")
+    return KeyEffect(fields={"launch.rendezvous": text}) if text in _RENDEZVOUS else _open(text, "launch.rendezvous")
 
 
-def _rendezvous_id(text: str, launch: Launch) -> Meaning:
+def _rendezvous_id(text: str, launch: Launch) -> KeyEffect:
     if not _several(launch):
         return _left(_ONE_HOST)
     return (
-        _open(text, "launch.rendezvous_id") if placeholders_in(text) else Meaning(fields={"launch.rendezvous_id": text})
+        _open(text, "launch.rendezvous_id")
+        if placeholders_in(text)
+        else KeyEffect(fields={"launch.rendezvous_id": text})
     )
 
 
-def _rendezvous_options(text: str, launch: Launch) -> Meaning:
+def _rendezvous_options(text: str, launch: Launch) -> KeyEffect:
     found = dict(part.partition("=")[::2] for part in text.split(",") if "=" in part)
     if placeholders_in(text) or not found:
         return _open(text, "launch.rendezvous_options")
-    return Meaning(
+    return KeyEffect(
         fields={
             "launch.rendezvous_options": {
                 key: int(value) if value.isdecimal() else value for key, value in found.items()
@@ -149,19 +151,19 @@ def _rendezvous_options(text: str, launch: Launch) -> Meaning:
     )
 
 
-def _restarts(text: str, launch: Launch) -> Meaning:
+def _restarts(text: str, launch: Launch) -> KeyEffect:
     return (
-        Meaning(fields={"launch.max_restarts": int(text)})
+        KeyEffect(fields={"launch.max_restarts": int(text)})
         if _NUMBER.fullmatch(text)
         else _open(text, "launch.max_restarts")
     )
 
 
-def _environment(text: str, launch: Launch) -> Meaning:
-    return Meaning(fields={"launch.environment": dict(launch.environment)})
+def _environment(text: str, launch: Launch) -> KeyEffect:
+    return KeyEffect(fields={"launch.environment": dict(launch.environment)})
 
 
-def _devices(text: str, launch: Launch) -> Meaning:
+def _devices(text: str, launch: Launch) -> KeyEffect:
     if text == "all":
         return _left("every rank sees all GPUs of its host")
     return (
@@ -171,7 +173,7 @@ def _devices(text: str, launch: Launch) -> Meaning:
     )
 
 
-def _included(text: str, launch: Launch) -> Meaning:
+def _included(text: str, launch: Launch) -> KeyEffect:
     if launch.devices is None:
         return _left(_FILTERED)
     return _environment(text, launch)._replace(
@@ -179,20 +181,20 @@ def _included(text: str, launch: Launch) -> Meaning:
     )
 
 
-def _hosts(text: str, launch: Launch) -> Meaning:
+def _hosts(text: str, launch: Launch) -> KeyEffect:
     if not isinstance(launch.nodes, int) or launch.hosts is None:
         return _left("file not found: its hosts are unknown; set launch.nodes")
     fields = {"launch.nodes": launch.nodes, "launch.processes_per_node": launch.processes}
     if launch.nodes > 1 and not placeholders_in(launch.address):
         fields["launch.endpoint"] = f"{launch.address}:{launch.port or _PORT}"
-    return Meaning(fields=fields)
+    return KeyEffect(fields=fields)
 
 
 def _says(note: str) -> _Read:
     return lambda text, launch: _left(note)
 
 
-def _threads(text: str, launch: Launch) -> Meaning:
+def _threads(text: str, launch: Launch) -> KeyEffect:
     return _environment(text, launch) if "OMP_NUM_THREADS" in launch.environment else _open(text, "launch.environment")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning
+from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.formats import catalog
 from unishard.formats.following import LAUNCHER
@@ -46,11 +46,11 @@ def decided(own: list[Entry], given: Iterable[Entry], beside: Supplied, ranks: T
     """
     if beside.launcher is None:
         return own
-    said = {field for entry in given if not entry.assumed for field in entry.meaning.fields}
+    said = {field for entry in given if not entry.assumed for field in entry.effect.fields}
     origins = beside.launcher.origins
     return [entry for entry in own if not _leaves_engine(entry)] + [
         _without(entry, said)._replace(
-            place="default of Accelerate" if entry.assumed else str(origins.of(entry.path)), beside=True
+            place="default of Accelerate" if entry.assumed else str(origins.of(entry.path)), from_sidecar=True
         )
         for entry in catalog.get("accelerate").entries(beside.launcher, ranks)
     ]
@@ -60,10 +60,10 @@ def _without(entry: Entry, said: Collection[str]) -> Entry:
     """The entry without what the launch line or the arguments say otherwise about the processes."""
     fields = {
         field: value
-        for field, value in entry.meaning.fields.items()
+        for field, value in entry.effect.fields.items()
         if field not in said or not field.startswith("launch.")
     }
-    return entry._replace(meaning=entry.meaning._replace(fields=fields))
+    return entry._replace(effect=entry.effect._replace(fields=fields))
 
 
 def deciding(entry: Entry) -> Entry:
@@ -72,8 +72,8 @@ def deciding(entry: Entry) -> Entry:
     """
     if entry.path != (LAUNCHER,):
         return entry
-    what = entry.meaning.note.partition(": ")[0]
-    return entry._replace(meaning=Meaning(Fit.UNSUPPORTED, f"{what}: {_ABSENT}", decides=_DECIDED))
+    what = entry.effect.note.partition(": ")[0]
+    return entry._replace(effect=KeyEffect(Fit.UNSUPPORTED, f"{what}: {_ABSENT}", decides=_DECIDED))
 
 
 def staying(beside: Supplied) -> list[Entry]:
@@ -82,7 +82,11 @@ def staying(beside: Supplied) -> list[Entry]:
         return []
     return [
         Entry(
-            ("accelerate launch",), beside.launcher.name, Meaning(Fit.IGNORED, _STAYS), place=beside.name, beside=True
+            ("accelerate launch",),
+            beside.launcher.name,
+            KeyEffect(Fit.IGNORED, _STAYS),
+            place=beside.name,
+            from_sidecar=True,
         )
     ]
 
@@ -95,4 +99,4 @@ def clashes(reading: ReadDocument, beside: Supplied) -> Iterator[Entry]:
         if place.source == beside.name and own.get(key) != value:
             note = f"counts more than the file, where {key} is {shown(own.get(key))}; make them equal, or leave one out"
             option = f"accelerate --{key.rpartition('.')[2].replace('_', '-')}"
-            yield Entry((option,), value, Meaning(Fit.UNSUPPORTED, note), place=str(place), beside=True)
+            yield Entry((option,), value, KeyEffect(Fit.UNSUPPORTED, note), place=str(place), from_sidecar=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["Launch"]
+from unishard.config.topology import Topology
+from unishard.contract.templates import placeholders_in
+from unishard.formats.launch_line import LaunchLine
+
+__all__ = ["Launch", "launch_of", "with_hosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +56,167 @@ class Launch:
         rank = f"--node-rank {'RANK' if self.node_rank is None else self.node_rank}" if several else ""
         address = f"--master-addr {self.address or 'HOST'}" if several else ""
         return list(filter(None, (rank, address, f"--master-port {self.port}" if self.port not in (None, 0) else "")))
+
+
+_VARIABLES = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|UCX|FI)_\w+")
+"""Environment variables of a launch line that a config keeps; others are the script's own, or secrets."""
+_DEVICES, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+_JOB = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "gpus_per_node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+    "ntasks_per_node": ("SLURM_NTASKS_PER_NODE",),
+}
+"""Variables in which Slurm repeats an option of the job."""
+_SBATCH = re.compile(r"^#SBATCH[ \t]+--?([\w-]+)[= \t]([^\s#]+)", re.MULTILINE)
+_INDEXES = re.compile(r"\d+(,\d+)*")
+_LOCAL = "localhost"
+_Options = Mapping[str, str]
+
+
+def launch_of(line: LaunchLine, script: str = "") -> tuple[Topology | None, Launch]:
+    """The ranks of a launch line, where it says how many, and what it says about the processes.
+
+    Args:
+        line: The launch line.
+        script: The text around it, for what `#SBATCH` says of a job that srun starts.
+    """
+    job = {key.replace("-", "_"): value for key, value in _SBATCH.findall(script)}
+    said = _of_job({key: word.text for key, word in line.options.items()}, job)
+    settings = _of_job({key: word.text for key, word in line.settings.items()}, job)
+    match line.launcher:
+        case "torchrun":
+            launch = _of_torchrun(said)
+        case "deepspeed":
+            launch = _of_deepspeed(said)
+        case "accelerate":
+            launch = _of_accelerate(said)
+        case "swift" | "llamafactory-cli":
+            place = (settings.get("NODE_RANK"), settings.get("MASTER_ADDR"), settings.get("MASTER_PORT"))
+            launch = Launch(_number(settings.get("NNODES", "1")), _number(settings.get("NPROC_PER_NODE")), *place)
+        case "run_train.sh":
+            launch = Launch(1, _number(settings.get("NGPU", "8")))
+        case "composer":
+            launch = _of_composer(said)
+        case _:
+            launch = _of_tasks({**(job if said else {}), **said})
+    devices = settings.get(_DEVICES, "")
+    if launch.devices is None and _INDEXES.fullmatch(devices):
+        launch = replace(launch, devices=devices)
+    if launch.processes is None and launch.devices and line.launcher == "deepspeed":
+        launch = replace(launch, processes=launch.devices.count(",") + 1)
+    restarts = said.get("max_restarts", "0")
+    launch = replace(launch, max_restarts=int(restarts) if restarts.isdecimal() else 0)
+    return _ranks(launch), replace(launch, environment=_environment(said, settings, launch))
+
+
+def with_hosts(launch: Launch, hosts: Mapping[str, int]) -> tuple[Topology | None, Launch]:
+    """The ranks and the launch of DeepSpeed's launcher with the hosts of its hostfile, of which options may take
+    fewer.
+    """
+    first, slots = next(iter(hosts.items()))
+    nodes = min(launch.nodes, len(hosts)) if isinstance(launch.nodes, int) else len(hosts)
+    each = min(launch.processes, slots) if isinstance(launch.processes, int) else slots
+    found = replace(launch, nodes=nodes, processes=each, address=launch.address or first)
+    return _ranks(found), found
+
+
+def _of_job(said: _Options, job: _Options) -> dict[str, str]:
+    """The options, with what Slurm puts in the place of its variables."""
+    job = {**job, **{key: said[key] for key in _JOB if key in said}}
+    known = {
+        form: job[key]
+        for key, words in _JOB.items()
+        if key in job
+        for word in words
+        for form in (f"${word}", f"${{{word}}}")
+    }
+    return {key: known.get(value, value) for key, value in said.items()}
+
+
+def _environment(said: _Options, settings: _Options, launch: Launch) -> dict[str, str]:
+    found = {
+        name: value for name, value in settings.items() if _VARIABLES.fullmatch(name) and not placeholders_in(value)
+    }
+    threads = said.get("num_cpu_threads_per_process", "")
+    found |= {_THREADS: threads} if threads.isdecimal() else {}
+    found |= {_DEVICES: launch.devices} if launch.devices and not placeholders_in(launch.devices) else {}
+    return found
+
+
+def _of_torchrun(said: _Options) -> Launch:
+    """As torchrun assumes, one process on one node unless they are given."""
+    endpoint = said.get("rdzv_endpoint", "")
+    host, _, port = (
+        endpoint.rpartition(":") if endpoint else (said.get("master_addr", ""), "", said.get("master_port", ""))
+    )
+    address, port = (host, port) if host or not endpoint else (endpoint, "")
+    backend = said.get("rdzv_backend", "static")
+    return Launch(
+        _number(said.get("nnodes", "1")),
+        _number(said.get("nproc_per_node", "1")),
+        said.get("node_rank"),
+        address or None,
+        port or None,
+        None if backend == "static" else backend,
+    )
+
+
+def _of_deepspeed(said: _Options) -> Launch:
+    hosts = said.get("hostfile", said.get("H"))
+    nodes = said.get("num_nodes", None if hosts else "1")
+    devices = _included(said.get("include", said.get("i", "")))
+    processes = said.get("num_gpus") or (str(devices.count(",") + 1) if devices else None)
+    place = (said.get("node_rank"), said.get("master_addr"), said.get("master_port"))
+    return Launch(_number(nodes), _number(processes), *place, None, devices, hosts)
+
+
+def _of_accelerate(said: _Options) -> Launch:
+    nodes, total = _number(said.get("num_machines", "1")), _number(said.get("num_processes"))
+    each = (
+        total // nodes if isinstance(nodes, int) and isinstance(total, int) and nodes and total % nodes == 0 else None
+    )
+    devices = said.get("gpu_ids")
+    place = (said.get("machine_rank"), said.get("main_process_ip"), said.get("main_process_port"))
+    return Launch(nodes, each, *place, None, None if devices == "all" else devices)
+
+
+def _of_composer(said: _Options) -> Launch:
+    """As its launcher takes them (composer 0.32, cli/launcher.py)."""
+    each, total = _number(said.get("nproc", said.get("n"))), _number(said.get("world_size"))
+    nodes: Any = 1 if total is None else total
+    if isinstance(each, int) and isinstance(total, int) and each:
+        nodes = total // each if total % each == 0 else None
+    return Launch(nodes, each, said.get("node_rank"), said.get("master_addr"), said.get("master_port"))
+
+
+def _of_tasks(said: _Options) -> Launch:
+    """What srun, with the job around it, or mpirun starts."""
+    nodes, total = _number(said.get("nodes", said.get("N"))), _number(said.get("ntasks", said.get("n", said.get("np"))))
+    each = _number(said.get("ntasks_per_node"))
+    if each is None and isinstance(total, int):
+        each = (
+            total
+            if nodes is None
+            else total // nodes
+            if isinstance(nodes, int) and nodes and total % nodes == 0
+            else None
+        )
+    return Launch(1 if nodes is None and each is not None else nodes, each)
+
+
+def _ranks(launch: Launch) -> Topology | None:
+    nodes, processes = launch.nodes, launch.processes
+    if not isinstance(nodes, int) or not isinstance(processes, int) or nodes < 1 or processes < 1:
+        return None
+    return Topology(nodes * processes, processes)
+
+
+def _number(text: str | None) -> int | str | None:
+    """The number, or the text that stands for one."""
+    return int(text) if text is not None and text.isdecimal() else text
+
+
+def _included(text: str) -> str | None:
+    """The GPUs of this machine that `--include` names."""
+    host, _, devices = text.partition(":")
+    return devices if host == _LOCAL and _INDEXES.fullmatch(devices) else None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
 
 from unishard.contract.entries import Key
 from unishard.contract.key_rows import drops
 
-__all__ = ["ignored", "names"]
+__all__ = ["NO_LOGS", "each", "ignored", "names"]
+
+T = TypeVar("T")
+NO_LOGS = "affects only logs; write your own logging section"
+"""The note of keys about logs and profiles, which `logging` and `profile` say in other words."""
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -15,6 +20,20 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def ignored(groups: Mapping[str, str]) -> dict[str, Key]:
-    """Rows of keys that are left out: the names of each group by its reason."""
-    return {name: drops(why) for why, text in groups.items() for name in names(text)}
+def each(text: str, value: T) -> dict[str, T]:
+    """The same value for each name in a text."""
+    return dict.fromkeys(names(text), value)
+
+
+def ignored(file: str) -> dict[str, Key]:
+    """Rows of keys that are left out, from a list in a format's folder: a reason, and below it, indented, their
+    names.
+    """
+    rows: dict[str, Key] = {}
+    why = ""
+    for line in (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines():
+        if line[:1].isspace():
+            rows |= each(line, drops(why))
+        else:
+            why = line
+    return rows

@@ -13,10 +13,10 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.loading import Origin, Origins
 from unishard.config.nested import Native, flat
-from unishard.contract.express import AUTO, FieldResult
+from unishard.contract.field_rows import FALLBACKS
+from unishard.contract.render import AUTO, FieldResult
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.comparing import NOT_SAID, Difference, compare
-from unishard.formats.fallbacks import FALLBACKS
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
@@ -91,7 +91,7 @@ def _same_effect(found: Difference, reading: ReadDocument, back: ReadDocument) -
 
 def _other_engine(reading: ReadDocument) -> bool:
     """Whether the source's own tool drives another engine than the config."""
-    said = (entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields)
+    said = (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields)
     return next(said, reading.config.backend) != reading.config.backend or reading.config.backend != "deepspeed"
 
 
@@ -136,8 +136,8 @@ def with_differences(
     """
     named = _named(items, found, reading)
     for item, entry in zip(items, reading.entries, strict=False):
-        fields = [*entry.meaning.fields, *(f"native.{key}" for key in entry.meaning.native)]
-        lost = reading.format != back.format and not entry.meaning.native and _is_lost(item, fields, back)
+        fields = [*entry.effect.fields, *(f"native.{key}" for key in entry.effect.native)]
+        lost = reading.format != back.format and not entry.effect.native and _is_lost(item, fields, back)
         by_itself = (
             item.fit is Fit.EXACT and SCRIPT in item.becomes
         )  # the tool does the same, though nothing in its file says it
@@ -151,7 +151,7 @@ def with_differences(
         if not fits:
             yield item._replace(fit=Fit.IGNORED, becomes="", note=_AS_IT_IS) if lost else item
             continue
-        fit = max((item.fit, *(fit for fit, _ in fits)), key=lambda fit: fit.badness)
+        fit = max((item.fit, *(fit for fit, _ in fits)), key=lambda fit: fit.severity)
         notes = dict.fromkeys(filter(None, (item.note, *(note for _, note in fits))))
         yield item._replace(fit=fit, becomes=item.becomes if fit is not Fit.IGNORED else "", note="; ".join(notes))
     yield from list(items)[len(reading.entries) :]
@@ -185,8 +185,8 @@ def _outcome(
 def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
     """What a tool refuses in a translation, in words."""
     for entry in back.entries:
-        if entry.meaning.fit is Fit.UNSUPPORTED:
-            yield f"{tool} refuses {entry.key} = {shown(entry.value)} of this translation: {entry.meaning.note}"
+        if entry.effect.fit is Fit.UNSUPPORTED:
+            yield f"{tool} refuses {entry.key} = {shown(entry.value)} of this translation: {entry.effect.note}"
 
 
 def changes(
@@ -194,7 +194,7 @@ def changes(
 ) -> tuple[Change, ...]:
     """The differences in fields that no key of the source decides."""
     named = _named(items, found, reading)
-    listed = {field for entry in reading.entries for field in entry.meaning.fields}
+    listed = {field for entry in reading.entries for field in entry.effect.fields}
     return tuple(_change(path, one, reading, back) for path, one in found.items() if path not in named | listed)
 
 
@@ -219,13 +219,13 @@ def _named(items: Collection[Item], found: Mapping[str, Difference], reading: Re
     """The fields of which a line says that they are not kept as they are."""
     fields = set()
     for item, entry in zip(items, reading.entries, strict=False):
-        meaning = entry.meaning
+        effect = entry.effect
         if item.fit is Fit.EXACT and item.becomes:
-            fields |= {f"native.{key}" for key in meaning.native}
+            fields |= {f"native.{key}" for key in effect.native}
         elif item.fit is Fit.EQUIVALENT:
-            fields |= {field for field in meaning.fields if field.startswith("sharding.")}
+            fields |= {field for field in effect.fields if field.startswith("sharding.")}
         elif item.fit is not Fit.EXACT and not (item.fit is Fit.IGNORED and item.assumed and not item.notable):
-            fields |= {*meaning.fields, *meaning.decides, *(f"native.{key}" for key in meaning.native)}
+            fields |= {*effect.fields, *effect.decides, *(f"native.{key}" for key in effect.native)}
     keys = {
         key for item in items if item.fit not in (Fit.EXACT, Fit.EQUIVALENT) for key in item.becomes.split(", ") if key
     }

@@ -19,7 +19,7 @@ from unishard.config.loading.renamed import current_change
 from unishard.config.loading.validation import dotted, findings_of
 from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Undecided
+from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
@@ -55,7 +55,7 @@ class ReadDocument(NamedTuple):
     @property
     def unsaid(self) -> frozenset[str]:
         """Fields for which the document holds no key: they are undecided, or follow from what is unknown."""
-        named = {field for entry in self.entries if not entry.assumed for field in entry.meaning.fields}
+        named = {field for entry in self.entries if not entry.assumed for field in entry.effect.fields}
         return frozenset(_FIELDS) - self.decided | (self.undecided.keys() - named)
 
 
@@ -101,7 +101,7 @@ def assemble(
             )
             unneeded |= pointless
             if not pointless:
-                told = {field for entry in found if entry.beside for field in entry.meaning.fields}
+                told = {field for entry in found if entry.from_sidecar for field in entry.effect.fields}
                 found = without_unused(found, fields, faults, changed | told) or _refuse(found, faults)
             continue
         undecided = {
@@ -119,17 +119,17 @@ def _on_another_engine(entries: Sequence[Entry], overrides: Iterable[str]) -> Se
     said = {
         name: value
         for entry in entries
-        if chosen and not any(key.startswith(f"{chosen[-1]}.") for key in entry.meaning.native)
-        for name, value in entry.meaning.elsewhere.items()
+        if chosen and not any(key.startswith(f"{chosen[-1]}.") for key in entry.effect.native)
+        for name, value in entry.effect.if_other_engine.items()
     }
     return [_instead(entry, said) for entry in entries] if said else entries
 
 
 def _instead(entry: Entry, said: Mapping[str, Any]) -> Entry:
-    fields = {name: said.get(name, value) for name, value in entry.meaning.fields.items()}
-    if not entry.meaning.elsewhere:
-        return entry._replace(meaning=entry.meaning._replace(fields=fields))
-    return entry._replace(meaning=entry.meaning._replace(fit=Fit.EQUIVALENT, fields={**fields, **said}, native={}))
+    fields = {name: said.get(name, value) for name, value in entry.effect.fields.items()}
+    if not entry.effect.if_other_engine:
+        return entry._replace(effect=entry.effect._replace(fields=fields))
+    return entry._replace(effect=entry.effect._replace(fit=Fit.EQUIVALENT, fields={**fields, **said}, native={}))
 
 
 def _lifted(entries: Sequence[Entry], overrides: Sequence[str]) -> list[Entry]:
@@ -149,8 +149,8 @@ def _lifted(entries: Sequence[Entry], overrides: Sequence[str]) -> list[Entry]:
 
 def _left_to_override(entry: Entry, overrides: Sequence[str]) -> Entry:
     """The fields beside the first follow its section's defaults; one in another section must be overridden as well."""
-    decides = [field for field in entry.meaning.decides if field in _FIELDS or field in _SECTIONS]
-    if entry.meaning.fit is not Fit.UNSUPPORTED or not decides:
+    decides = [field for field in entry.effect.decides if field in _FIELDS or field in _SECTIONS]
+    if entry.effect.fit is not Fit.UNSUPPORTED or not decides:
         return entry
     section = decides[0].partition(".")[0]
     needed = [decides[0], *(field for field in decides[1:] if field.partition(".")[0] != section)]
@@ -160,13 +160,13 @@ def _left_to_override(entry: Entry, overrides: Sequence[str]) -> Entry:
         f"--set {text}" for text in overrides if any(_overridden(field, _paths([text])) for field in needed)
     )
     fields = {field: Undecided("--set") for field in needed if field in _FIELDS}
-    return entry._replace(meaning=Meaning(Fit.IGNORED, f"{said} decides instead", fields))
+    return entry._replace(effect=KeyEffect(Fit.IGNORED, f"{said} decides instead", fields))
 
 
 def _without_class(entry: Entry) -> Entry:
-    meaning = entry.meaning
-    own = meaning.fit is Fit.IGNORED and meaning.kept and not (meaning.fields or meaning.native)
-    return entry._replace(meaning=meaning._replace(kept=False)) if own else entry
+    effect = entry.effect
+    own = effect.fit is Fit.IGNORED and effect.copy_verbatim and not (effect.fields or effect.native)
+    return entry._replace(effect=effect._replace(copy_verbatim=False)) if own else entry
 
 
 def _paths(overrides: Iterable[str]) -> frozenset[str]:
@@ -182,13 +182,13 @@ def _without_contradictions(entries: Sequence[Entry], changed: Collection[str] =
     said: dict[str, tuple[Entry, Any]] = {}
     found: list[Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.assumed):
-        sayings = {**entry.meaning.fields, **{f"native.{key}": value for key, value in entry.meaning.native.items()}}
+        sayings = {**entry.effect.fields, **{f"native.{key}": value for key, value in entry.effect.native.items()}}
         clashes = [name for name, value in sayings.items() if name in said and said[name][1] != value]
         if entry.assumed and clashes:
-            fields = {field: value for field, value in entry.meaning.fields.items() if field not in clashes}
+            fields = {field: value for field, value in entry.effect.fields.items() if field not in clashes}
             if not fields:
                 continue
-            entry = entry._replace(meaning=entry.meaning._replace(fields=fields, native={}))
+            entry = entry._replace(effect=entry.effect._replace(fields=fields, native={}))
         elif clashes := [
             name for name in clashes if not _overridden(name, changed) and not _undecided(said[name][1], sayings[name])
         ]:
@@ -213,7 +213,7 @@ def _undecided(*values: Any) -> bool:
 def _fields(entries: Iterable[Entry]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for entry in entries:
-        for field, value in entry.meaning.fields.items():
+        for field, value in entry.effect.fields.items():
             if isinstance(fields.get(field, _LEFT_OUT), Undecided) or field not in fields:
                 fields[field] = value
     return fields
@@ -231,7 +231,7 @@ def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Col
     So are undecided fields, but for those that have a stand-in and are not unneeded, which is to say that the others do
     without them.
     """
-    assumed = {field for entry in entries if entry.assumed for field in entry.meaning.fields}
+    assumed = {field for entry in entries if entry.assumed for field in entry.effect.fields}
     known = {field: value for field, value in fields.items() if not isinstance(value, Undecided)}
     temporary = stand_ins(known, fields.keys() - known.keys() - set(unneeded))
     values = {field: known.get(field, temporary.get(field, _LEFT_OUT)) for field in fields}
@@ -243,7 +243,7 @@ def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Col
         }
     )
     for entry in entries:
-        for key, value in entry.meaning.native.items():
+        for key, value in entry.effect.native.items():
             data = merge(data, {"native": nested({key: value})})
     return Document(data, Origins(OVERRIDE))
 
@@ -281,7 +281,7 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
     if not blamed:
         raise ConfigError([Problem(path, what, "override") for path, what in faults.items()])
     yielding = {index for index in blamed if entries[index].assumed}
-    if yielding and len(yielding) == len(blamed) and not any(entry.meaning.fit is Fit.UNSUPPORTED for entry in entries):
+    if yielding and len(yielding) == len(blamed) and not any(entry.effect.fit is Fit.UNSUPPORTED for entry in entries):
         return [_yielded(entry, blamed[index]) if index in blamed else entry for index, entry in enumerate(entries)]
     if yielding:
         return [entry for index, entry in enumerate(entries) if index not in yielding]
@@ -293,7 +293,7 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
 
 def _yielded(entry: Entry, fault: str) -> Entry:
     note = f"the tool's default {_worded(fault)}; left out"
-    return entry._replace(meaning=entry.meaning._replace(fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
+    return entry._replace(effect=entry.effect._replace(fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
 
 
 def _worded(fault: str) -> str:
@@ -306,7 +306,7 @@ def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, st
     """The entries, by position, that say something at these paths, and the fault of each."""
     blamed = {}
     for index, entry in enumerate(entries):
-        said = [f"native.{key}" for key in entry.meaning.native] + list(entry.meaning.fields)
+        said = [f"native.{key}" for key in entry.effect.native] + list(entry.effect.fields)
         fault = next(
             (
                 f"{path}: {what}".removeprefix(": ")

@@ -155,7 +155,7 @@ def _refused(outcome: Outcome, topology: Topology | None) -> Iterator[_RefusedKe
         if item.fit is Fit.UNSUPPORTED:
             yield (
                 entry.key,
-                (*(field for field in entry.meaning.decides if field not in _TARGETS), *entry.meaning.fields),
+                (*(field for field in entry.effect.decides if field not in _TARGETS), *entry.effect.fields),
             )
     for item in outcome.items[len(entries) :]:
         yield "", (item.key.removeprefix("--set "),)
@@ -170,8 +170,8 @@ def _refused_by_engine(outcome: Outcome, topology: Topology | None) -> Iterator[
         paths = [problem.path for problem in error.problems]
         entries = [entry for entry in outcome.reading.entries if not entry.assumed]
         found = [
-            (entry.key, tuple(entry.meaning.fields))
+            (entry.key, tuple(entry.effect.fields))
             for entry in entries
-            if any(path in entry.meaning.fields for path in paths)
+            if any(path in entry.effect.fields for path in paths)
         ]
         yield from found or [("", tuple(paths))]

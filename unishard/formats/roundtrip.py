@@ -10,7 +10,7 @@ from typing import Any
 from unishard.config import Config, leaves, value_at
 from unishard.config.nested import Native, flat
 from unishard.contract.entries import Entry, Path, Undecided
-from unishard.contract.express import AUTO, Expressed
+from unishard.contract.render import AUTO, Rendered
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit
 from unishard.errors import ConfigError
 from unishard.formats.format import Format
@@ -24,7 +24,7 @@ _ANEW = Undecided("its tool's current key")
 
 
 def untouched(
-    target: Format, reading: ReadDocument, after: Expressed, write: Callable[[ReadDocument], Native]
+    target: Format, reading: ReadDocument, after: Rendered, write: Callable[[ReadDocument], Native]
 ) -> Native | None:
     """The source's own document with what overrides change; None where its words do not say that.
 
@@ -53,7 +53,7 @@ def untouched(
         for candidate in candidates:
             found = _with_repeated(candidate, plain, {field: wanted[field] for field in reading.decided})
             back = target.read(reading.source._replace(data=found), (), told)
-            if _values(back) == wanted and all(entry.meaning.fit is not Fit.UNSUPPORTED for entry in back.entries):
+            if _values(back) == wanted and all(entry.effect.fit is not Fit.UNSUPPORTED for entry in back.entries):
                 return found
     except ConfigError:
         pass
@@ -66,7 +66,7 @@ def _without_auto(plain: ReadDocument, reading: ReadDocument, before: Native, af
     """
     told = any(entry.place for entry in reading.entries)
     old, new = dict(flat(before)), dict(flat(after))
-    follows = [entry.path for entry in reading.entries if entry.value == AUTO and entry.meaning.stale]
+    follows = [entry.path for entry in reading.entries if entry.value == AUTO and entry.effect.rejected_upstream]
     stopped = [entry.path for entry in plain.entries if not entry.assumed and not goes_through(entry)]
     found = _without(plain.source.data, [*follows, *stopped])
     autos = [
@@ -86,7 +86,7 @@ def _with_repeated(document: Native, plain: ReadDocument, wanted: Mapping[str, A
     """
     old = _values(plain)
     for entry in plain.entries:
-        fields = list(entry.meaning.fields.items())
+        fields = list(entry.effect.fields.items())
         if len(fields) != 1 or entry.assumed or fields[0][0] not in wanted:
             continue
         if wanted[fields[0][0]] != old[fields[0][0]] == entry.value:
@@ -94,7 +94,7 @@ def _with_repeated(document: Native, plain: ReadDocument, wanted: Mapping[str, A
     return document
 
 
-def _wanted(reading: ReadDocument, plain: ReadDocument, after: Expressed) -> Iterator[tuple[str, Any]]:
+def _wanted(reading: ReadDocument, plain: ReadDocument, after: Rendered) -> Iterator[tuple[str, Any]]:
     """What the document is to say of each field: what the format has no key for stays as it was."""
     as_it_was = _values(plain)
     for field, value in _values(reading).items():
@@ -117,9 +117,9 @@ def _values(reading: ReadDocument) -> dict[str, Any]:
 
 def without_stale(reading: ReadDocument) -> ReadDocument:
     """The reading, without what keys say that their tool no longer takes as they are: that is written anew."""
-    stale = [entry.meaning for entry in reading.entries if entry.meaning.stale and not entry.assumed]
-    fields = {field: _ANEW for meaning in stale for field in meaning.fields}
-    keys = {key for meaning in stale for key in meaning.native}
+    stale = [entry.effect for entry in reading.entries if entry.effect.rejected_upstream and not entry.assumed]
+    fields = {field: _ANEW for effect in stale for field in effect.fields}
+    keys = {key for effect in stale for key in effect.native}
     config = reading.config
     if keys:
         native = _without(config.native, [tuple(key.split(".")) for key in keys])
@@ -150,7 +150,7 @@ def changed(
 
 def goes_through(entry: Entry) -> bool:
     """Whether a key may be repeated as it is."""
-    return entry.meaning.fit is not Fit.UNSUPPORTED and not entry.meaning.stale
+    return entry.effect.fit is not Fit.UNSUPPORTED and not entry.effect.rejected_upstream
 
 
 def stays(entry: Entry, original: Mapping[str, Any], document: Native) -> bool:

@@ -14,6 +14,7 @@ from unishard.formats.reading import ReadDocument
 
 if TYPE_CHECKING:
     from unishard.formats.items import Item
+from unishard.formats.names import each
 
 __all__ = ["carried", "described", "with_files"]
 
@@ -31,12 +32,12 @@ _OF_ZERO = (
 _FSDP = {
     "accelerate": "fsdp_config.fsdp_{}",
     "swift": "fsdp.fsdp_config.{}",
-    **dict.fromkeys(("axolotl", "hf", "llamafactory", "trl"), "fsdp_config.{}"),
+    **each("axolotl hf llamafactory trl", "fsdp_config.{}"),
 }
 _ZERO = {
     "accelerate": f"deepspeed_config.{_OF_ZERO[0]}",
     "deepspeed": f"zero_optimization.{_GATHERS}",
-    **dict.fromkeys(("axolotl", "hf", "llamafactory", "swift", "trl"), f"deepspeed.zero_optimization.{_GATHERS}"),
+    **each("axolotl hf llamafactory swift trl", f"deepspeed.zero_optimization.{_GATHERS}"),
 }
 """Where each format has them."""
 _NO_KEY = "a save holds the whole model there; {}"
@@ -46,7 +47,7 @@ _HERE = "unishard saves shards, and `unishard export` writes the whole model"
 def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
     """The key and the value in another format for each entry that speaks of files."""
     before = next(
-        (entry.meaning.fields["backend"] for entry in reading.entries if "backend" in entry.meaning.fields), None
+        (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields), None
     )
     if reading.format == to and before == reading.config.backend:
         return {}
@@ -88,7 +89,7 @@ def described(item: Item, entry: Entry, found: dict[Path, tuple[str, Any]], to: 
 
 
 def _written(entries: Iterable[Entry]) -> Iterable[Entry]:
-    return (entry for entry in entries if not entry.assumed and entry.meaning.fit is not Fit.UNSUPPORTED)
+    return (entry for entry in entries if not entry.assumed and entry.effect.fit is not Fit.UNSUPPORTED)
 
 
 def _name(entry: Entry) -> str:

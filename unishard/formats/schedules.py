@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from unishard.contract.entries import Entry, Meaning, Path, Undecided
+from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
 from unishard.contract.rules import Fit
 
 __all__ = ["open_end"]
@@ -19,9 +19,9 @@ def open_end(entries: Iterable[Entry], path: Path) -> Iterator[Entry]:
         entries: What the document says.
         path: Of the key that would say it.
     """
-    fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
+    fields = {field: value for entry in entries for field, value in entry.effect.fields.items()}
     if fields.get("scheduler.name") in ("linear", "cosine") and _TOTAL not in fields:
         who = Undecided(f"{'.'.join(path)}, which the file does not have in steps")
         yield Entry(
-            path, None, Meaning(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True
+            path, None, KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True
         )

@@ -23,16 +23,14 @@ TRAINER = ("hf", "trl", "llamafactory", "swift")
 _SURE = "per_device_train_batch_size"
 _ONLY_TRAINER = names(
     "bf16 fp16 tf32 save_steps save_strategy save_total_limit logging_steps logging_strategy eval_strategy "
-    "evaluation_strategy "
-    "warmup_ratio warmup_steps report_to do_train overwrite_output_dir remove_unused_columns ddp_timeout "
-    "lr_scheduler_type optim "
-    "dataloader_num_workers max_grad_norm adam_beta1 gradient_checkpointing num_train_epochs"
+    "evaluation_strategy warmup_ratio warmup_steps report_to do_train overwrite_output_dir remove_unused_columns "
+    "ddp_timeout lr_scheduler_type optim dataloader_num_workers max_grad_norm adam_beta1 gradient_checkpointing "
+    "num_train_epochs"
 )
 _LEAST = 2
 _NEVER_TRAINER = names(
     "num_warmup_steps max_train_steps lr_warmup_steps zero_stage deepspeed_config lr_scheduler checkpointing_steps "
-    "with_tracking "
-    "mixed_precision train_micro_batch_size_per_gpu"
+    "with_tracking mixed_precision train_micro_batch_size_per_gpu"
 )
 """Arguments of scripts with a loop of their own."""
 

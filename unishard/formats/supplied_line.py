@@ -14,8 +14,7 @@ from unishard.formats.engine_options import with_engine_options
 from unishard.formats.following import launcher_named, opened, recipe_named
 from unishard.formats.launch_entries import launch_entries
 from unishard.formats.launch_line import LaunchLine
-from unishard.formats.launch_ranks import launch_of, with_hosts
-from unishard.formats.launching import Launch
+from unishard.formats.launching import Launch, launch_of, with_hosts
 from unishard.formats.names import names
 from unishard.formats.script_arguments import script_arguments, value_of_word
 from unishard.formats.shell_words import Word

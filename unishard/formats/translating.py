@@ -12,7 +12,7 @@ from unishard.config.loading.document import text_of
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry
-from unishard.contract.express import Expressed
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
@@ -112,10 +112,10 @@ def translate(
         The document and one item for each key of the source. What is not supported stands among the items as refused.
 
     Raises:
-        ConfigError: The file cannot be read, is in no known format, an override cannot be used, or a key to drop is not
-            there.
+        ConfigError: The format is only read, the file cannot be read or is in no known format, an override cannot be
+            used, or a key to drop is not there.
     """
-    target, overrides, drop = catalog.get(to), tuple(overrides), tuple(drop)
+    target, overrides, drop = catalog.target(to), tuple(overrides), tuple(drop)
     source = open_source(source)
     reading, dropped = _read_without(source, from_, overrides, topology, drop)
     filling = None
@@ -141,7 +141,7 @@ def translate(
         expressed = _written(target, reading, ranks)
     same = _same(target, reading, expressed)
     items, document = _described(target, reading, expressed, same, overrides)
-    warnings = [*reading.source.warnings, *filter(None, [getattr(target, "notice", "")])]
+    warnings = [*reading.source.warnings]
     found: tuple[Change, ...] = ()
     back = _read_back(target, document, reading, items, warnings)
     if back and same is None and (silent := to_write_out(differences(reading, back), reading)):
@@ -174,7 +174,7 @@ def _read_back(
 
 
 def _described(
-    target: Format, reading: ReadDocument, expressed: Expressed, same: Native | None, overrides: tuple[str, ...]
+    target: Format, reading: ReadDocument, expressed: Rendered, same: Native | None, overrides: tuple[str, ...]
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
     found = carried(reading, target.name)
@@ -221,7 +221,7 @@ def _read_without(
     return reading, [*dropped, *further]
 
 
-def _same(target: Format, reading: ReadDocument, expressed: Expressed) -> Native | None:
+def _same(target: Format, reading: ReadDocument, expressed: Rendered) -> Native | None:
     """The source with what overrides change, if it is in this format already.
 
     unishard's own files are edited with `unishard set`.
@@ -240,14 +240,14 @@ def _text(target: Format, document: Native, reading: ReadDocument) -> str:
     return target.render(document, reading)
 
 
-def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Expressed:
+def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Rendered:
     try:
         return target.write(reading, ranks)
     except BackendError as error:
         raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
 
 
-def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) -> list[Entry]:
+def _without_refused_assumptions(reading: ReadDocument, expressed: Rendered) -> list[Entry]:
     """The entries, if there are assumed ones that are not supported: those then say only how the schema's default
     differs.
 
@@ -257,15 +257,15 @@ def _without_refused_assumptions(reading: ReadDocument, expressed: Expressed) ->
     return entries if any(new is not old for new, old in zip(entries, reading.entries, strict=True)) else []
 
 
-def _without_refused(entry: Entry, reading: ReadDocument, expressed: Expressed) -> Entry:
+def _without_refused(entry: Entry, reading: ReadDocument, expressed: Rendered) -> Entry:
     refused = [
         field
-        for field in entry.meaning.fields
+        for field in entry.effect.fields
         if field in expressed.fields and expressed.fields[field].fit is Fit.UNSUPPORTED
     ]
     if not refused or any(field in reading.undecided for field in refused):
         return entry
-    said = {field: entry.meaning.fields[field] for field in refused}
+    said = {field: entry.effect.fields[field] for field in refused}
     values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
     note = "; ".join(
         f"{expressed.fields[field].note.partition(';')[0]}; the translation has {field} "
@@ -273,15 +273,15 @@ def _without_refused(entry: Entry, reading: ReadDocument, expressed: Expressed) 
         f" instead of {shown(value)}, the default of {reading.format}"
         for field, value in said.items()
     )
-    fields = {field: value for field, value in entry.meaning.fields.items() if field not in said}
-    return entry._replace(meaning=entry.meaning._replace(fit=Fit.APPROXIMATE, note=note, fields=fields))
+    fields = {field: value for field, value in entry.effect.fields.items() if field not in said}
+    return entry._replace(effect=entry.effect._replace(fit=Fit.APPROXIMATE, note=note, fields=fields))
 
 
 def _kept_keys(reading: ReadDocument) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
-        if entry.meaning.kept and not entry.assumed:
+        if entry.effect.copy_verbatim and not entry.assumed:
             value = entry.value
             for name in reversed(entry.path):
                 value = {name: value}
@@ -289,9 +289,9 @@ def _kept_keys(reading: ReadDocument) -> Native:
     return kept
 
 
-def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expressed: Expressed) -> Iterator[Item]:
+def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expressed: Rendered) -> Iterator[Item]:
     """Overrides that are not supported, of fields that no key of the document decides."""
-    said = {field for entry in reading.entries for field in entry.meaning.fields}
+    said = {field for entry in reading.entries for field in entry.effect.fields}
     for text in overrides:
         field = text.partition("=")[0].strip()
         result = expressed.fields.get(field)

@@ -58,12 +58,12 @@ def _overridden(field: str, changed: Collection[str]) -> bool:
 def _without(
     entry: Entry, unused: Mapping[str, Needs], faults: Mapping[str, str], changed: Collection[str]
 ) -> Entry | None:
-    dropped = [field for field in entry.meaning.fields if field in unused]
+    dropped = [field for field in entry.effect.fields if field in unused]
     if not dropped:
         return entry
-    rest = {field: value for field, value in entry.meaning.fields.items() if field not in unused}
+    rest = {field: value for field, value in entry.effect.fields.items() if field not in unused}
     if rest or entry.assumed:
-        return entry._replace(meaning=entry.meaning._replace(fields=rest)) if rest else None
+        return entry._replace(effect=entry.effect._replace(fields=rest)) if rest else None
     switch, values = next(iter(unused[dropped[0]].items()))
     if _overridden(switch, changed):
         fit, note = Fit.IGNORED, faults[dropped[0]].partition(";")[0]
@@ -72,4 +72,4 @@ def _without(
             Fit.NEEDS_INPUT,
             f"only counts if {switch} is {' or '.join(map(str, values))}; add --set {switch}=...",
         )
-    return entry._replace(meaning=entry.meaning._replace(fit=fit, note=note, fields={}, kept=True))
+    return entry._replace(effect=entry.effect._replace(fit=fit, note=note, fields={}, copy_verbatim=True))

@@ -97,7 +97,7 @@ class Draft:
     @classmethod
     def of(cls, reading: ReadDocument) -> Draft:
         """A draft that starts from an old config of any tool."""
-        written = {name for entry in reading.entries if not entry.assumed for name in entry.meaning.fields}
+        written = {name for entry in reading.entries if not entry.assumed for name in entry.effect.fields}
         decided = [path for path in _FIELDS if path in reading.decided and path not in reading.undecided]
         values = {path: value_at(reading.config, path) for path in decided}
         values = {path: value for path, value in values.items() if path in written or value != value_at(Config(), path)}

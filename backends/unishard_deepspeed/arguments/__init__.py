@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unishard.config import Config, leaves
+from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Given, Key, Meaning, Unreadable, interpret
-from unishard.contract.express import AUTO, Expressed, express
+from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect, Unreadable, interpret
+from unishard.contract.field_rows import rows
+from unishard.contract.render import AUTO, Rendered, render
 from unishard.contract.rules import Fit, Rule
 from unishard.contract.templates import is_placeholder
 from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
@@ -27,9 +28,9 @@ _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.param
 one."""
 
 
-def _block(value: Any, given: Given) -> Meaning:
+def _block(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None or value == {}:
-        return Meaning(Fit.IGNORED, "is empty")
+        return KeyEffect(Fit.IGNORED, "is empty")
     raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it")
 
 
@@ -49,8 +50,7 @@ def _all() -> dict[str, Key]:
 KEYS: Mapping[str, Key] = _all()
 """What each key says in the config's words."""
 
-_ROWS = {field: row for section in _SECTIONS for field, row in section.SCRIPT_RULES.items()}
-SCRIPT_RULES: Mapping[str, Rule] = {path: _ROWS[path] for path, _ in leaves(Config)}
+SCRIPT_RULES: Mapping[str, Rule] = rows(*(section.SCRIPT_RULES for section in _SECTIONS))
 """How raw DeepSpeed says each field."""
 
 
@@ -59,7 +59,7 @@ def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topo
     something.
     """
     said = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
-    given = Given(said, defaults or {}, topology)
+    given = DocumentValues(said, defaults or {}, topology)
     silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
     known = {**silent, **(defaults or {})}
     entries = interpret(
@@ -91,10 +91,10 @@ def _overlooked(key: str) -> bool:
 
 
 def _says_nothing(entry: Entry) -> bool:
-    meaning = entry.meaning
-    return meaning.fit in (Fit.IGNORED, Fit.EXACT) and not meaning.fields and not meaning.native
+    effect = entry.effect
+    return effect.fit in (Fit.IGNORED, Fit.EXACT) and not effect.fields and not effect.native
 
 
-def arguments(cfg: Config, topology: Topology, undecided: Collection[str]) -> Expressed:
+def arguments(cfg: Config, topology: Topology, undecided: Collection[str]) -> Rendered:
     """The JSON for a training script that calls `deepspeed.initialize` itself, for the same training."""
-    return express(SCRIPT_RULES, cfg, topology, undecided)
+    return render(SCRIPT_RULES, cfg, topology, undecided)

@@ -8,10 +8,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import BUFFERS
 from unishard.contract.key_rows import integer, number
+from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
@@ -23,7 +23,7 @@ _MICRO_OF_RANKS = f"{_TRAIN} / ({_WINDOW} x ranks)"
 _WINDOW_OF_RANKS = f"{_TRAIN} / ({_MICRO} x ranks)"
 
 
-def assumed(given: Given) -> dict[str, Any]:
+def assumed(given: DocumentValues) -> dict[str, Any]:
     """What DeepSpeed makes of the sizes that are not there (DeepSpeed 0.19.8, runtime/config.py,
     _set_batch_related_parameters).
     """
@@ -44,17 +44,17 @@ def _quotient(train: int, other: int | None, ranks: int | None) -> int | str | N
 
 
 def _size(field: str, derived: str, who: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if value in (AUTO, derived):
             return undecided(
                 f"{who} {ARGUMENTS}" if value == AUTO else "the number of ranks; add --world-size N", field
             )
-        return Meaning(fields={field: integer(1)(value)})
+        return KeyEffect(fields={field: integer(1)(value)})
 
     return Key(read, field)
 
 
-def _global(value: Any, given: Given) -> Meaning:
+def _global(value: Any, given: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return dropped("is the product of the other two and the ranks")
     size = integer(1)(value)
@@ -64,14 +64,18 @@ def _global(value: Any, given: Given) -> Meaning:
         raise Unreadable(
             f"must be {_MICRO} x {_WINDOW} x ranks, got {size} for {product}, which DeepSpeed refuses too; correct one"
         )
-    return Meaning(fields={"training.global_batch_size": size})
+    return KeyEffect(fields={"training.global_batch_size": size})
 
 
-def _clipping(value: Any, given: Given) -> Meaning:
+def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return undecided(f"max_grad_norm {ARGUMENTS}", "training.gradient_clipping")
     fields = {"training.gradient_clipping": number(0)(value) or None}
-    return Meaning(fields=fields) if "gradient_clipping" in given else Meaning(note=_CLIPS, fields=fields, notable=True)
+    return (
+        KeyEffect(fields=fields)
+        if "gradient_clipping" in given
+        else KeyEffect(note=_CLIPS, fields=fields, notable=True)
+    )
 
 
 _CLIPS = "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did not clip"
@@ -80,7 +84,7 @@ KEYS: Mapping[str, Key] = {
     _TRAIN: Key(_global, "training.global_batch_size"),
     _MICRO: _size("training.micro_batch_size", _MICRO_OF_RANKS, "per_device_train_batch_size"),
     _WINDOW: _size("training.gradient_accumulation_steps", _WINDOW_OF_RANKS, _WINDOW),
-    "gradient_clipping": Key(_clipping, "training.gradient_clipping", silent=1.0),
+    "gradient_clipping": Key(_clipping, "training.gradient_clipping", tool_default=1.0),
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.key_rows import boolean, integer
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard_deepspeed.keys.values import dtype
 
@@ -40,17 +40,17 @@ def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> A
         return otherwise
 
 
-def dropped(note: str) -> Meaning:
+def dropped(note: str) -> KeyEffect:
     """Nothing is lost without the key; it is repeated where a DeepSpeed config is written again."""
-    return Meaning(Fit.IGNORED, note, kept=True)
+    return left_out(note)
 
 
-def undecided(who: str, *paths: str) -> Meaning:
+def undecided(who: str, *paths: str) -> KeyEffect:
     """Only the training script knows the value of these fields."""
-    return Meaning(Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(paths, Undecided(who)))
+    return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(paths, Undecided(who)))
 
 
-def only(key: Key, holds: Callable[[Given], bool], otherwise: str) -> Key:
+def only(key: Key, holds: Callable[[DocumentValues], bool], otherwise: str) -> Key:
     """A row for a key that DeepSpeed reads in some cases only.
 
     Args:
@@ -66,23 +66,23 @@ def unless_auto(key: Key, otherwise: str) -> Key:
     return key._replace(read=lambda value, given: dropped(otherwise) if value == AUTO else key.read(value, given))
 
 
-def spelt(key: Key, name: str, *, stale: bool = False) -> Key:
+def spelt(key: Key, name: str, *, rejected_upstream: bool = False) -> Key:
     """A row for another spelling of a key, which is not repeated beside the one that is written (DeepSpeed refuses
     both).
 
     Args:
         key: The row of the key.
         name: The key.
-        stale: Whether DeepSpeed no longer takes the other spelling.
+        rejected_upstream: Whether DeepSpeed no longer takes the other spelling.
     """
 
-    def read(value: Any, given: Given) -> Meaning:
-        return key.read(value, given)._replace(kept=False, stale=stale)
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        return key.read(value, given)._replace(copy_verbatim=False, rejected_upstream=rejected_upstream)
 
     return key._replace(read=read, note=f"another spelling of {name}")
 
 
-def stage(given: Given) -> int:
+def stage(given: DocumentValues) -> int:
     """ZeRO's stage; 0 where the config has none, as DeepSpeed assumes, and 2 for `auto`, as Accelerate does
     (utils/dataclasses.py).
     """
@@ -93,12 +93,12 @@ def stage(given: Given) -> int:
     return 2 if said == AUTO else int(quiet(integer(0, 3), said, 0))
 
 
-def may_reach(given: Given, least: int) -> bool:
+def may_reach(given: DocumentValues, least: int) -> bool:
     """Whether the stage is this one or a later one, or still to be decided."""
     return stage(given) >= least or given.get("zero_optimization.stage") == AUTO
 
 
-def device(given: Given, what: str) -> str:
+def device(given: DocumentValues, what: str) -> str:
     """Where `param` or `optimizer` live: `none`, `cpu` or `nvme`; `auto` if that is still to be decided."""
     if not may_reach(given, LEAST_STAGE[what]):
         return "none"
@@ -109,13 +109,13 @@ def device(given: Given, what: str) -> str:
     return str(word).lower() if str(word).lower() in ("cpu", "nvme", AUTO) else "none"
 
 
-def _switches(given: Given) -> dict[str, Any]:
+def _switches(given: DocumentValues) -> dict[str, Any]:
     """What `enabled` of each 16-bit block says."""
     bf16 = given.get("bf16.enabled")
     return {"bf16": given.get("bfloat16.enabled") if bf16 is None else bf16, "fp16": given.get("fp16.enabled")}
 
 
-def compute(given: Given) -> str | Undecided:
+def compute(given: DocumentValues) -> str | Undecided:
     """Format of parameters and activations."""
     said = _switches(given)
     on = [name for name, value in said.items() if quiet(boolean, value, False)]
@@ -127,7 +127,7 @@ def compute(given: Given) -> str | Undecided:
     return Undecided(f"{' and '.join(open_)} {ARGUMENTS}") if open_ else "fp32"
 
 
-def may_compute(given: Given, name: str) -> bool:
+def may_compute(given: DocumentValues, name: str) -> bool:
     """Whether the model computes in this format, or it is still to be decided whether."""
     found = compute(given)
     return _switches(given).get(name) == AUTO if isinstance(found, Undecided) else found == name

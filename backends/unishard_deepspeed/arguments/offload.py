@@ -8,9 +8,9 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, number, one_of, text
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
@@ -28,7 +28,7 @@ _LOW = {
 
 
 def _place(what: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if value == AUTO and may_reach(given, LEAST_STAGE[what]):
             return undecided(_BY_ACCELERATE.format(what), _FIELDS[what])
         place = "none" if value in (None, AUTO) else _PLACES(value)
@@ -36,7 +36,7 @@ def _place(what: str) -> Key:
             return dropped(_LOW[what])
         if place == "nvme" and not quiet(text, given.get(f"{_Z}offload_{what}.nvme_path")):
             raise Unreadable("must have an nvme_path beside it, got none; write a directory on a local disk")
-        return Meaning(fields={_FIELDS[what]: place})
+        return KeyEffect(fields={_FIELDS[what]: place})
 
     return Key(read, _FIELDS[what])
 
@@ -44,51 +44,53 @@ def _place(what: str) -> Key:
 def _switch(what: str, note: str) -> Key:
     """A boolean of older versions."""
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if not boolean(value):
             return dropped("is off")
         if device(given, what) == "none":
             return dropped(_LOW[what])
-        return Meaning(note=note, fields={_FIELDS[what]: "cpu"})
+        return KeyEffect(note=note, fields={_FIELDS[what]: "cpu"})
 
     return Key(read, _FIELDS[what], note=note)
 
 
 def _path(what: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if device(given, what) not in ("nvme", AUTO) or value is None:
             return dropped("only used with nvme")
-        return Meaning(fields={"offload.nvme_path": text(value)})
+        return KeyEffect(fields={"offload.nvme_path": text(value)})
 
     return Key(read, "offload.nvme_path")
 
 
 def _pin(what: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         pins = {name: given.get(f"{_Z}offload_{name}.pin_memory") for name in _FIELDS if device(given, name) != "none"}
         pinned = any(quiet(boolean, True if value is None else value, True) for value in pins.values())
         if device(given, what) == "none" or value == AUTO:
             return dropped("nothing is offloaded here")
         if boolean(value) != pinned:
             return dropped("parameters and optimizer are pinned alike; affects only time")
-        return Meaning(fields={"offload.pin_memory": pinned})
+        return KeyEffect(fields={"offload.pin_memory": pinned})
 
     return Key(read, "offload.pin_memory")
 
 
-def _pin_both(value: Any, given: Given) -> Meaning:
+def _pin_both(value: Any, given: DocumentValues) -> KeyEffect:
     if all(device(given, what) == "none" for what in _FIELDS):
         return dropped("nothing is offloaded")
-    return Meaning(fields={"offload.pin_memory": boolean(value)})
+    return KeyEffect(fields={"offload.pin_memory": boolean(value)})
 
 
 _PART = "the whole optimizer is offloaded; affects only memory"
 
 
-def _part(value: Any, given: Given) -> Meaning:
+def _part(value: Any, given: DocumentValues) -> KeyEffect:
     if stage(given) == 3 or value == AUTO or number(0, 1)(value) == 1:
         return dropped(_PART)
-    return Meaning(Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 only at stage 3", stale=True)
+    return KeyEffect(
+        Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 only at stage 3", rejected_upstream=True
+    )
 
 
 KEYS: Mapping[str, Key] = {
@@ -99,7 +101,9 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),
     f"{_Z}cpu_offload_param": _switch("param", "deprecated; DeepSpeed means offload_param"),
     f"{_Z}cpu_offload_params": spelt(
-        _switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses"), "cpu_offload_param", stale=True
+        _switch("param", "a name of older versions, which DeepSpeed 0.19.8 refuses"),
+        "cpu_offload_param",
+        rejected_upstream=True,
     ),
     f"{_Z}cpu_offload_use_pin_memory": Key(_pin_both, "offload.pin_memory"),
 }

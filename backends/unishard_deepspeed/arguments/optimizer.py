@@ -8,9 +8,9 @@ from typing import Any
 from unishard.config import Config, value_at
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import boolean, drops, number
+from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
@@ -61,11 +61,11 @@ _OTHERS = (
 )
 
 
-def _word(given: Given) -> str:
+def _word(given: DocumentValues) -> str:
     return str(given.get("optimizer.type") or "").strip().lower()
 
 
-def _name(given: Given) -> str | None:
+def _name(given: DocumentValues) -> str | None:
     """The value of `optimizer.name`; None where there is none, or one that is not supported."""
     word = _word(given)
     if word == "adam" and not quiet(boolean, given.get(f"{_P}adam_w_mode"), True):
@@ -73,7 +73,7 @@ def _name(given: Given) -> str | None:
     return _NAMES.get(word)
 
 
-def assumed(given: Given) -> dict[str, Any]:
+def assumed(given: DocumentValues) -> dict[str, Any]:
     """Defaults of the class that DeepSpeed would build, where they are not the schema's."""
     name = _name(given)
     if name is None:
@@ -84,14 +84,14 @@ def assumed(given: Given) -> dict[str, Any]:
     return {f"{_P}lr": rate, f"{_P}weight_decay": decay} | ({f"{_P}betas": [0.9, 0.999]} if name == "lion" else {})
 
 
-def _base_lr(given: Given) -> Any:
+def _base_lr(given: DocumentValues) -> Any:
     """The rate that the optimizer's section says: a number, `Undecided`, or None where it says nothing."""
     value = given.get(f"{_P}lr")
     value = assumed(given).get(f"{_P}lr") if value is None else value
     return Undecided(f"learning_rate {ARGUMENTS}") if value == AUTO else quiet(number(0), value)
 
 
-def peak_of(given: Given) -> Any:
+def peak_of(given: DocumentValues) -> Any:
     """The rate at the top of the schedule, which DeepSpeed's warm-ups write over that of the optimizer."""
     if given.get("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
         return _base_lr(given)
@@ -110,19 +110,19 @@ def peak_of(given: Given) -> Any:
     )
 
 
-def _type(value: Any, given: Given) -> Meaning:
+def _type(value: Any, given: DocumentValues) -> KeyEffect:
     word = str(value).strip().lower()
     if word in _REFUSED:
-        return Meaning(Fit.UNSUPPORTED, f"{value} {_REFUSED[word]}")
+        return KeyEffect(Fit.UNSUPPORTED, f"{value} {_REFUSED[word]}")
     name = _name(given)
     if name is None:
         raise Unreadable(f"must be Adam, AdamW, SGD, Adagrad or Lion, got {value!r}; build it in the training script")
     adam = word == "adam" and name == "adamw"
     note = 'DeepSpeed\'s "Adam" decouples the weight decay unless adam_w_mode is false, so it is AdamW' if adam else ""
-    return Meaning(note=note, fields={"optimizer.name": name})
+    return KeyEffect(note=note, fields={"optimizer.name": name})
 
 
-def _rate(value: Any, given: Given) -> Meaning:
+def _rate(value: Any, given: DocumentValues) -> KeyEffect:
     if value != AUTO:
         number(0)(value)
     peak, own = peak_of(given), _base_lr(given)
@@ -131,17 +131,17 @@ def _rate(value: Any, given: Given) -> Meaning:
     return _decided("optimizer.lr", peak)
 
 
-def _decided(field: str, value: Any) -> Meaning:
+def _decided(field: str, value: Any) -> KeyEffect:
     if isinstance(value, Undecided):
         return undecided(value.who, field)
-    return Meaning(fields={field: value})
+    return KeyEffect(fields={field: value})
 
 
 def _param(name: str, convert: Any) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if value == AUTO and name in _ARGUMENTS:
             return _decided(f"optimizer.{name}", Undecided(f"{_ARGUMENTS[name]} {ARGUMENTS}"))
-        return Meaning(fields={f"optimizer.{name}": convert(value)})
+        return KeyEffect(fields={f"optimizer.{name}": convert(value)})
 
     return Key(read, f"optimizer.{name}")
 
@@ -153,21 +153,21 @@ def _betas(value: Any) -> tuple[float, float]:
     return first, second
 
 
-def _bias_correction(value: Any, given: Given) -> Meaning:
+def _bias_correction(value: Any, given: DocumentValues) -> KeyEffect:
     if boolean(value) or _name(given) not in ("adamw", "adam"):
         return dropped("is on, as in torch") if boolean(value) else dropped("belongs to Adam and Lamb")
     note = "torch's Adam corrects its moments, so about the first 1 / (1 - beta2) updates differ"
-    return Meaning(Fit.APPROXIMATE, note)
+    return KeyEffect(Fit.APPROXIMATE, note)
 
 
-def _max_grad_norm(value: Any, given: Given) -> Meaning:
+def _max_grad_norm(value: Any, given: DocumentValues) -> KeyEffect:
     note = "DeepSpeed 0.19.8 refuses it here and reads gradient_clipping"
     if "gradient_clipping" in given:
-        return Meaning(Fit.IGNORED, f"{note}, which is there", stale=True)
-    return Meaning(note=note, fields={"training.gradient_clipping": number(0)(value) or None}, stale=True)
+        return KeyEffect(Fit.IGNORED, f"{note}, which is there", rejected_upstream=True)
+    return KeyEffect(note=note, fields={"training.gradient_clipping": number(0)(value) or None}, rejected_upstream=True)
 
 
-def _fp32_states(value: Any, given: Given) -> Meaning:
+def _fp32_states(value: Any, given: DocumentValues) -> KeyEffect:
     return (
         dropped("is on: the state is fp32")
         if boolean(value)

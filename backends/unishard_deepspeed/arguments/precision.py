@@ -10,10 +10,10 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.contract.express import AUTO
-from unishard.contract.field_rows import MATMUL, write
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
+from unishard.contract.field_rows import FALLBACKS, left_to_script
 from unishard.contract.key_rows import boolean, integer, number
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
@@ -29,7 +29,7 @@ _USUAL_HYSTERESIS = 2
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast); here parameters are cast"
 
 
-def assumed(given: Given) -> dict[str, Any]:
+def assumed(given: DocumentValues) -> dict[str, Any]:
     """Formats and a scale that DeepSpeed takes where the config is silent."""
     found: dict[str, Any] = {}
     if compute(given) != "fp32":
@@ -39,125 +39,127 @@ def assumed(given: Given) -> dict[str, Any]:
     return found
 
 
-def _fp16(given: Given) -> bool:
+def _fp16(given: DocumentValues) -> bool:
     return may_compute(given, "fp16") and not quiet(boolean, given.get("torch_autocast.enabled"), False)
 
 
-def _dynamic(given: Given) -> bool:
+def _dynamic(given: DocumentValues) -> bool:
     return _fp16(given) and not quiet(number(0), given.get("fp16.loss_scale"), 0)
 
 
 def _enabled(name: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if value != AUTO and boolean(value):
-            return Meaning(fields={"precision.compute": name})
+            return KeyEffect(fields={"precision.compute": name})
         found = compute(given)
         if isinstance(found, Undecided):
             return undecided(found.who, "precision.compute")
         if value == AUTO:
             return dropped(f"precision.compute is {found}, so this comes out as false")
-        return Meaning(fields={"precision.compute": found})
+        return KeyEffect(fields={"precision.compute": found})
 
     return Key(read, "precision.compute")
 
 
-def _autocast(value: Any, given: Given) -> Meaning:
+def _autocast(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return dropped("is off")
-    return Meaning(
+    return KeyEffect(
         Fit.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")}
     )
 
 
-def _reduce(value: Any, given: Given) -> Meaning:
+def _reduce(value: Any, given: DocumentValues) -> KeyEffect:
     if value is not None:
-        return Meaning(fields={"precision.reduce": dtype(value)})
+        return KeyEffect(fields={"precision.reduce": dtype(value)})
     found = compute(given)
     if isinstance(found, Undecided):
         return undecided("precision.compute, the default of DeepSpeed", "precision.reduce")
-    return Meaning(note="by default DeepSpeed reduces in the dtype of compute", fields={"precision.reduce": found})
+    return KeyEffect(note="by default DeepSpeed reduces in the dtype of compute", fields={"precision.reduce": found})
 
 
-def _reduce_wide(value: Any, given: Given) -> Meaning:
+def _reduce_wide(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
-        return Meaning(Fit.IGNORED, "is off")
+        return KeyEffect(Fit.IGNORED, "is off")
     note = "a name of older versions, ignored by 0.19.8: communication_data_type: fp32"
-    return Meaning(note=note, fields={"precision.reduce": "fp32"}, stale=True)
+    return KeyEffect(note=note, fields={"precision.reduce": "fp32"}, rejected_upstream=True)
 
 
-def _accumulate(value: Any, given: Given) -> Meaning:
+def _accumulate(value: Any, given: DocumentValues) -> KeyEffect:
     """Where the key is absent, DeepSpeed adds up in the format of compute: the one default that is not taken over."""
     if value is not None:
-        return Meaning(fields={"precision.accumulate": dtype(value)})
+        return KeyEffect(fields={"precision.accumulate": dtype(value)})
     if _pure(given):
-        return Meaning(fields={"precision.accumulate": compute(given)})
+        return KeyEffect(fields={"precision.accumulate": compute(given)})
     if quiet(integer(1), given.get("gradient_accumulation_steps")) == 1:
-        return Meaning(
+        return KeyEffect(
             note="nothing is added up in a window of one micro-batch", fields={"precision.accumulate": "fp32"}
         )
-    return Meaning(Fit.EQUIVALENT, _ADDED_UP, {"precision.accumulate": "fp32"})
+    return KeyEffect(Fit.EQUIVALENT, _ADDED_UP, {"precision.accumulate": "fp32"})
 
 
-def _pure(given: Given) -> bool:
+def _pure(given: DocumentValues) -> bool:
     found = compute(given)
     return quiet(boolean, given.get(f"{found}.{found}_master_weights_and_grads"), False) is True
 
 
 def _masters(name: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if not boolean(value):
             return dropped("is off: the masters are fp32")
         if not may_compute(given, name):
             return dropped(f"{name} is off")
         states = name == "bf16" and not quiet(boolean, given.get("bf16.bf16_optimizer_states"), False)
         note = "DeepSpeed keeps an fp32 state; elsewhere it has the dtype of the master weights" if states else ""
-        return Meaning(Fit.APPROXIMATE if states else Fit.EXACT, note, {"precision.master": name})
+        return KeyEffect(Fit.APPROXIMATE if states else Fit.EXACT, note, {"precision.master": name})
 
     return Key(read, "precision.master")
 
 
-def _states(value: Any, given: Given) -> Meaning:
+def _states(value: Any, given: DocumentValues) -> KeyEffect:
     if boolean(value) and not quiet(boolean, given.get("bf16.bf16_master_weights_and_grads"), False):
         raise Unreadable("must be false without bf16_master_weights_and_grads; write both")
     return dropped("the state has the format of the masters") if boolean(value) else dropped("is off")
 
 
-def _param_dtype(value: Any, given: Given) -> Meaning:
-    return dropped("is null") if value is None else Meaning(fields={"precision.compute": dtype(value)})
+def _param_dtype(value: Any, given: DocumentValues) -> KeyEffect:
+    return dropped("is null") if value is None else KeyEffect(fields={"precision.compute": dtype(value)})
 
 
-def _buffers(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"precision.buffers": "keep" if value is None else dtype(value)})
+def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"precision.buffers": "keep" if value is None else dtype(value)})
 
 
-def _loss_scale(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"precision.loss_scale": number(0)(value) or "dynamic"})
+def _loss_scale(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"precision.loss_scale": number(0)(value) or "dynamic"})
 
 
-def _hysteresis(value: Any, given: Given) -> Meaning:
+def _hysteresis(value: Any, given: DocumentValues) -> KeyEffect:
     if integer(1)(value) == 1:
-        return Meaning(note="each overflow halves the scale, as elsewhere")
+        return KeyEffect(note="each overflow halves the scale, as elsewhere")
     note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, others after each"
     if compute(given) != "fp16":
         return dropped(f"if precision.compute is fp16, {note}")
     # 2 is the default, which the examples of DeepSpeed also spell out: it is not a choice.
     usual = integer(1)(value) == _USUAL_HYSTERESIS
-    return Meaning(
+    return KeyEffect(
         Fit.EQUIVALENT if usual else Fit.APPROXIMATE,
         f"{note}: the same updates, fewer of them skipped" if usual else note,
     )
 
 
-def _least(value: Any, given: Given) -> Meaning:
+def _least(value: Any, given: DocumentValues) -> KeyEffect:
     if value in (None, AUTO) or quiet(integer(1), value) is not None or not _dynamic(given):
         return dropped(_LEAST)
     number(0)(value)
-    return Meaning(
-        Fit.IGNORED, f"{_LEAST}; DeepSpeed 0.19.8 takes only whole numbers from 1, so it is left out", stale=True
+    return KeyEffect(
+        Fit.IGNORED,
+        f"{_LEAST}; DeepSpeed 0.19.8 takes only whole numbers from 1, so it is left out",
+        rejected_upstream=True,
     )
 
 
-def _overflow(value: Any, given: Given) -> Meaning:
+def _overflow(value: Any, given: DocumentValues) -> KeyEffect:
     read = (compute(given), stage(given)) in (
         ("bf16", 1),
         ("bf16", 2),
@@ -172,7 +174,7 @@ def _overflow(value: Any, given: Given) -> Meaning:
         return undecided("precision.compute: ignore in bf16, otherwise skip", "training.nonfinite")
     if boolean(value) or not read:
         return dropped("is on, or unused: only used at stages 1 and 2 in bf16")
-    return Meaning(fields={"training.nonfinite": "ignore"})
+    return KeyEffect(fields={"training.nonfinite": "ignore"})
 
 
 _OFF = "fp16 is off"
@@ -186,16 +188,18 @@ def _scaling(read: Any, holds: Any = _dynamic, field: str = "") -> Key:
     return only(Key(read, field), holds, _OFF if holds is _fp16 else _STATIC)
 
 
-def _kept(value: Any, given: Given) -> Meaning:
+def _kept(value: Any, given: DocumentValues) -> KeyEffect:
     if value == "auto":
-        return Meaning(fields={"precision.keep_fp32": "auto"})
+        return KeyEffect(fields={"precision.keep_fp32": "auto"})
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise Unreadable(
             f"must be auto or a list of names, got {shown(value)}; write parts of names of the model's buffers"
         )
     if not value:
-        return Meaning(fields={"precision.keep_fp32": []})
-    return Meaning(Fit.APPROXIMATE, _ONLY_BUFFERS, {"precision.keep_fp32": [name.replace("*", ".*") for name in value]})
+        return KeyEffect(fields={"precision.keep_fp32": []})
+    return KeyEffect(
+        Fit.APPROXIMATE, _ONLY_BUFFERS, {"precision.keep_fp32": [name.replace("*", ".*") for name in value]}
+    )
 
 
 def _kept_of(cfg: Config, topology: Topology) -> Native:
@@ -213,7 +217,7 @@ def _block(name: str) -> dict[str, Key]:
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
             f"{name}.{key}": Key(
-                lambda value, given: Meaning(Fit.IGNORED, _IN_BF16, stale=True), "", Fit.IGNORED, _IN_BF16
+                lambda value, given: KeyEffect(Fit.IGNORED, _IN_BF16, rejected_upstream=True), "", Fit.IGNORED, _IN_BF16
             )
             for key in (
                 "auto_cast",
@@ -225,7 +229,7 @@ def _block(name: str) -> dict[str, Key]:
             )
         },
         f"{name}.opt_level": Key(
-            lambda value, given: Meaning(Fit.IGNORED, _OF_AMP, stale=True), "", Fit.IGNORED, _OF_AMP
+            lambda value, given: KeyEffect(Fit.IGNORED, _OF_AMP, rejected_upstream=True), "", Fit.IGNORED, _OF_AMP
         ),
     }
 
@@ -236,15 +240,17 @@ KEYS: Mapping[str, Key] = {
     "fp16.enabled": _enabled("fp16"),
     "fp16.loss_scale": _scaling(_loss_scale, _fp16, "precision.loss_scale"),
     "fp16.initial_scale_power": _scaling(
-        lambda value, given: Meaning(fields={"precision.initial_loss_scale": 2.0 ** integer(0, 127)(value)}),
+        lambda value, given: KeyEffect(fields={"precision.initial_loss_scale": 2.0 ** integer(0, 127)(value)}),
         field="precision.initial_loss_scale",
     ),
     "fp16.loss_scale_window": _scaling(
-        lambda value, given: Meaning(fields={"precision.loss_scale_growth_interval": integer(1)(value)}),
+        lambda value, given: KeyEffect(fields={"precision.loss_scale_growth_interval": integer(1)(value)}),
         field="precision.loss_scale_growth_interval",
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
-    "fp16.opt_level": Key(lambda value, given: Meaning(Fit.IGNORED, _OF_AMP, stale=True), "", Fit.IGNORED, _OF_AMP),
+    "fp16.opt_level": Key(
+        lambda value, given: KeyEffect(Fit.IGNORED, _OF_AMP, rejected_upstream=True), "", Fit.IGNORED, _OF_AMP
+    ),
     "fp16.min_loss_scale": Key(_least, "", Fit.IGNORED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
     "torch_autocast.enabled": Key(_autocast, "precision.compute", Fit.APPROXIMATE, _AUTOCAST),
@@ -335,7 +341,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             ),
         ),
     ),
-    "precision.matmul": MATMUL,
+    "precision.matmul": FALLBACKS["precision.matmul"],
     "precision.keep_fp32": Rule(
         Fit.APPROXIMATE,
         "data_types.keep_in_fp32_modules",
@@ -346,7 +352,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
             When("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, ""),
         ),
     ),
-    "precision.cast_inputs": write(
+    "precision.cast_inputs": left_to_script(
         "cast only these inputs to the compute dtype", lambda cfg: cfg.precision.cast_inputs is True, "true"
     ),
     "precision.buffers": Rule(

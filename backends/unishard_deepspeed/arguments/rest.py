@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
-from unishard.contract.entries import NOTHING, Given, Key, Meaning
-from unishard.contract.express import AUTO
-from unishard.contract.field_rows import logged_by_script, saved_by_script, started_elsewhere
+from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect
+from unishard.contract.field_rows import saved_by_script, started_elsewhere
 from unishard.contract.key_rows import boolean, drops, integer, own, refuses
+from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
@@ -30,7 +30,7 @@ def _own(key: str, row: Row) -> Key:
     found = own(f"deepspeed.{key}", convert, Fit.IGNORED if same else Fit.APPROXIMATE, note)
     usual = False if row.constant is NOTHING and row.values.types == (bool,) else row.constant
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if value is None or value == AUTO:
             return dropped("DeepSpeed's default stands, or what transformers computes; affects only time and memory")
         return dropped("the value without the key") if convert(value) == usual else found.read(value, given)
@@ -57,9 +57,9 @@ def _log(row: Row) -> Key:
     type.
     """
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if value is None or value in (AUTO, math.inf):  # Accelerate silences DeepSpeed with steps_per_print: inf
-            return Meaning(Fit.IGNORED, _LOGS)
+            return KeyEffect(Fit.IGNORED, _LOGS)
         row.values.convert(value)
         return dropped(_LOGS)
 
@@ -84,10 +84,10 @@ def _switches(value: Any) -> Any:
 def _removed(why: str) -> Key:
     """A section of older versions."""
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if _off(value) or quiet(boolean, value) is False:
-            return Meaning(Fit.IGNORED, "is off, but DeepSpeed 0.19.8 refuses the key", stale=True)
-        return Meaning(Fit.UNSUPPORTED, why)
+            return KeyEffect(Fit.IGNORED, "is off, but DeepSpeed 0.19.8 refuses the key", rejected_upstream=True)
+        return KeyEffect(Fit.UNSUPPORTED, why)
 
     return Key(read, "", Fit.UNSUPPORTED, why)
 
@@ -114,20 +114,22 @@ _COMPILE = "only used by engine.compile() in the script; set compile.mode for to
 _LOGS = "only logs and timers"
 
 
-def _tensor_parallel(value: Any, given: Given) -> Meaning:
+def _tensor_parallel(value: Any, given: DocumentValues) -> KeyEffect:
     if not _size(value):
-        return Meaning(Fit.UNSUPPORTED, _RANKS)
+        return KeyEffect(Fit.UNSUPPORTED, _RANKS)
     unknown = isinstance(value, Mapping) and "enabled" in value
-    return Meaning(
-        Fit.IGNORED, "is off" + ("; DeepSpeed 0.19.8 refuses enabled here" if unknown else ""), stale=unknown
+    return KeyEffect(
+        Fit.IGNORED,
+        "is off" + ("; DeepSpeed 0.19.8 refuses enabled here" if unknown else ""),
+        rejected_upstream=unknown,
     )
 
 
-def _compile(value: Any, given: Given) -> Meaning:
+def _compile(value: Any, given: DocumentValues) -> KeyEffect:
     old = sorted(value.keys() - COMPILE) if isinstance(value, Mapping) else []
     if not old:
         return dropped(_COMPILE)
-    return Meaning(Fit.IGNORED, f"{_COMPILE}; DeepSpeed 0.19.8 refuses {', '.join(old)}", stale=True)
+    return KeyEffect(Fit.IGNORED, f"{_COMPILE}; DeepSpeed 0.19.8 refuses {', '.join(old)}", rejected_upstream=True)
 
 
 KEYS: Mapping[str, Key] = {
@@ -167,7 +169,6 @@ SCRIPT_RULES: Mapping[str, Rule] = {
     ),
     "compile.backend": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
     **saved_by_script("engine.save_checkpoint(...)"),
-    **logged_by_script(),
     **started_elsewhere(
         nodes="pass deepspeed --num_nodes, or --hostfile",
         processes_per_node="pass deepspeed --num_gpus, or --hostfile",
@@ -178,9 +179,6 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         max_restarts="DeepSpeed's launcher does not restart (but with --elastic_training); start the script with "
         "torchrun --max-restarts",
         environment="write them into .deepspeed_env, which DeepSpeed's launcher sends to every host",
-    ),
-    "strict": Rule(
-        Fit.IGNORED, "", "only affects this report", when=(When("false", lambda cfg: not cfg.strict, Fit.EXACT, ""),)
     ),
     "native": Rule(
         Fit.EXACT,

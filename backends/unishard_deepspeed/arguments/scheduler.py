@@ -8,9 +8,9 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import drops, integer, number
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
@@ -37,11 +37,11 @@ _SCRIPT = "use linear or cosine, or build the scheduler in the training script"
 _BEHIND = "DeepSpeed starts at 0 and warms up one update late; the cosine is the same"
 
 
-def _kind(given: Given) -> str:
+def _kind(given: DocumentValues) -> str:
     return str(given.get("scheduler.type") or "")
 
 
-def assumed(given: Given) -> dict[str, Any]:
+def assumed(given: DocumentValues) -> dict[str, Any]:
     """Defaults of DeepSpeed's schedules (DeepSpeed 0.19.8, runtime/lr_schedules.py)."""
     kind = _kind(given)
     found: dict[str, Any] = {}
@@ -56,16 +56,16 @@ def assumed(given: Given) -> dict[str, Any]:
     return {f"{_P}{name}": value for name, value in found.items()}
 
 
-def _type(value: Any, given: Given) -> Meaning:
+def _type(value: Any, given: DocumentValues) -> KeyEffect:
     if value in _ONLY:
         note = (
             f"{value} is not supported; build the scheduler in the training script, or set constant, linear or cosine"
         )
-        return Meaning(
+        return KeyEffect(
             Fit.NEEDS_INPUT,
             note,
             {"scheduler.name": Undecided(f"your training script, which builds {value}")},
-            kept=True,
+            copy_verbatim=True,
         )
     if not isinstance(value, str) or value not in _SHAPES:
         near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())
@@ -76,43 +76,43 @@ def _type(value: Any, given: Given) -> Meaning:
         raise Unreadable(f"must have {total} among its params, the number of updates, got {value} without; write it")
     said: dict[str, Any] = {"scheduler.name": _SHAPES[value]}
     if value == "WarmupCosineLR":
-        return Meaning(Fit.APPROXIMATE, _BEHIND, said)
+        return KeyEffect(Fit.APPROXIMATE, _BEHIND, said)
     if value in _WARM:
-        return Meaning(
+        return KeyEffect(
             note="DeepSpeed's first two updates both use its first rate", fields=said | {"scheduler.delay_steps": 1}
         )
-    return Meaning(fields=said)
+    return KeyEffect(fields=said)
 
 
-def _of(kinds: tuple[str, ...], read: Callable[[Any, Given], Meaning], field: str) -> Key:
-    def checked(value: Any, given: Given) -> Meaning:
+def _of(kinds: tuple[str, ...], read: Callable[[Any, DocumentValues], KeyEffect], field: str) -> Key:
+    def checked(value: Any, given: DocumentValues) -> KeyEffect:
         kind = _kind(given)
         return read(value, given) if kind in kinds else dropped(f"{kind or 'no scheduler'} does not have it")
 
     return Key(checked, field)
 
 
-def _steps(field: str, who: str, low: int) -> Callable[[Any, Given], Meaning]:
-    def read(value: Any, given: Given) -> Meaning:
+def _steps(field: str, who: str, low: int) -> Callable[[Any, DocumentValues], KeyEffect]:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if value == AUTO:
             return undecided(f"{who} {ARGUMENTS}", field)
         steps = integer(0 if low > 1 else 1)(value)
         note = f"DeepSpeed takes at least {low}" if steps < low else ""
-        return Meaning(note=note, fields={field: max(low, steps)})
+        return KeyEffect(note=note, fields={field: max(low, steps)})
 
     return read
 
 
-def _top(value: Any, given: Given) -> Meaning:
+def _top(value: Any, given: DocumentValues) -> KeyEffect:
     peak = peak_of(given)
     if value == AUTO and not isinstance(peak, Undecided):
         return dropped("transformers fills in learning_rate, which the optimizer's lr says")
     if isinstance(peak, Undecided):
         return undecided(peak.who, "optimizer.lr")
-    return Meaning(note="DeepSpeed writes it over the optimizer's lr", fields={"optimizer.lr": number(0)(value)})
+    return KeyEffect(note="DeepSpeed writes it over the optimizer's lr", fields={"optimizer.lr": number(0)(value)})
 
 
-def _bottom(value: Any, given: Given) -> Meaning:
+def _bottom(value: Any, given: DocumentValues) -> KeyEffect:
     """The rate at which warm-up begins, and at which WarmupDecayLR ends."""
     found = 0.0 if value == AUTO else number(0)(value)
     peak = peak_of(given)
@@ -120,30 +120,32 @@ def _bottom(value: Any, given: Given) -> Meaning:
     if found and not isinstance(peak, float | int):
         return undecided(f"{found:g} / optimizer.lr, which the training script decides", *ends)
     note = "transformers fills in 0" if value == AUTO else ""
-    return Meaning(note=note, fields=dict.fromkeys(ends, found / peak if found and peak else 0.0))
+    return KeyEffect(note=note, fields=dict.fromkeys(ends, found / peak if found and peak else 0.0))
 
 
-def _ratio(field: str) -> Callable[[Any, Given], Meaning]:
-    return lambda value, given: Meaning(fields={field: number(0, 1)(value)})
+def _ratio(field: str) -> Callable[[Any, DocumentValues], KeyEffect]:
+    return lambda value, given: KeyEffect(fields={field: number(0, 1)(value)})
 
 
-def _climb(value: Any, given: Given) -> Meaning:
+def _climb(value: Any, given: DocumentValues) -> KeyEffect:
     if value not in ("log", "linear"):
-        return Meaning(note=f"DeepSpeed does not know {value!r} and takes log", fields={"scheduler.warmup_type": "log"})
-    return Meaning(fields={"scheduler.warmup_type": value})
+        return KeyEffect(
+            note=f"DeepSpeed does not know {value!r} and takes log", fields={"scheduler.warmup_type": "log"}
+        )
+    return KeyEffect(fields={"scheduler.warmup_type": value})
 
 
-def _floor(value: Any, given: Given) -> Meaning:
+def _floor(value: Any, given: DocumentValues) -> KeyEffect:
     peak, found = peak_of(given), number(0)(value)
     if found and not isinstance(peak, float | int):
         return undecided(f"{found:g} / optimizer.lr, which the training script decides", "scheduler.min_lr_ratio")
-    return Meaning(fields={"scheduler.min_lr_ratio": found / peak if found and peak else 0.0})
+    return KeyEffect(fields={"scheduler.min_lr_ratio": found / peak if found and peak else 0.0})
 
 
-def _start(value: Any, given: Given) -> Meaning:
+def _start(value: Any, given: DocumentValues) -> KeyEffect:
     if number(0)(value) != 1:
         raise Unreadable(f"must be 1, got {value!r}; {_SCRIPT}")
-    return Meaning(note="begins at optimizer.lr")
+    return KeyEffect(note="begins at optimizer.lr")
 
 
 _TOTAL = _steps("scheduler.total_steps", "the number of updates, max_steps or num_train_epochs", 1)

@@ -8,9 +8,9 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, drops, integer, listed, refuses
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
@@ -24,47 +24,51 @@ _BY_TRANSFORMERS = "transformers computes it from the hidden size; affects only 
 _ONCE = 'in 0.19.8 this is an error; write {"stage": ...}'
 
 
-def assumed(given: Given) -> dict[str, Any]:
+def assumed(given: DocumentValues) -> dict[str, Any]:
     """ZeRO is off unless the config says otherwise."""
     return {} if "zero_optimization" in given else {f"{_Z}stage": 0}
 
 
-def _shards(given: Given) -> int | None:
+def _shards(given: DocumentValues) -> int | None:
     """Ranks in a group of MiCS, which older versions had at stage 3."""
     size = quiet(integer(2), given.get(f"{_Z}mics_shard_size"))
     return int(size) if size and stage(given) == 3 else None
 
 
-def _stage(value: Any, given: Given) -> Meaning:
+def _stage(value: Any, given: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return undecided("zero_stage of Accelerate's DeepSpeedPlugin, 2 by default", "sharding.strategy")
     found = integer(0, 3)(value)
-    return Meaning(fields={"sharding.strategy": "hybrid_shard" if _shards(given) else _STAGES[found]})
+    return KeyEffect(fields={"sharding.strategy": "hybrid_shard" if _shards(given) else _STAGES[found]})
 
 
-def _whole(value: Any, given: Given) -> Meaning:
+def _whole(value: Any, given: DocumentValues) -> KeyEffect:
     """`zero_optimization` as a boolean, or as a number in old files."""
     if isinstance(value, bool):
-        return Meaning(note="true means stage 1, and false stage 0", fields={"sharding.strategy": _STAGES[value]})
+        return KeyEffect(note="true means stage 1, and false stage 0", fields={"sharding.strategy": _STAGES[value]})
     if value is None or isinstance(value, Mapping):
-        return Meaning(note="is empty: stage 0", fields={"sharding.strategy": "no_shard"})
+        return KeyEffect(note="is empty: stage 0", fields={"sharding.strategy": "no_shard"})
     found = quiet(integer(0, 3), value)
     if found is None:
         raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage')
-    return Meaning(note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[found]}, stale=True)
+    return KeyEffect(
+        note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[found]}, rejected_upstream=True
+    )
 
 
-def _mics(value: Any, given: Given) -> Meaning:
+def _mics(value: Any, given: DocumentValues) -> KeyEffect:
     size = _shards(given)
     if size is None:
-        return Meaning(
-            Fit.IGNORED, "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key", stale=True
+        return KeyEffect(
+            Fit.IGNORED,
+            "no groups without stage 3 and at least 2 ranks; DeepSpeed 0.19.8 refuses the key",
+            rejected_upstream=True,
         )
     note = "MiCS was removed in DeepSpeed 0.19.8; hybrid_shard has the same groups"
-    return Meaning(Fit.EQUIVALENT, note, {"sharding.group_size": size}, stale=True)
+    return KeyEffect(Fit.EQUIVALENT, note, {"sharding.group_size": size}, rejected_upstream=True)
 
 
-def _gathers_in_group(given: Given) -> int | None:
+def _gathers_in_group(given: DocumentValues) -> int | None:
     """Ranks in which the backward gathers again (hpZ), where they are known to be fewer than all and parameters do not
     stay.
     """
@@ -83,67 +87,67 @@ def _distance(value: Any) -> int:
     return int(quiet(integer(0), value) or 0)
 
 
-def _hpz(value: Any, given: Given) -> Meaning:
+def _hpz(value: Any, given: DocumentValues) -> KeyEffect:
     size = integer(0)(value)
     if size < 2 or stage(given) != 3:
         return dropped("no secondary copy of the parameters")
     if _gathers_in_group(given):
-        return Meaning(fields={"sharding.reshard_after_forward": size})
+        return KeyEffect(fields={"sharding.reshard_after_forward": size})
     key = "deepspeed.zero_optimization.zero_hpz_partition_size"
-    return Meaning(
+    return KeyEffect(
         Fit.IGNORED,
         _HPZ,
         native={key: size},
-        elsewhere={"sharding.strategy": "hybrid_shard", "sharding.group_size": size},
+        if_other_engine={"sharding.strategy": "hybrid_shard", "sharding.group_size": size},
     )
 
 
-def _reuse(value: Any, given: Given) -> Meaning:
+def _reuse(value: Any, given: DocumentValues) -> KeyEffect:
     distance = integer(0)(value)
     if distance >= fields.UNLIMITED:
-        return Meaning(fields={"sharding.reshard_after_forward": False})
-    meaning = Meaning(fields={"sharding.reshard_after_forward": _gathers_in_group(given) or True})
+        return KeyEffect(fields={"sharding.reshard_after_forward": False})
+    effect = KeyEffect(fields={"sharding.reshard_after_forward": _gathers_in_group(given) or True})
     note = f"DeepSpeed keeps parameters used again within {distance:,} elements; same results"
-    return meaning._replace(fit=Fit.EQUIVALENT, note=note) if distance else meaning
+    return effect._replace(fit=Fit.EQUIVALENT, note=note) if distance else effect
 
 
-def _leaves(value: Any, given: Given) -> Meaning:
+def _leaves(value: Any, given: DocumentValues) -> KeyEffect:
     classes = [] if value == [] else listed(value)
     if not classes:
         return dropped("names no class: the model's blocks are units")
-    return Meaning(fields={"sharding.units": [name.rpartition(".")[2] for name in classes]})
+    return KeyEffect(fields={"sharding.units": [name.rpartition(".")[2] for name in classes]})
 
 
-def _leaf_names(value: Any, given: Given) -> Meaning:
+def _leaf_names(value: Any, given: DocumentValues) -> KeyEffect:
     if value == []:
         return dropped("names nothing")
     return dropped("units are named by class; set sharding.units. Affects only memory")
 
 
-def _norm(value: Any, given: Given) -> Meaning:
+def _norm(value: Any, given: DocumentValues) -> KeyEffect:
     note = "affects only logs: the norm is always computed"
     if boolean(value) or stage(given) in (1, 2):
         return dropped(note)
-    return Meaning(Fit.IGNORED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3", stale=True)
+    return KeyEffect(Fit.IGNORED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3", rejected_upstream=True)
 
 
-def _bucket(value: Any, given: Given) -> Meaning:
+def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
     size = integer(0)(value)
     note = "" if size else "0 reduces each gradient by itself, as 1 does"
-    return Meaning(note=note, fields={"communication.reduce_bucket_size": size or 1})
+    return KeyEffect(note=note, fields={"communication.reduce_bucket_size": size or 1})
 
 
-def _prefetch(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"communication.prefetch_bucket_size": integer(0)(value)})
+def _prefetch(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"communication.prefetch_bucket_size": integer(0)(value)})
 
 
-def _overlap(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"communication.overlap": boolean(value)})
+def _overlap(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"communication.overlap": boolean(value)})
 
 
-def _granularity(value: Any, given: Given) -> Meaning:
+def _granularity(value: Any, given: DocumentValues) -> KeyEffect:
     return (
-        dropped("is off") if not integer()(value) else Meaning(fields={"sharding.min_unit_params": integer(0)(value)})
+        dropped("is off") if not integer()(value) else KeyEffect(fields={"sharding.min_unit_params": integer(0)(value)})
     )
 
 
@@ -165,7 +169,9 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}stage": Key(_stage, "sharding.strategy"),
     f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT),
     f"{_Z}mics_hierarchical_params_gather": Key(
-        lambda value, given: Meaning(Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key", stale=True),
+        lambda value, given: KeyEffect(
+            Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key", rejected_upstream=True
+        ),
         "",
         Fit.IGNORED,
     ),

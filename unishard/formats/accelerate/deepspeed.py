@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Path, Undecided, Unreadable
-from unishard.contract.express import AUTO
+from unishard.contract.entries import Entry, KeyEffect, Path, Undecided, Unreadable
 from unishard.contract.key_rows import listed, number
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
-from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, refused
 from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.names import names
 
 __all__ = [
     "KNOWN",
@@ -68,13 +68,7 @@ NEVER = 1e30
 
 _ACCUMULATION = Undecided("gradient_accumulation_steps of the Accelerator")
 _CLIPS = f"{TOOL} clips to 1.0 where the file has no gradient_clipping; so does DeepSpeed since 0.19.3"
-OF_THE_FILE = (
-    "sharding.strategy",
-    "precision.compute",
-    "training.gradient_clipping",
-    "optimizer.name",
-    "scheduler.name",
-)
+OF_THE_FILE = names("sharding.strategy precision.compute training.gradient_clipping optimizer.name scheduler.name")
 """What only DeepSpeed's own file says, once a document names one."""
 _NVME = "used as meant; Accelerate 1.15.0 never passes it on: use a deepspeed_config_file"
 _CPU_ADAM = "Accelerate 1.15.0 may swap the optimizer for DeepSpeedCPUAdam"
@@ -119,12 +113,12 @@ def _argument(arguments: EngineBlock, name: str, value: Any, block: Mapping[str,
     elif value is None and name not in ("zero_stage", "gradient_clipping"):
         yield dropped(path, value, "is null: Accelerate uses its default")
     elif name.endswith("_nvme_path") and str(block.get(name.replace("nvme_path", "device"))).lower() != "nvme":
-        yield dropped(path, value, "nothing is offloaded to it", kept=False)
+        yield dropped(path, value, "nothing is offloaded to it", copy_verbatim=False)
     elif name == "gradient_accumulation_steps" and value == AUTO:
         yield Entry(
             path,
             value,
-            Meaning(
+            KeyEffect(
                 Fit.NEEDS_INPUT,
                 f"the value comes from {_ACCUMULATION.who}",
                 {"training.gradient_accumulation_steps": _ACCUMULATION},
@@ -144,7 +138,7 @@ def experts(path: Path, value: Any, stage: Any) -> Entry:
     if value is None or str(stage) != "3":
         return dropped(path, value, "changes nothing below stage 3")
     try:
-        return Entry(path, value, Meaning(fields={"sharding.conditional_modules": listed(value)}))
+        return Entry(path, value, KeyEffect(fields={"sharding.conditional_modules": listed(value)}))
     except Unreadable as error:
         return refused(path, value, str(error))
 
@@ -191,4 +185,4 @@ def no_file(path: Path, name: Any) -> Entry:
         "fails as well; add the file"
     )
     said = Undecided(f"{name}, which was not found", required=True)
-    return Entry(path, name, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, said)))
+    return Entry(path, name, KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, said)))

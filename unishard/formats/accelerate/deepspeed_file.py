@@ -11,13 +11,11 @@ from typing import Any
 
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Path
-from unishard.contract.express import AUTO
+from unishard.contract.entries import Entry, KeyEffect, Path
+from unishard.contract.render import AUTO
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import KNOWN, LAUNCHER, MOE, NAMES, experts, no_file
-from unishard.formats.accelerate.distributed_types import precision_of
-from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
-from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, precision_of, refused
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.source import Source, open_named
 
@@ -52,13 +50,16 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
     if not spot.assumed and spot.value is not None and precision_of(source.data) == "no":
         entries.append(
             dropped(
-                spot.path, spot.value, f"the file decides; {TOOL} refuses this beside it, so it is left out", kept=False
+                spot.path,
+                spot.value,
+                f"the file decides; {TOOL} refuses this beside it, so it is left out",
+                copy_verbatim=False,
             )
         )
     elif not spot.assumed and spot.value is not None:
         entries.append(refused(spot.path, spot.value, _BESIDE))
     else:
-        entries.append(Entry(spot.path, spot.value, Meaning(), spot.assumed))
+        entries.append(Entry(spot.path, spot.value, KeyEffect(), spot.assumed))
     name = block[FILE[-1]]
     try:
         document = opened(name, source.folder)
@@ -78,7 +79,7 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
                 FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}"
             ),
         ]
-    return [*entries, Entry(FILE, name, Meaning(note="its keys follow")), *_beside_file(document, topology)]
+    return [*entries, Entry(FILE, name, KeyEffect(note="its keys follow")), *_beside_file(document, topology)]
 
 
 def _beside(name: str, value: Any) -> Entry:

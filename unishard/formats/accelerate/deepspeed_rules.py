@@ -14,13 +14,12 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import none, write
+from unishard.contract.field_rows import copied, exact, left_to_script, no_key, row, rows, when_default
 from unishard.contract.rules import Fit, Rule, When, unless
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.formats.fallbacks import copied, exact, row, rows, when_default
 
 __all__ = ["DEEPSPEED_RULES", "SAVE", "SAVE_KEY"]
 
@@ -73,7 +72,7 @@ def _clipping(cfg: Config, topology: Topology) -> Native:
 
 def _mixed_scale(note: str, case: str, holds: Any) -> Rule:
     """A row of the loss scale, which DeepSpeed's default is or is not."""
-    return none(note, holds, case, Fit.APPROXIMATE)
+    return no_key(note, holds, case, Fit.APPROXIMATE)
 
 
 def _bare(cfg: Config) -> bool:
@@ -96,10 +95,10 @@ _SHARDING: Mapping[str, Rule] = {
         ),
         to=lambda cfg, topology: _inline(zero_stage=_STAGES[cfg.sharding.strategy]),
     ),
-    "sharding.group_size": none(
+    "sharding.group_size": no_key(
         "there are no groups", lambda cfg: not cfg.sharding.hybrid, "not hybrid", Fit.UNSUPPORTED
     ),
-    "sharding.reshard_after_forward": none(
+    "sharding.reshard_after_forward": no_key(
         "ZeRO-3 reshards by its own sizes: more traffic, less memory, the same math",
         lambda cfg: cfg.sharding.reshard_after_forward is True,
         "true",
@@ -114,7 +113,7 @@ _SHARDING: Mapping[str, Rule] = {
         ),
         (unless("auto", lambda cfg: cfg.sharding.units == "auto"),),
     ),
-    "sharding.min_unit_params": none("ZeRO has no units", lambda cfg: not cfg.sharding.min_unit_params, "0"),
+    "sharding.min_unit_params": no_key("ZeRO has no units", lambda cfg: not cfg.sharding.min_unit_params, "0"),
     "sharding.conditional_modules": exact(
         "deepspeed_config.deepspeed_moe_layer_cls_names",
         when_default("sharding.conditional_modules"),
@@ -131,22 +130,22 @@ _PRECISION: Mapping[str, Rule] = {
     "precision.compute": exact(
         "mixed_precision", to=lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"}
     ),
-    "precision.master": none(
+    "precision.master": no_key(
         f"training without fp32 master weights {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Fit.UNSUPPORTED
     ),
-    "precision.reduce": none(
+    "precision.reduce": no_key(
         "DeepSpeed reduces in the compute dtype; another one " + _FILE,
         lambda cfg: cfg.precision.reduce == cfg.precision.compute,
         "that of compute",
         Fit.APPROXIMATE,
     ),
-    "precision.accumulate": none(
+    "precision.accumulate": no_key(
         "DeepSpeed accumulates in the compute dtype; another one " + _FILE,
         lambda cfg: cfg.precision.accumulate == cfg.precision.compute or cfg.training.gradient_accumulation_steps == 1,
         "that of compute, or no accumulation",
         Fit.APPROXIMATE,
     ),
-    "precision.buffers": none(
+    "precision.buffers": no_key(
         f"the dtype of buffers {_FILE}", lambda cfg: cfg.precision.buffers == "keep", "keep", Fit.APPROXIMATE
     ),
     "precision.loss_scale": _mixed_scale(
@@ -169,14 +168,16 @@ _PRECISION: Mapping[str, Rule] = {
 _LOOP: Mapping[str, Rule] = {
     "offload.params": _device("params", "offload_param_device"),
     "offload.optimizer": _device("optimizer", "offload_optimizer_device"),
-    "offload.pin_memory": none(f"affects only time and memory; it {_FILE}", lambda cfg: cfg.offload.pin_memory, "true"),
-    "offload.nvme_path": none(
+    "offload.pin_memory": no_key(
+        f"affects only time and memory; it {_FILE}", lambda cfg: cfg.offload.pin_memory, "true"
+    ),
+    "offload.nvme_path": no_key(
         f"Accelerate 1.15.0 drops the path; it {_FILE}",
         lambda cfg: cfg.offload.nvme_path is None,
         "null",
         Fit.UNSUPPORTED,
     ),
-    "activation_checkpointing": write(
+    "activation_checkpointing": left_to_script(
         "model.gradient_checkpointing_enable(); Accelerate has no key for it",
         lambda cfg: cfg.activation_checkpointing == "none",
         "none",
@@ -195,21 +196,21 @@ _LOOP: Mapping[str, Rule] = {
         to=_clipping,
         auto=True,
     ),
-    "training.nonfinite": none(
+    "training.nonfinite": no_key(
         "DeepSpeed skips such a step without an error; at stage 0 in fp32 it makes it",
         lambda cfg: cfg.training.nonfinite == ("ignore" if _bare(cfg) else "skip"),
         "what DeepSpeed does",
         Fit.APPROXIMATE,
     ),
-    "communication.reduce_bucket_size": none(f"affects only time; it {_FILE}"),
-    "communication.prefetch_bucket_size": none(f"affects only time; it {_FILE}"),
-    "communication.overlap": none(f"affects only time: DeepSpeed overlaps at stage 3 without being told; it {_FILE}"),
-    "compile.mode": write(
+    "communication.reduce_bucket_size": no_key(f"affects only time; it {_FILE}"),
+    "communication.prefetch_bucket_size": no_key(f"affects only time; it {_FILE}"),
+    "communication.overlap": no_key(f"affects only time: DeepSpeed overlaps at stage 3 without being told; it {_FILE}"),
+    "compile.mode": left_to_script(
         "export ACCELERATE_DYNAMO_BACKEND; Accelerate 1.15.0 drops dynamo_config here",
         lambda cfg: cfg.compile.mode == "none",
         "none",
     ),
-    "compile.backend": write(
+    "compile.backend": left_to_script(
         "ACCELERATE_DYNAMO_BACKEND before the launch", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"
     ),
     "native": row(

@@ -8,14 +8,14 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Path
-from unishard.contract.express import Expressed, FieldResult
+from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import OF_THE_FILE
-from unishard.formats.accelerate.entries import block_of
-from unishard.formats.accelerate.keys import KEYS, TOOL
-from unishard.formats.accelerate.launch import launch_of
+from unishard.formats.accelerate.entries import TOOL, block_of
+from unishard.formats.accelerate.keys import KEYS
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.rules import FSDP_RULES
+from unishard.formats.accelerate.script import launch_of
 from unishard.formats.accelerate.trainer_arguments import for_trainer
 from unishard.formats.accelerate.writing import expressed, text_of
 from unishard.formats.format import Format
@@ -51,7 +51,7 @@ class AccelerateFormat(Format):
         """What a file says. Opens the file that `deepspeed_config_file` names."""
         return entries_of(source, topology)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """A file for `accelerate launch --config_file`, and what became of each field.
 
         What the source leaves to its training script stays with it.
@@ -80,7 +80,7 @@ _NO_RANKS = (
 _BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
 
 
-def _with_absent_file(said: Expressed, reading: ReadDocument) -> Expressed:
+def _with_absent_file(said: Rendered, reading: ReadDocument) -> Rendered:
     """The document, pointing to DeepSpeed's file as before if that is not there and its values are undecided."""
     open_ = [field for field in OF_THE_FILE if field in reading.undecided and reading.undecided[field].required]
     if reading.format != FORMAT.name or len(open_) < len(OF_THE_FILE):
@@ -88,4 +88,4 @@ def _with_absent_file(said: Expressed, reading: ReadDocument) -> Expressed:
     beside = {key: value for key, value in said.document.items() if key not in (_BLOCK, "mixed_precision")}
     name = block_of(reading.source.data, _BLOCK)[_FILE]
     words = dict.fromkeys(open_, FieldResult(Fit.EXACT, f"{_BLOCK}.{_FILE}", ""))
-    return Expressed({**beside, _BLOCK: {_FILE: name}}, {**said.fields, **words})
+    return Rendered({**beside, _BLOCK: {_FILE: name}}, {**said.fields, **words})

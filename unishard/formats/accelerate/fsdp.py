@@ -12,8 +12,7 @@ from unishard.contract.entries import Entry, Path, Unreadable
 from unishard.contract.key_rows import boolean, integer, listed
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.accelerate.entries import block_of, dropped, overlooked, refused
-from unishard.formats.accelerate.keys import TOOL
+from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, refused
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 
@@ -23,10 +22,8 @@ NAMES: Mapping[str, str] = {
     f"fsdp_{name}": name
     for name in names(
         "version sharding_strategy reshard_after_forward offload_params auto_wrap_policy transformer_layer_cls_to_wrap "
-        "min_num_params "
-        "backward_prefetch forward_prefetch state_dict_type use_orig_params cpu_ram_efficient_loading "
-        "sync_module_states "
-        "activation_checkpointing activation_checkpointing_offload ignored_modules"
+        "min_num_params backward_prefetch forward_prefetch state_dict_type use_orig_params cpu_ram_efficient_loading "
+        "sync_module_states activation_checkpointing activation_checkpointing_offload ignored_modules"
     )
 } | {"fsdp_offload_params": "cpu_offload"}
 """FSDP's argument by the name that Accelerate gives it. The prefix may be left out (commands/launch.py)."""
@@ -96,7 +93,7 @@ def _twice(document: Mapping[str, Any], block: Mapping[str, tuple[Any, Any]]) ->
         last, _ = block[_full(name)]
         if last != name:
             yield dropped(
-                ("fsdp_config", str(name)), value, f"is repeated by {last}, which takes precedence", kept=False
+                ("fsdp_config", str(name)), value, f"is repeated by {last}, which takes precedence", copy_verbatim=False
             )
 
 
@@ -195,7 +192,7 @@ def _groups(
         yield (
             refused(path, value, fault)
             if fault
-            else dropped(path, value, "all ranks share one copy, as without it", kept=False)
+            else dropped(path, value, "all ranks share one copy, as without it", copy_verbatim=False)
         )
 
 

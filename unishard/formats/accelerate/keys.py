@@ -11,16 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, text
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.accelerate.distributed_types import KINDS, kind_named, precision_word
+from unishard.formats.accelerate.entries import KINDS, TOOL, kind_named, precision_word
 from unishard.formats.names import names
 
-__all__ = ["KEYS", "TOOL"]
+__all__ = ["KEYS"]
 
-TOOL = "Accelerate 1.15.0"
 
 _LAUNCHER = "launcher setting; start the ranks with torchrun or srun"
 _ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"
@@ -46,22 +45,22 @@ PORT = 29500
 """Of the rendezvous, in Accelerate as in torchrun."""
 
 
-def _environment(value: Any, given: Given) -> Meaning:
+def _environment(value: Any, given: DocumentValues) -> KeyEffect:
     if value == "LOCAL_MACHINE":
-        return Meaning(Fit.IGNORED, _LAUNCHER, kept=True)
+        return left_out(_LAUNCHER)
     if value == "AMAZON_SAGEMAKER":
-        return Meaning(Fit.UNSUPPORTED, "SageMaker jobs are not translated; write LOCAL_MACHINE and use torchrun")
+        return KeyEffect(Fit.UNSUPPORTED, "SageMaker jobs are not translated; write LOCAL_MACHINE and use torchrun")
     raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and use the cluster's launcher")
 
 
-def _distributed_type(value: Any, given: Given) -> Meaning:
+def _distributed_type(value: Any, given: DocumentValues) -> KeyEffect:
     kind = kind_named(value)
-    return Meaning(kind.fit, kind.note, dict(kind.fields))
+    return KeyEffect(kind.fit, kind.note, dict(kind.fields))
 
 
-def _count(value: Any, given: Given) -> Meaning:
+def _count(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None or value == -1:
-        return Meaning(Fit.IGNORED, "is not said, so Accelerate wants it on its command line", kept=True)
+        return left_out("is not said, so Accelerate wants it on its command line")
     count = integer(1)(value)
     machines = 1 if given.get("num_machines") is None else integer(1)(given.get("num_machines"))
     if count % machines:
@@ -69,117 +68,121 @@ def _count(value: Any, given: Given) -> Meaning:
     # Another number of ranks is asked for: that one is written, not this.
     kept = given.topology is None or given.topology.world_size == count
     each = given.topology.local_world_size if given.topology else count // machines
-    return Meaning(fields={"launch.processes_per_node": each}, note=_RANKS, kept=kept)
+    return KeyEffect(fields={"launch.processes_per_node": each}, note=_RANKS, copy_verbatim=kept)
 
 
-def _machines(value: Any, given: Given) -> Meaning:
+def _machines(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
-        return Meaning(Fit.IGNORED, "is not said, so Accelerate takes 1", kept=True)
+        return left_out("is not said, so Accelerate takes 1")
     count = integer(1)(value)
     here = given.topology is None or given.topology.world_size == count * given.topology.local_world_size
     nodes = given.topology.world_size // given.topology.local_world_size if given.topology else count
-    return Meaning(fields={"launch.nodes": nodes}, kept=here)
+    return KeyEffect(fields={"launch.nodes": nodes}, copy_verbatim=here)
 
 
 def _gone(why: str) -> Key:
-    return Key(lambda value, given: Meaning(Fit.IGNORED, why, stale=True), "", Fit.IGNORED, why)
+    return Key(lambda value, given: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), "", Fit.IGNORED, why)
 
 
-def _use_cpu(value: Any, given: Given) -> Meaning:
+def _use_cpu(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
-        return Meaning(Fit.IGNORED, "computes on the accelerator where there is one", kept=True)
+        return left_out("computes on the accelerator where there is one")
     note = "the CPU computes only without a visible GPU; set CUDA_VISIBLE_DEVICES="
     if given.get("distributed_type") == "FSDP":
         note += "; Accelerate 1.15.0 does not shard on the CPU"
-    return Meaning(Fit.APPROXIMATE, note, kept=True)
+    return KeyEffect(Fit.APPROXIMATE, note, copy_verbatim=True)
 
 
-def _gpus(value: Any, given: Given) -> Meaning:
+def _gpus(value: Any, given: DocumentValues) -> KeyEffect:
     if value is not None and not isinstance(value, str):
         raise Unreadable(f"must be all or comma-separated indices, got {shown(value)}; write them in quotes")
     several = str(given.get("distributed_type")).startswith("MULTI_") and given.get("num_machines") in (None, 1)
     if several and value not in (None, "all") and "," not in value:
         raise Unreadable(f"must name two GPUs for {given.get('distributed_type')}, got {shown(value)}; write all")
     if value in (None, "all"):
-        return Meaning(Fit.IGNORED, "every rank sees all GPUs of its host", kept=True)
-    return Meaning(fields={"launch.environment": {"CUDA_VISIBLE_DEVICES": value}}, kept=True)
+        return left_out("every rank sees all GPUs of its host")
+    return KeyEffect(fields={"launch.environment": {"CUDA_VISIBLE_DEVICES": value}}, copy_verbatim=True)
 
 
-def _several(given: Given) -> bool:
+def _several(given: DocumentValues) -> bool:
     return given.get("main_process_ip") is not None and given.get("num_machines") not in (None, 1)
 
 
-def _endpoint(given: Given) -> Meaning:
+def _endpoint(given: DocumentValues) -> KeyEffect:
     """Where several hosts meet."""
     host, port = given.get("main_process_ip"), given.get("main_process_port")
     if not _several(given):
-        return Meaning(Fit.IGNORED, _ONE_HOST, kept=True)
-    return Meaning(fields={"launch.endpoint": f"{text(host)}:{port or PORT}"}, kept=True)
+        return left_out(_ONE_HOST)
+    return KeyEffect(fields={"launch.endpoint": f"{text(host)}:{port or PORT}"}, copy_verbatim=True)
 
 
-def _rendezvous(value: Any, given: Given) -> Meaning:
+def _rendezvous(value: Any, given: DocumentValues) -> KeyEffect:
     """Accelerate hands it to torchrun, which takes these words."""
     if value is None or given.get("num_machines") in (None, 1):
-        return Meaning(Fit.IGNORED, _ONE_HOST, kept=True)
-    return Meaning(fields={"launch.rendezvous": one_of(dict(zip(_BACKENDS, _BACKENDS, strict=True)))(value)}, kept=True)
+        return left_out(_ONE_HOST)
+    return KeyEffect(
+        fields={"launch.rendezvous": one_of(dict(zip(_BACKENDS, _BACKENDS, strict=True)))(value)}, copy_verbatim=True
+    )
 
 
-def _port(value: Any, given: Given) -> Meaning:
+def _port(value: Any, given: DocumentValues) -> KeyEffect:
     if value is not None and (_several(given) or not is_placeholder(value)):
         integer(0, 65535)(value)
     return _endpoint(given)
 
 
-def _fp16(value: Any, given: Given) -> Meaning:
+def _fp16(value: Any, given: DocumentValues) -> KeyEffect:
     # Its meaning, where it has one, is that of mixed_precision, which the reader adds.
     if "mixed_precision" in given:
-        return Meaning(Fit.IGNORED, "mixed_precision counts instead")
-    return Meaning(note="the old name of mixed_precision: fp16" if value else "is off")
+        return KeyEffect(Fit.IGNORED, "mixed_precision counts instead")
+    return KeyEffect(note="the old name of mixed_precision: fp16" if value else "is off")
 
 
-def _compiles(given: Given) -> bool:
+def _compiles(given: DocumentValues) -> bool:
     return bool(given.get("distributed_type") != "DEEPSPEED")
 
 
-def _compile_backend(value: Any, given: Given) -> Meaning:
+def _compile_backend(value: Any, given: DocumentValues) -> KeyEffect:
     if not _compiles(given):
-        return Meaning(Fit.IGNORED, _NO_COMPILE, kept=True)
+        return left_out(_NO_COMPILE)
     name = text(value).lower() if value is not False else "no"
     if name not in _DYNAMO:
         raise Unreadable(
             f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them"
         )
     if name == "no":
-        return Meaning(fields={"compile.mode": "none"})
+        return KeyEffect(fields={"compile.mode": "none"})
     note = _tf32(given)
-    return Meaning(Fit.EQUIVALENT if note else Fit.EXACT, note, {"compile.mode": _mode(given), "compile.backend": name})
+    return KeyEffect(
+        Fit.EQUIVALENT if note else Fit.EXACT, note, {"compile.mode": _mode(given), "compile.backend": name}
+    )
 
 
-def _tf32(given: Given) -> str:
+def _tf32(given: DocumentValues) -> str:
     """Accelerate allows TF32 where it compiles and computes in fp32 (state.py, AcceleratorState)."""
     computes = str(given.get("mixed_precision") or "no").lower() == "no" and not given.get("fp16")
     return "Accelerate allows TF32 then; set precision.matmul: tf32 for the same" if computes else ""
 
 
-def _mode(given: Given) -> str:
+def _mode(given: DocumentValues) -> str:
     regional = given.get("dynamo_config.dynamo_use_regional_compilation")
     return "per_block" if regional is not None and boolean(regional) else "full"
 
 
-def _compile_regional(value: Any, given: Given) -> Meaning:
+def _compile_regional(value: Any, given: DocumentValues) -> KeyEffect:
     wanted = boolean(value)
     backend = given.get("dynamo_config.dynamo_backend")
     if not _compiles(given) or backend is None or str(backend).lower() in ("no", "false"):
-        return Meaning(Fit.IGNORED, "nothing is compiled", kept=True)
-    return Meaning(fields={"compile.mode": "per_block" if wanted else "full"})
+        return left_out("nothing is compiled")
+    return KeyEffect(fields={"compile.mode": "per_block" if wanted else "full"})
 
 
 def _parallel(name: str) -> Key:
     """A size above 1 is not supported. None is repeated: sizes are written where groups are, or nowhere."""
     why = f"only data parallelism is supported, not {name} parallelism; train without it and set it to 1"
 
-    def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Fit.IGNORED, "is off") if integer(1)(value) == 1 else Meaning(Fit.UNSUPPORTED, why)
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(Fit.IGNORED, "is off") if integer(1)(value) == 1 else KeyEffect(Fit.UNSUPPORTED, why)
 
     return Key(read, "", Fit.UNSUPPORTED, why)
 
@@ -187,15 +190,15 @@ def _parallel(name: str) -> Key:
 def _off(name: str) -> Key:
     """A key of a parallelism that is refused where it is on."""
     why = f"belongs to {name} parallelism"
-    return Key(lambda value, given: Meaning(Fit.IGNORED, why), "", Fit.IGNORED, why)
+    return Key(lambda value, given: KeyEffect(Fit.IGNORED, why), "", Fit.IGNORED, why)
 
 
 def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
     """A key that is left out, if its value can be read at all."""
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         convert(value)
-        return Meaning(Fit.IGNORED, why, kept=True)
+        return left_out(why)
 
     return Key(read, "", Fit.IGNORED, why)
 
@@ -227,8 +230,7 @@ _FP8_KEYS: Mapping[str, Key] = {
     f"fp8_config.{name}": drops(_FP8)
     for name in names(
         "backend use_autocast_during_eval margin interval fp8_format format amax_history_len amax_compute_algo "
-        "override_linear_precision "
-        "opt_level enable_fsdp_float8_all_gather pad_inner_dim"
+        "override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim"
     )
 } | {
     f"fp8_config.{wizard}": drops(_LOST.format(name))
@@ -259,7 +261,7 @@ KEYS: Mapping[str, Key] = {
     "distributed_type": Key(
         _distributed_type,
         "backend, sharding.strategy",
-        note=", ".join(f"{name}: {kind.meaning}" for name, kind in KINDS.items()),
+        note=", ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()),
     ),
     "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision.compute"),
     "fp16": Key(_fp16, "precision"),
@@ -295,6 +297,6 @@ KEYS: Mapping[str, Key] = {
 they mean."""
 
 
-def _checked_precision(value: Any) -> Meaning:
+def _checked_precision(value: Any) -> KeyEffect:
     precision_word(value)
-    return Meaning()
+    return KeyEffect()

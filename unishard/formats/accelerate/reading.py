@@ -9,15 +9,14 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Unreadable, interpret
+from unishard.contract.entries import Entry, KeyEffect, Unreadable, interpret
 from unishard.contract.key_rows import integer, listed
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
 from unishard.formats.accelerate.deepspeed_file import file_entries
-from unishard.formats.accelerate.distributed_types import KINDS, kind_of, precision_of
-from unishard.formats.accelerate.entries import block_of, dropped, refused
+from unishard.formats.accelerate.entries import KINDS, TOOL, block_of, dropped, kind_of, precision_of, refused
 from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
-from unishard.formats.accelerate.keys import KEYS, TOOL
+from unishard.formats.accelerate.keys import KEYS
 from unishard.formats.engine_block import Spot
 from unishard.formats.source import Source
 
@@ -64,7 +63,7 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
 def _quoted(entry: Entry) -> Entry:
     """The entry; a bare `no` of YAML 1.1, which is false, is written anew: Accelerate fails at it."""
     fails = entry.path == ("mixed_precision",) and entry.value is False
-    return entry._replace(meaning=entry.meaning._replace(stale=True)) if fails else entry
+    return entry._replace(effect=entry.effect._replace(rejected_upstream=True)) if fails else entry
 
 
 def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
@@ -79,7 +78,7 @@ def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Ite
         if block := block_of(document, name):
             own[name] = {_prefixed(name, key): value for key, value in block.items()}
     for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
-        if entry.meaning.fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT) or entry.path != _precision_spot(document).path:
+        if entry.effect.fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT) or entry.path != _precision_spot(document).path:
             yield from (_replaced(entry, document) for entry in _renamed(entry, document))
     if "distributed_type" not in document:
         held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")
@@ -94,7 +93,9 @@ def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Ite
 def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
     """The same, if the old key does not take its place."""
     if entry.path[0] == "dynamo_config" and "dynamo_backend" in document:
-        return dropped(entry.path, entry.value, "dynamo_backend, the old key, replaces the full block", kept=False)
+        return dropped(
+            entry.path, entry.value, "dynamo_backend, the old key, replaces the full block", copy_verbatim=False
+        )
     return entry
 
 
@@ -119,7 +120,7 @@ def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
     if entry.path[2:3] in ((), _first(written[last])):
         for name in before:
             yield dropped(
-                (block, str(name)), written[name], f"is repeated by {last}, which takes precedence", kept=False
+                (block, str(name)), written[name], f"is repeated by {last}, which takes precedence", copy_verbatim=False
             )
     yield entry.at(block, str(last), *entry.path[2:])
 
@@ -148,7 +149,7 @@ def _precision_spot(document: Mapping[str, Any]) -> Spot:
 def _precision_entries(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
     """The format where the engine itself says nothing of it."""
     if precision == "no":
-        yield Entry(spot.path, spot.value, Meaning(fields={"precision.compute": "fp32"}), spot.assumed)
+        yield Entry(spot.path, spot.value, KeyEffect(fields={"precision.compute": "fp32"}), spot.assumed)
     elif engine == "none":
         fields = {
             "precision.compute": "bf16" if precision == "fp8" else precision,
@@ -156,7 +157,7 @@ def _precision_entries(spot: Spot, precision: str, engine: str) -> Iterator[Entr
             "precision.reduce": "fp32",
         }
         note = "; ".join(filter(None, (_AUTOCAST, spot.note)))
-        yield Entry(spot.path, spot.value, Meaning(Fit.APPROXIMATE, note, fields), spot.assumed)
+        yield Entry(spot.path, spot.value, KeyEffect(Fit.APPROXIMATE, note, fields), spot.assumed)
 
 
 def _fsdp(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
@@ -167,7 +168,7 @@ def _replicas(source: Source, precision: str, spot: Spot, topology: Topology | N
     """Replicas have no engine's arguments; groups of ranks are only another number of replicas."""
     block = block_of(source.data, "parallelism_config")
     return [
-        dropped(("parallelism_config", name), block[name], "without FSDP every rank is a replica", kept=False)
+        dropped(("parallelism_config", name), block[name], "without FSDP every rank is a replica", copy_verbatim=False)
         for name in _SIZES
         if name in block
     ]
@@ -206,8 +207,8 @@ def _unused(document: Mapping[str, Any]) -> Iterator[Entry]:
 def _with_classes(idle: Entry) -> Entry:
     """The entry, with the block classes that another engine would gather by."""
     try:
-        note = f"{idle.meaning.note}; ZeRO gathers parameter by parameter: the same math"
-        return idle._replace(meaning=Meaning(Fit.EQUIVALENT, note, {"sharding.units": listed(idle.value)}))
+        note = f"{idle.effect.note}; ZeRO gathers parameter by parameter: the same math"
+        return idle._replace(effect=KeyEffect(Fit.EQUIVALENT, note, {"sharding.units": listed(idle.value)}))
     except Unreadable:
         return idle
 

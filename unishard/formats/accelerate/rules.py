@@ -16,16 +16,20 @@ from unishard.config.topology import Topology
 from unishard.contract.field_rows import (
     BEFORE_EACH_FORWARD,
     BUFFERS,
-    MATMUL,
+    FALLBACKS,
     RESHARDS_TO_ALL,
+    exact,
+    left_to_script,
     moved_together,
-    none,
-    unlooked,
-    write,
+    no_key,
+    nonfinite_unchecked,
+    noted,
+    row,
+    rows,
+    when_default,
 )
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.formats.accelerate.script import BY_SCRIPT
-from unishard.formats.fallbacks import exact, noted, row, rows, when_default
 
 __all__ = ["FSDP_RULES", "mixed"]
 
@@ -135,7 +139,7 @@ _SHARDING: Mapping[str, Rule] = {
         "with class names, FSDP has no minimum unit size; the same math, other units",
         when_default("sharding.min_unit_params"),
     ),
-    "sharding.conditional_modules": none(
+    "sharding.conditional_modules": no_key(
         "no key; every rank must use all parameters of these modules in each step",
         lambda cfg: not cfg.sharding.conditional_modules,
         "empty",
@@ -169,7 +173,7 @@ _PRECISION: Mapping[str, Rule] = {
         unless("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute),
         unless("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), "the gradients are fp32"),
     ),
-    "precision.matmul": MATMUL._replace(
+    "precision.matmul": FALLBACKS["precision.matmul"]._replace(
         when=(
             unless(
                 "tf32 with compile in fp32",
@@ -183,7 +187,7 @@ _PRECISION: Mapping[str, Rule] = {
                 "Accelerate then allows TF32; after Accelerator(), call torch.set_float32_matmul_precision('highest') "
                 "to forbid it",
             ),
-            *MATMUL.when,
+            *FALLBACKS["precision.matmul"].when,
         )
     ),
     "precision.accumulate": exact(
@@ -224,17 +228,17 @@ _LOOP: Mapping[str, Rule] = {
         ),
         to=lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
     ),
-    "training.gradient_accumulation_steps": write(
+    "training.gradient_accumulation_steps": left_to_script(
         "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)",
         lambda cfg: cfg.training.gradient_accumulation_steps == 1,
         "1",
     ),
-    "training.gradient_clipping": write(
+    "training.gradient_clipping": left_to_script(
         "accelerator.clip_grad_norm_(...) where accelerator.sync_gradients",
         lambda cfg: cfg.training.gradient_clipping is None,
         "null",
     ),
-    "training.nonfinite": unlooked(
+    "training.nonfinite": nonfinite_unchecked(
         Fit.APPROXIMATE,
         NO_KEY,
         "torch steps with infinite or NaN gradients; check what clip_grad_norm_ returns",

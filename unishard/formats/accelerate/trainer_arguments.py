@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.contract.entries import Path
-from unishard.contract.express import AUTO
+from unishard.contract.render import AUTO
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.deepspeed import NAMES, NO_FILE
 from unishard.formats.accelerate.deepspeed_file import FILE, opened
-from unishard.formats.accelerate.distributed_types import kind_of, precision_of
-from unishard.formats.accelerate.entries import block_of
+from unishard.formats.accelerate.entries import block_of, kind_of, precision_of
 from unishard.formats.source import Source
 
 __all__ = ["for_trainer"]

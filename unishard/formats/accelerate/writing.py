@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
-from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.render import FieldResult, Rendered, render
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed_rules import DEEPSPEED_RULES, SAVE, SAVE_KEY
@@ -33,7 +33,7 @@ _CLIPPING = "training.gradient_clipping"
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
-def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
+def expressed(reading: ReadDocument, topology: Topology) -> Rendered:
     """The file, and what became of each field. What the source leaves to its training script stays with it.
 
     Raises:
@@ -51,13 +51,13 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
     table = {
         path: row._replace(auto=row.auto and path not in left - open_) for path, row in TABLES[config.backend].items()
     }
-    said = express(table, config, topology, left | frozenset(reading.undecided))
+    said = render(table, config, topology, left | frozenset(reading.undecided))
     words = {
         **said.fields,
         **_native_words(config),
         **_group_words(reading, topology, said.fields["sharding.strategy"]),
     }
-    return Expressed(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
+    return Rendered(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
 
 def _ranks(reading: ReadDocument, topology: Topology) -> Native:

@@ -8,19 +8,19 @@ from pathlib import PurePath
 from typing import Any
 
 from unishard.config.topology import Topology
-from unishard.contract.entries import NOTHING, Entry, Meaning, interpret
-from unishard.contract.express import Expressed
+from unishard.contract.entries import NOTHING, Entry, KeyEffect, interpret, left_out
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
-from unishard.formats.axolotl.keys import ENGINES, KEYS, NAMES, TOOL
-from unishard.formats.axolotl.rules import RULES, written
+from unishard.formats.axolotl.keys import ENGINES, KEYS, TOOL
+from unishard.formats.axolotl.rules import NAMES, RULES, written
 from unishard.formats.axolotl.sharding import sharded
-from unishard.formats.axolotl.shipped import SHIPPED
 from unishard.formats.format import Format
 from unishard.formats.hf.precedence import with_precedence
 from unishard.formats.hf.sharding import replicated
 from unishard.formats.hf.shipped import shipped_config, told
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.hf.zero import partitioned
+from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
@@ -38,12 +38,9 @@ class AxolotlFormat(Format):
     tool = TOOL
     keys = KEYS
     rules = RULES
-    needed = (
-        "base_model",
-        "datasets|pretraining_dataset",
-        "learning_rate",
-        "micro_batch_size|batch_size",
-        "gradient_accumulation_steps|batch_size",
+    needed = names(
+        "base_model datasets|pretraining_dataset learning_rate micro_batch_size|batch_size "
+        "gradient_accumulation_steps|batch_size"
     )
     yaml_1_1 = True
     fills_auto = True
@@ -52,7 +49,7 @@ class AxolotlFormat(Format):
         """What a file says, and what axolotl and transformers assume."""
         return _entries(source, topology)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The keys that train."""
         return written(reading, topology)
 
@@ -74,7 +71,7 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
     )
     data = plain.data
     keys = {NAMES.get(name, name): row for name, row in KEYS.items()}
-    keys |= {name: row._replace(silent=NOTHING) for name, row in keys.items() if _BACK.get(name, name) in named}
+    keys |= {name: row._replace(tool_default=NOTHING) for name, row in keys.items() if _BACK.get(name, name) in named}
     document = {NAMES.get(str(name), str(name)): value for name, value in data.items()}
     entries = [
         entry
@@ -84,7 +81,7 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
     entries += [_variable(key, value) for key, value in named.items()]
 
     def argument(key: str) -> Any:
-        silent = keys[key].silent if key in keys else NOTHING
+        silent = keys[key].tool_default if key in keys else NOTHING
         return document.get(key, None if silent is NOTHING else silent)
 
     found = [_back(entry) for entry in with_precedence([*entries, *_engines(plain, argument, topology)])]
@@ -98,21 +95,21 @@ def _back(entry: Entry) -> Entry:
 
 def _foreign(key: str, value: Any) -> Entry:
     note = f"{TOOL} ignores this name of transformers; did you mean {_BACK[key]!r}?"
-    return Entry((key,), value, Meaning(Fit.IGNORED, note, kept=True))
+    return Entry((key,), value, left_out(note))
 
 
 def _variable(key: str, value: str) -> Entry:
     note = f"the value comes from {value}, which fills in this template; write the value"
-    return Entry((key,), value, Meaning(Fit.NEEDS_INPUT, note, kept=True))
+    return Entry((key,), value, KeyEffect(Fit.NEEDS_INPUT, note, copy_verbatim=True))
 
 
 def _engines(source: Source, argument: Any, topology: Topology | None) -> list[Entry]:
     entries = sharded(source, topology)
     if DEEPSPEED in source.data:
-        config = shipped_config(source, SHIPPED)
+        config = shipped_config(source, "axolotl")
         found = partitioned(source.data[DEEPSPEED] if config is None else config, source, argument, topology)
         entries += [_shipped(entry) for entry in found] if config is None else told(found, source.data[DEEPSPEED], TOOL)
-    if not any("backend" in entry.meaning.fields for entry in entries):
+    if not any("backend" in entry.effect.fields for entry in entries):
         entries.append(replicated())
     return entries
 
@@ -120,7 +117,7 @@ def _engines(source: Source, argument: Any, topology: Topology | None) -> list[E
 def _shipped(entry: Entry) -> Entry:
     """The entry, with where to find a file that axolotl brings along."""
     name = PurePath(str(entry.value)).name
-    if entry.meaning.fit is not Fit.NEEDS_INPUT or not _SHIPPED.fullmatch(name):
+    if entry.effect.fit is not Fit.NEEDS_INPUT or not _SHIPPED.fullmatch(name):
         return entry
     note = f"ships with axolotl; run `axolotl fetch deepspeed_configs`, put it at {entry.value}"
-    return entry._replace(meaning=entry.meaning._replace(note=note))
+    return entry._replace(effect=entry.effect._replace(note=note))

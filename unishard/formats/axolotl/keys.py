@@ -7,38 +7,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.key_rows import boolean, drops, integer, number, refuses
 from unishard.contract.rules import Fit
-from unishard.formats.axolotl.ignored_keys import IGNORED
-from unishard.formats.axolotl.logs import LOGGED
-from unishard.formats.axolotl.saving import SAVED
+from unishard.formats.axolotl.rules import NAMES, SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
-from unishard.formats.names import names
+from unishard.formats.names import ignored, names
 
-__all__ = ["ENGINES", "KEYS", "NAMES", "TOOL"]
+__all__ = ["ENGINES", "KEYS", "TOOL"]
+
+_GROUPED = "gives some parameters another rate; make parameter groups of it"
+_RESTARTS = "restarts the schedule during training; build the scheduler in the training script"
+_PARALLEL = "parallelism within a model is not supported; write 1 and use more ranks"
+
+
+def _is_one(value: object) -> bool:
+    return off(value) or value == 1
+
+
+IGNORED: Mapping[str, Key] = {
+    **ignored("axolotl/ignored.txt"),
+    "embedding_lr": refuses(_GROUPED, off),
+    "embedding_lr_scale": refuses(_GROUPED, off),
+    "lr_groups": refuses(_GROUPED, off),
+    "loraplus_lr_ratio": refuses(_GROUPED, off),
+    "loraplus_lr_embedding": refuses(_GROUPED, off),
+    "jagged_restart_steps": refuses(_RESTARTS, off),
+    "relora": refuses(_RESTARTS, off),
+    "relora_steps": refuses(_RESTARTS, off),
+    "lr_quadratic_warmup": refuses("a quadratic warmup is not supported; build the scheduler in the script", off),
+    "fp8": refuses("fp8 is not supported; write bf16", off),
+    "tensor_parallel_size": refuses(_PARALLEL, _is_one),
+    "context_parallel_size": refuses(_PARALLEL, _is_one),
+    "sequence_parallel_degree": refuses(_PARALLEL, _is_one),
+    "expert_parallel_size": refuses(_PARALLEL, _is_one),
+}
+"""Keys that a config of the training does not need, and some that it cannot say."""
 
 TOOL = "axolotl 0.18.0"
 ENGINES = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size")
 """Keys that hold an engine's own."""
 
-NAMES: Mapping[str, str] = {
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-}
-"""axolotl's names of TrainingArguments, where they differ."""
 
 _SAME = names(
     "gradient_accumulation_steps max_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
-    "optim_args "
-    "optim_target_modules lr_scheduler_kwargs seed fp16 gradient_checkpointing_kwargs torch_compile "
-    "torch_compile_backend "
-    "torch_compile_mode ddp_broadcast_buffers neftune_noise_alpha auto_find_batch_size accelerator_config warmup_ratio"
+    "optim_args optim_target_modules lr_scheduler_kwargs seed fp16 gradient_checkpointing_kwargs torch_compile "
+    "torch_compile_backend torch_compile_mode ddp_broadcast_buffers neftune_noise_alpha auto_find_batch_size "
+    "accelerator_config warmup_ratio"
 )
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
 _TORCH = "torch's AdamW: the same algorithm"
@@ -54,23 +72,23 @@ _OTHERS = names(
 )
 
 
-def _optimizer(value: Any, given: Given) -> Meaning:
+def _optimizer(value: Any, given: DocumentValues) -> KeyEffect:
     return named("adamw_torch_fused" if value is None else value, _OWN, _OTHERS)
 
 
-def _brain(value: Any, given: Given) -> Meaning:
+def _brain(value: Any, given: DocumentValues) -> KeyEffect:
     """`bf16`: true, false, `auto` or `full`."""
     word = str(value).lower()
     if word == "full":
-        return Meaning(Fit.IGNORED, "only evaluates in bf16 (core/builders/base.py)", kept=True)
+        return left_out("only evaluates in bf16 (core/builders/base.py)")
     if off(value) or (word == "auto" and not off(given.get("fp16"))):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     if word != "auto":
         boolean(value)
     return _mixed(given, "auto is bf16 where the device has it, and fp16 elsewhere" if word == "auto" else "")
 
 
-def _mixed(given: Given, note: str) -> Meaning:
+def _mixed(given: DocumentValues, note: str) -> KeyEffect:
     """Computing in bf16. axolotl also loads the model in it (`resolve_dtype`), and only the engines then keep fp32
     master weights.
     """
@@ -83,23 +101,23 @@ def _mixed(given: Given, note: str) -> Meaning:
         fields |= {"precision.master": "bf16", "precision.reduce": "bf16"}
     elif off(given.get("deepspeed")):
         note = note or "LoRA's weights are fp32 and the frozen ones bf16 there"
-    return Meaning(Fit.EQUIVALENT if note else Fit.EXACT, note, fields)
+    return KeyEffect(Fit.EQUIVALENT if note else Fit.EXACT, note, fields)
 
 
-def _pure(value: Any, given: Given) -> Meaning:
+def _pure(value: Any, given: DocumentValues) -> KeyEffect:
     """`bfloat16`, which switches on what `bf16` does (`_configure_precision_settings`)."""
-    return _mixed(given, "") if not off(value) and boolean(value) else Meaning(Fit.IGNORED, "is off", kept=True)
+    return _mixed(given, "") if not off(value) and boolean(value) else left_out("is off")
 
 
-def _tf32(value: Any, given: Given) -> Meaning:
+def _tf32(value: Any, given: DocumentValues) -> KeyEffect:
     """True, false, or `auto`, which asks the GPU; axolotl also switches it off where nothing is said
     (core/builders/base.py).
     """
     if value is None:
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
+        return left_out("is not set")
     if str(value).lower() == "auto":
         note = "auto is TF32 where the GPU has it; torch uses it only there too"
-        return Meaning(Fit.EXACT, note, {"precision.matmul": "tf32"})
+        return KeyEffect(Fit.EXACT, note, {"precision.matmul": "tf32"})
     return matmul(value)
 
 
@@ -107,93 +125,93 @@ _FALLS = "a cosine that stops falling before the end is not supported; build the
 _UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
 
 
-def _half(value: Any, given: Given) -> Meaning:
+def _half(value: Any, given: DocumentValues) -> KeyEffect:
     if off(value):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
-    return Meaning(Fit.UNSUPPORTED, _UNSCALED)
+        return left_out("is off")
+    return KeyEffect(Fit.UNSUPPORTED, _UNSCALED)
 
 
-def _checkpointing(value: Any, given: Given) -> Meaning:
+def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
     """True, false, or a way to keep activations elsewhere."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
         note = f"{value}: what blocks keep stays in device memory here; losses are the same"
-        return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "full"})
+        return KeyEffect(Fit.EQUIVALENT, note, {"activation_checkpointing": "full"})
     return checkpointing(value, given)
 
 
-def _schedule(value: Any, given: Given) -> Meaning:
+def _schedule(value: Any, given: DocumentValues) -> KeyEffect:
     if str(value).lower() in ("one_cycle", "rex"):
         why = f"the schedule {value} is not supported; build the scheduler in the training script"
-        return Meaning(Fit.UNSUPPORTED, why)
-    meaning = ARGUMENTS["lr_scheduler_type"].read("cosine" if value is None else value, given)
+        return KeyEffect(Fit.UNSUPPORTED, why)
+    effect = ARGUMENTS["lr_scheduler_type"].read("cosine" if value is None else value, given)
     end = given.get("cosine_min_lr_ratio")
     if str(value or "cosine").lower() != "cosine" or not end:
-        return meaning
-    return meaning._replace(fields={**meaning.fields, "scheduler.min_lr_ratio": number(0, 1)(end)})
+        return effect
+    return effect._replace(fields={**effect.fields, "scheduler.min_lr_ratio": number(0, 1)(end)})
 
 
-def _end(value: Any, given: Given) -> Meaning:
+def _end(value: Any, given: DocumentValues) -> KeyEffect:
     if not value:
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     if str(given.get("lr_scheduler_type") or "cosine").lower() != "cosine":
-        return Meaning(Fit.IGNORED, "only used with the cosine schedule", kept=True)
-    return Meaning(fields={"scheduler.min_lr_ratio": number(0, 1)(value)})
+        return left_out("only used with the cosine schedule")
+    return KeyEffect(fields={"scheduler.min_lr_ratio": number(0, 1)(value)})
 
 
-def _still(value: Any, given: Given) -> Meaning:
+def _still(value: Any, given: DocumentValues) -> KeyEffect:
     """`cosine_constant_lr_ratio`: where the rate stops falling."""
     if not value or not given.get("cosine_min_lr_ratio"):
-        return Meaning(Fit.IGNORED, "only used with cosine_min_lr_ratio", kept=True)
+        return left_out("only used with cosine_min_lr_ratio")
     if number(0, 1)(value) == 1 or number(0, 1)(given.get("cosine_min_lr_ratio")) == 1:
-        return Meaning(Fit.IGNORED, "changes nothing here", kept=True)
-    return Meaning(Fit.UNSUPPORTED, _FALLS)
+        return left_out("changes nothing here")
+    return KeyEffect(Fit.UNSUPPORTED, _FALLS)
 
 
-def _warmup(value: Any, given: Given) -> Meaning:
+def _warmup(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None and given.get("warmup_ratio") is None:
         return _assumed_warmup(given)
     return ARGUMENTS["warmup_steps"].read(value or 0, given)
 
 
-def _assumed_warmup(given: Given) -> Meaning:
+def _assumed_warmup(given: DocumentValues) -> KeyEffect:
     """`_configure_warmup_and_logging`: 3 % of the updates, at most 100."""
     steps = given.get("max_steps")
     if str(given.get("lr_scheduler_type")).lower() == "constant":
-        return Meaning(Fit.IGNORED, "the constant schedule has no warm-up")
+        return KeyEffect(Fit.IGNORED, "the constant schedule has no warm-up")
     if steps:
-        return Meaning(fields={"scheduler.warmup_steps": min(int(0.03 * integer(1)(steps)), 100)})
+        return KeyEffect(fields={"scheduler.warmup_steps": min(int(0.03 * integer(1)(steps)), 100)})
     who = "0.03 times the number of updates, at most 100, as axolotl assumes"
-    return Meaning(Fit.NEEDS_INPUT, f"the value is {who}", {"scheduler.warmup_steps": Undecided(who)})
+    return KeyEffect(Fit.NEEDS_INPUT, f"the value is {who}", {"scheduler.warmup_steps": Undecided(who)})
 
 
-def _batch(value: Any, given: Given) -> Meaning:
+def _batch(value: Any, given: DocumentValues) -> KeyEffect:
     """`batch_size`: samples in one update of a rank (`normalize_config`)."""
     if off(value) or "gradient_accumulation_steps" in given:
-        return Meaning(Fit.IGNORED, "gradient_accumulation_steps counts", kept=True)
+        return left_out("gradient_accumulation_steps counts")
     per_step = integer(1)(given.get("per_device_train_batch_size") or 1)
     if integer(1)(value) < per_step:
         raise Unreadable(
             f"must be at least micro_batch_size ({per_step}), got {value}; write gradient_accumulation_steps"
         )
-    return Meaning(fields={"training.gradient_accumulation_steps": integer(1)(value) // per_step})
+    return KeyEffect(fields={"training.gradient_accumulation_steps": integer(1)(value) // per_step})
 
 
 _RAY = "start it with unishard launch --ray"
 
 
-def _ray(value: Any, given: Given) -> Meaning:
-    return Meaning(Fit.IGNORED, "is off" if off(value) else _RAY, kept=True)
+def _ray(value: Any, given: DocumentValues) -> KeyEffect:
+    return left_out("is off" if off(value) else _RAY)
 
 
-def _workers(value: Any, given: Given) -> Meaning:
+def _workers(value: Any, given: DocumentValues) -> KeyEffect:
     """`ray_num_workers`: on any host."""
     if off(value) or off(given.get("use_ray")):
-        return Meaning(Fit.IGNORED, "only used with use_ray", kept=True)
-    return Meaning(
+        return left_out("only used with use_ray")
+    return KeyEffect(
         Fit.EQUIVALENT,
         f"workers of Ray on any host; {_RAY}",
         {"launch.processes_per_node": integer(1)(value)},
-        kept=True,
+        copy_verbatim=True,
     )
 
 
@@ -205,31 +223,33 @@ def _argument(name: str) -> Key:
 def _optional(row: Key) -> Key:
     """The same row, with null for the tool's own value."""
 
-    def read(value: Any, given: Given) -> Meaning:
-        if value is not None or row.silent is None:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        if value is not None or row.tool_default is None:
             return row.read(value, given)
-        if row.silent is NOTHING:
-            return Meaning(Fit.IGNORED, "is not set", kept=True)
-        return row.read(row.silent, given)
+        if row.tool_default is NOTHING:
+            return left_out("is not set")
+        return row.read(row.tool_default, given)
 
     return row._replace(read=read)
 
 
 def _engine(name: str) -> Key:
-    return Key(lambda value, given: Meaning(fields={"backend": name}), "backend", note=f"its keys are those of {name}")
+    return Key(
+        lambda value, given: KeyEffect(fields={"backend": name}), "backend", note=f"its keys are those of {name}"
+    )
 
 
 KEYS: Mapping[str, Key] = {
-    "micro_batch_size": _optional(ARGUMENTS["per_device_train_batch_size"]._replace(silent=1)),
+    "micro_batch_size": _optional(ARGUMENTS["per_device_train_batch_size"]._replace(tool_default=1)),
     "num_epochs": _argument("num_epochs"),
     **{name: _argument(name) for name in _SAME},
     "batch_size": Key(_batch, "training.gradient_accumulation_steps"),
-    "optimizer": Key(_optimizer, "optimizer.name", silent="adamw_torch_fused"),
-    "lr_scheduler": _argument("lr_scheduler")._replace(read=_schedule, silent="cosine"),
+    "optimizer": Key(_optimizer, "optimizer.name", tool_default="adamw_torch_fused"),
+    "lr_scheduler": _argument("lr_scheduler")._replace(read=_schedule, tool_default="cosine"),
     "cosine_min_lr_ratio": Key(_end, "scheduler.min_lr_ratio"),
     "cosine_constant_lr_ratio": Key(_still, "", Fit.UNSUPPORTED, _FALLS),
-    "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=None),
-    "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", silent="auto"),
+    "warmup_steps": Key(_warmup, "scheduler.warmup_steps", tool_default=None),
+    "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", tool_default="auto"),
     "tf32": Key(_tf32, "precision.matmul"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
     "float16": Key(_half, "", Fit.UNSUPPORTED, _UNSCALED),
@@ -242,7 +262,6 @@ KEYS: Mapping[str, Key] = {
         _workers, "launch.processes_per_node", Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}"
     ),
     **SAVED,
-    **LOGGED,
     **{name: _engine(FSDP) for name in ENGINES},
     DEEPSPEED: _engine(DEEPSPEED),
     **IGNORED,

@@ -9,7 +9,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Unreadable
+from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import integer
 from unishard.contract.rules import Fit
 from unishard.formats.axolotl.keys import TOOL
@@ -31,8 +31,7 @@ _NAMES: Mapping[str, str] = {
         name: name
         for name in names(
             "activation_checkpointing sync_module_states cpu_ram_efficient_loading use_orig_params state_dict_type "
-            "auto_wrap_policy "
-            "transformer_layer_cls_to_wrap min_num_params reshard_after_forward"
+            "auto_wrap_policy transformer_layer_cls_to_wrap min_num_params reshard_after_forward"
         )
     },
 }
@@ -53,7 +52,7 @@ def sharded(source: Source, topology: Topology | None) -> list[Entry]:
     if not isinstance(config, Mapping) and not off(config):
         what = f"must be a mapping, got {shown(config)}; write one"
         others = {key: value for key, value in data.items() if key != "fsdp_config"}
-        return [Entry(("fsdp_config",), config, Meaning(Fit.UNSUPPORTED, what)), *_ignored(others)]
+        return [Entry(("fsdp_config",), config, KeyEffect(Fit.UNSUPPORTED, what)), *_ignored(others)]
     return _entries(data, dict(config or {}), topology)
 
 
@@ -62,7 +61,7 @@ def _ignored(data: Mapping[str, Any]) -> list[Entry]:
     for key in ("fsdp", "fsdp_config", "fsdp_version", *_MESH):
         if key in data:
             note = "is off" if off(data[key]) else "only used with fsdp_config"
-            entries.append(Entry((key,), data[key], Meaning(Fit.IGNORED, note, kept=True)))
+            entries.append(Entry((key,), data[key], left_out(note)))
     return entries
 
 
@@ -77,7 +76,7 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
         version,
         Spot(("fsdp_version",), stated) if stated else Spot(("fsdp_config", "version"), version, assumed=True),
     )
-    entries = [Entry((key,), data[key], Meaning(Fit.IGNORED, "is empty", kept=True)) for key in empty]
+    entries = [Entry((key,), data[key], left_out("is empty")) for key in empty]
     for name, key in plain.items():
         value, path = config[key], ("fsdp_config", key)
         if name == "version" and stated:
@@ -86,7 +85,7 @@ def _entries(data: Mapping[str, Any], config: Mapping[str, Any], topology: Topol
             block.add(_NAMES[name], value, Spot(path, value))
         else:
             note = "is empty" if value is None else _STRATEGY if name == "sharding_strategy" else _OVERLOOKED
-            entries.append(Entry(path, value, Meaning(Fit.IGNORED, note, kept=True)))
+            entries.append(Entry(path, value, left_out(note)))
     beside = [*_flag(data, block, second=str(version) == "2"), *_groups(data, block)]
     return entries + sorted([*beside, *_block_entries(block, topology)], key=_order)
 
@@ -111,15 +110,15 @@ def _flag(data: Mapping[str, Any], block: EngineBlock, *, second: bool) -> Itera
     for name, value in asked.items():
         block.add(name, value, *([] if wrong else [flag]))
     if wrong:
-        yield Entry(flag.path, flag.value, Meaning(Fit.UNSUPPORTED, wrong))
+        yield Entry(flag.path, flag.value, KeyEffect(Fit.UNSUPPORTED, wrong))
     elif not asked:
         yield combined(flag, [])
 
 
 def _second_version(path: tuple[str, ...], value: Any, version: Any) -> Entry:
     if str(value) == str(version):
-        return Entry(path, value, Meaning(fields={"backend": "fsdp"}))
-    return Entry(path, value, Meaning(Fit.IGNORED, "fsdp_version takes precedence", kept=True))
+        return Entry(path, value, KeyEffect(fields={"backend": "fsdp"}))
+    return Entry(path, value, left_out("fsdp_version takes precedence"))
 
 
 def _words(value: Any, second: bool) -> tuple[dict[str, Any], str]:
@@ -161,11 +160,11 @@ def _groups(data: Mapping[str, Any], block: EngineBlock) -> Iterator[Entry]:
     try:
         mesh = _mesh(data)
     except Unreadable as error:
-        yield from (Entry((key,), value, Meaning(Fit.UNSUPPORTED, str(error))) for key, value in said.items())
+        yield from (Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, str(error))) for key, value in said.items())
         return
     if mesh:
         block.add("mesh", mesh, *(Spot((key,), value, fields={"backend": "fsdp"}) for key, value in said.items()))
         return
     for key, value in said.items():
         note = "is off" if off(value) else "all ranks share one copy, however many there are"
-        yield Entry((key,), value, Meaning(Fit.IGNORED, note, kept=True))
+        yield Entry((key,), value, left_out(note))

@@ -19,4 +19,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("composer", Signs(_SIGNS))
+FORMAT = Deferred("composer", Signs(_SIGNS), read_only=True)

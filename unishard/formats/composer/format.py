@@ -1,4 +1,4 @@
-"""Reads and writes YAML of llm-foundry, also as the `parameters` of a MosaicML run file and in Composer's older
+"""Reads YAML of llm-foundry, also as the `parameters` of a MosaicML run file and in Composer's older
 shapes.
 """
 
@@ -8,22 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Key, Meaning, interpret
-from unishard.contract.express import AUTO, Expressed, FieldResult, express
+from unishard.contract.entries import Entry, Key, KeyEffect, interpret
 from unishard.contract.key_rows import drops, refuses
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.composer import shapes
-from unishard.formats.composer.engine import DEEPSPEED, engine, trains
-from unishard.formats.composer.fsdp_keys import ARGUMENTS
-from unishard.formats.composer.interpolation import named, resolved
+from unishard.formats.composer.fsdp_keys import ARGUMENTS, DEEPSPEED, engine, trains
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
-from unishard.formats.composer.rules import RULES
+from unishard.formats.composer.shapes import named, resolved
 from unishard.formats.format import Format
-from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 
@@ -32,8 +28,6 @@ __all__ = ["FORMAT"]
 _TOOL = "Composer 0.32 with llm-foundry 0.22"
 _WHOLE = ("global_train_batch_size", "train_batch_size")
 _ACCUMULATION = ("device_train_grad_accum", "grad_accum")
-_WINDOWS = "training.gradient_accumulation_steps"
-_MICRO = "training.micro_batch_size"
 _NODE = 8
 """GPUs of one of MosaicML's nodes."""
 
@@ -44,22 +38,6 @@ class ComposerFormat(Format):
     name = "composer"
     tool = _TOOL
     keys = KEYS
-    rules = RULES
-    needed = (
-        "model",
-        "tokenizer",
-        "train_loader",
-        "max_seq_len",
-        "device_eval_batch_size",
-        "global_train_batch_size",
-        "max_duration",
-        "optimizer",
-        "scheduler",
-    )
-
-    def wants(self, document: Native) -> str:
-        """The keys that llm-foundry requires, also those of a run file."""
-        return super().wants(document.get("parameters", document))
 
     def ranks(self, source: Source) -> Topology | None:
         """Those that a run file asks for."""
@@ -76,18 +54,8 @@ class ComposerFormat(Format):
             *_inner(inner, topology, nested=nested),
         ]
         if nested and not inner:
-            entries.append(Entry(("parameters",), inner, Meaning(Fit.IGNORED, "is empty")))
+            entries.append(Entry(("parameters",), inner, KeyEffect(Fit.IGNORED, "is empty")))
         return entries
-
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        """The fields that the source decides; below `parameters` where it was a run file of MosaicML itself."""
-        rows = {path: row for path, row in RULES.items() if path in reading.decided or path == "backend"}
-        expressed = _automatic(express(rows, reading.config, topology, reading.undecided), reading)
-        if not reading.topology:
-            expressed = _without_ranks(expressed, reading)
-        if reading.format == self.name and _is_run(reading.source):
-            return Expressed({"parameters": expressed.document}, expressed.fields)
-        return expressed
 
 
 FORMAT = ComposerFormat()
@@ -112,29 +80,6 @@ def _refuse_evaluation(source: Source) -> None:
 def _is_run(source: Source) -> bool:
     """Whether the training YAML stands below `parameters` of a MosaicML run file."""
     return isinstance(source.data.get("parameters"), Mapping)
-
-
-def _automatic(expressed: Expressed, reading: ReadDocument) -> Expressed:
-    """Composer itself finds the size of a micro-batch that is left open."""
-    if _MICRO not in reading.undecided:
-        return expressed
-    word = FieldResult(
-        Fit.EQUIVALENT,
-        "device_train_microbatch_size",
-        "Composer takes what fits into memory; the samples of an update stay",
-    )
-    return expressed._replace(fields={**expressed.fields, _MICRO: word})
-
-
-def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
-    """The whole batch, which is unknown without the number of ranks, is left out and named."""
-    if _WINDOWS not in reading.decided or _WINDOWS in reading.undecided or reading.config.training.global_batch_size:
-        return expressed
-    note = "micro-batch x accumulation x ranks; add --world-size"
-    document = {key: value for key, value in expressed.document.items() if key != "global_train_batch_size"}
-    return Expressed(
-        document, {**expressed.fields, _WINDOWS: FieldResult(Fit.NEEDS_INPUT, "global_train_batch_size", note)}
-    )
 
 
 def _ranks(around: Mapping[str, Any]) -> Topology | None:
@@ -196,7 +141,7 @@ def _default_clipping(shaped: Mapping[str, Any]) -> Iterator[Entry]:
         yield Entry(
             ("algorithms", "gradient_clipping"),
             None,
-            Meaning(fields={"training.gradient_clipping": None}),
+            KeyEffect(fields={"training.gradient_clipping": None}),
             assumed=True,
         )
 

@@ -6,13 +6,56 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
-from unishard.contract.key_rows import boolean, drops, number, one_of
+from unishard.config.nested import Native
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
+from unishard.contract.key_rows import boolean, drops, number, one_of, text
 from unishard.contract.rules import Fit
-from unishard.formats.composer import groups
-from unishard.formats.composer.durations import updates
+from unishard.formats.composer.batches import updates
 
 __all__ = ["OPTIMIZATION", "defaults_of"]
+
+_KNOWN = ("param_str_match", "lr", "weight_decay")
+
+
+def _groups(value: Any, given: DocumentValues) -> KeyEffect:
+    """What the groups say."""
+    if value in (None, []):
+        return KeyEffect(Fit.IGNORED, "is empty")
+    if not isinstance(value, list):
+        raise Unreadable(
+            f"must be a list of groups, got {shown(value)}; write [{{param_str_match: norm, weight_decay: 0.0}}]"
+        )
+    groups = [_group(item, given) for item in value]
+    return KeyEffect(fields={"optimizer.groups": groups})
+
+
+def _group(item: Any, given: DocumentValues) -> Native:
+    if not isinstance(item, Mapping) or "param_str_match" not in item:
+        raise Unreadable(
+            f"must have param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}"
+        )
+    unknown = next((key for key in item if key not in _KNOWN), None)
+    if unknown is not None:
+        raise Unreadable(f"takes only lr and weight_decay, got {unknown}; remove it")
+    if len(item) == 1:
+        raise Unreadable(f"must have an lr or a weight_decay, got {shown(item)}; write one of them")
+    group: Native = {"params": [text(item["param_str_match"])]}
+    rate = number(0)(item.get("lr", given.get("optimizer.lr")))
+    decay = number(0)(item.get("weight_decay", given.get("optimizer.weight_decay") or 0.0))
+    if "lr" in item:
+        group["lr"] = rate
+    if "weight_decay" in item or "lr" in item:
+        group["weight_decay"] = _divided(decay, rate, given)
+    return group
+
+
+def _divided(decay: float, rate: float, given: DocumentValues) -> float:
+    if not decay or not str(given.get("optimizer.name")).lower().startswith("decoupled_"):
+        return decay
+    if not rate:
+        raise Unreadable("must have weight_decay 0 if lr is 0; write 0")
+    return decay / rate
+
 
 _OPTIMIZERS: Mapping[str, str] = {
     "decoupled_adamw": "adamw",
@@ -49,25 +92,25 @@ def defaults_of(optimizer: Any) -> dict[str, Any]:
     return {f"optimizer.{key}": value for key, value in _DEFAULTS.get(name, {}).items() if key not in optimizer}
 
 
-def _name(value: Any, given: Given) -> Meaning:
+def _name(value: Any, given: DocumentValues) -> KeyEffect:
     word = str(value).strip().lower()
     if word not in _OPTIMIZERS:
         raise Unreadable(f"must be one of {', '.join(_OPTIMIZERS)}, got {shown(value)}; write one of them")
-    return Meaning(fields={"optimizer.name": _OPTIMIZERS[word]})
+    return KeyEffect(fields={"optimizer.name": _OPTIMIZERS[word]})
 
 
-def _kind(given: Given) -> str:
+def _kind(given: DocumentValues) -> str:
     return str(given.get("optimizer.name")).strip().lower()
 
 
 def _of(kinds: tuple[str, ...], field: str, convert: Callable[[Any], Any]) -> Key:
     """A setting that only some optimizers have."""
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         found = convert(value)
         if _OPTIMIZERS.get(_kind(given), "adamw") not in kinds:
-            return Meaning(Fit.IGNORED, "belongs to another optimizer")
-        return Meaning(fields={field: found})
+            return KeyEffect(Fit.IGNORED, "belongs to another optimizer")
+        return KeyEffect(fields={field: found})
 
     return Key(read, field)
 
@@ -78,28 +121,28 @@ def _betas(value: Any) -> list[float]:
     return [number(0, 1)(beta) for beta in value]
 
 
-def _decay(value: Any, given: Given) -> Meaning:
+def _decay(value: Any, given: DocumentValues) -> KeyEffect:
     decay, kind = number(0)(value), _kind(given)
     field = "optimizer.weight_decay"
     if not kind.startswith("decoupled_") or not decay:
-        return Meaning(fields={field: decay})
+        return KeyEffect(fields={field: decay})
     if kind == "decoupled_sgdw":
         raise Unreadable("must be 0 with decoupled_sgdw; write 0, or use decoupled_adamw")
     rate = number(0)(given.get("optimizer.lr"))
     if not rate:
         raise Unreadable("must be 0 where the learning rate is 0; write 0")
-    return Meaning(Fit.EQUIVALENT, _DECOUPLED, {field: decay / rate})
+    return KeyEffect(Fit.EQUIVALENT, _DECOUPLED, {field: decay / rate})
 
 
-def _shape(value: Any, given: Given) -> Meaning:
+def _shape(value: Any, given: DocumentValues) -> KeyEffect:
     name = one_of(_SHAPES)(value)
     if name != "constant" and _climbs(given):
         note = "the warm-up lasts as long as the training, so that the rate never falls"
-        return Meaning(Fit.EXACT, note, {"scheduler.name": "constant"})
-    return Meaning(fields={"scheduler.name": name})
+        return KeyEffect(Fit.EXACT, note, {"scheduler.name": "constant"})
+    return KeyEffect(fields={"scheduler.name": name})
 
 
-def _climbs(given: Given) -> bool:
+def _climbs(given: DocumentValues) -> bool:
     """Whether the warm-up lasts at least as long as the training, as in a trial run of a few updates."""
     whole = (
         given.get("scheduler.t_max")
@@ -114,107 +157,109 @@ def _climbs(given: Given) -> bool:
     return isinstance(first, int) and isinstance(last, int) and first >= last > 0
 
 
-def _falls(given: Given) -> bool:
+def _falls(given: DocumentValues) -> bool:
     return not _climbs(given) and _SHAPES.get(str(given.get("scheduler.name")).strip().lower()) in ("linear", "cosine")
 
 
-def _warmup(value: Any, given: Given) -> Meaning:
+def _warmup(value: Any, given: DocumentValues) -> KeyEffect:
     return _timed("scheduler.warmup_steps", updates(value, given))
 
 
-def _timed(field: str, found: int | Undecided) -> Meaning:
+def _timed(field: str, found: int | Undecided) -> KeyEffect:
     if isinstance(found, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"the number of updates comes from {found.who}", {field: found})
-    return Meaning(fields={field: found})
+        return KeyEffect(Fit.NEEDS_INPUT, f"the number of updates comes from {found.who}", {field: found})
+    return KeyEffect(fields={field: found})
 
 
-def _end(value: Any, given: Given) -> Meaning:
+def _end(value: Any, given: DocumentValues) -> KeyEffect:
     found = updates(value, given)
     if not _falls(given):
-        return Meaning(Fit.IGNORED, "the schedule does not fall")
+        return KeyEffect(Fit.IGNORED, "the schedule does not fall")
     return _timed("scheduler.total_steps", found)
 
 
-def _duration(value: Any, given: Given) -> Meaning:
+def _duration(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
-        return Meaning(Fit.IGNORED, "is not set")
+        return KeyEffect(Fit.IGNORED, "is not set")
     found = updates(value, given)
     if not _falls(given) or given.get("scheduler.t_max") not in (None, "1dur", "1.0dur"):
-        return Meaning(
-            Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True
+        return KeyEffect(
+            Fit.NEEDS_INPUT,
+            "how long to train is the training script's to decide; end its loop there",
+            copy_verbatim=True,
         )
-    meaning = _timed("scheduler.total_steps", found)
-    note = f"{meaning.note}; end the loop there as well" if meaning.note else ""
-    return Meaning(meaning.fit, note, meaning.fields, kept=True)
+    effect = _timed("scheduler.total_steps", found)
+    note = f"{effect.note}; end the loop there as well" if effect.note else ""
+    return KeyEffect(effect.fit, note, effect.fields, copy_verbatim=True)
 
 
-def _least(value: Any, given: Given) -> Meaning:
+def _least(value: Any, given: DocumentValues) -> KeyEffect:
     found = number(0, 1)(value)
     return (
-        Meaning(fields={"scheduler.min_lr_ratio": found})
+        KeyEffect(fields={"scheduler.min_lr_ratio": found})
         if _falls(given)
-        else Meaning(Fit.IGNORED, "the schedule does not fall")
+        else KeyEffect(Fit.IGNORED, "the schedule does not fall")
     )
 
 
 def _only(expected: float, why: str) -> Key:
     """A number that unishard's schedules do not have but at one value."""
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         found = number()(value)
-        return Meaning(Fit.IGNORED, "is that anyway") if found == expected else Meaning(Fit.UNSUPPORTED, why)
+        return KeyEffect(Fit.IGNORED, "is that anyway") if found == expected else KeyEffect(Fit.UNSUPPORTED, why)
 
     return Key(read, "", Fit.UNSUPPORTED, why)
 
 
-def _clipping(value: Any, given: Given) -> Meaning:
+def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
     kind = str(value).strip().lower()
     if kind != "norm":
-        return Meaning(Fit.UNSUPPORTED, f"only clipping by the global norm is supported, not by {kind}; write norm")
-    return Meaning(Fit.IGNORED, "is what gradient_clipping does")
+        return KeyEffect(Fit.UNSUPPORTED, f"only clipping by the global norm is supported, not by {kind}; write norm")
+    return KeyEffect(Fit.IGNORED, "is what gradient_clipping does")
 
 
-def _threshold(value: Any, given: Given) -> Meaning:
+def _threshold(value: Any, given: DocumentValues) -> KeyEffect:
     kind = given.get("algorithms.gradient_clipping.clipping_type")
     if kind is not None and str(kind).strip().lower() != "norm":
-        return Meaning(Fit.UNSUPPORTED, "belongs to a clipping_type that is not supported; write clipping_type: norm")
+        return KeyEffect(Fit.UNSUPPORTED, "belongs to a clipping_type that is not supported; write clipping_type: norm")
     return _clip(value, given)
 
 
-def _clip(value: Any, given: Given) -> Meaning:
+def _clip(value: Any, given: DocumentValues) -> KeyEffect:
     limit = None if value is None else number()(value)
-    return Meaning(fields={"training.gradient_clipping": limit if limit is not None and limit > 0 else None})
+    return KeyEffect(fields={"training.gradient_clipping": limit if limit is not None and limit > 0 else None})
 
 
-def _scaled(value: Any, given: Given) -> Meaning:
+def _scaled(value: Any, given: DocumentValues) -> KeyEffect:
     if boolean(value):
-        return Meaning(Fit.UNSUPPORTED, "a warmup that scales with the run is not supported; write a number of steps")
-    return Meaning(Fit.IGNORED, "is off")
+        return KeyEffect(Fit.UNSUPPORTED, "a warmup that scales with the run is not supported; write a number of steps")
+    return KeyEffect(Fit.IGNORED, "is off")
 
 
 _EXEMPT = "exempts by name; the script exempts all vectors: add patterns for other names"
 
 
-def _exempt(value: Any, given: Given) -> Meaning:
+def _exempt(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value) or not given.get("optimizer.weight_decay"):
-        return Meaning(Fit.IGNORED, "nothing decays" if boolean(value) else "is off")
-    return Meaning(Fit.EQUIVALENT, _EXEMPT, {"optimizer.no_decay": [r"(^|\.)bias$", "(?i)norm"]})
+        return KeyEffect(Fit.IGNORED, "nothing decays" if boolean(value) else "is off")
+    return KeyEffect(Fit.EQUIVALENT, _EXEMPT, {"optimizer.no_decay": [r"(^|\.)bias$", "(?i)norm"]})
 
 
 def _left(what: str) -> Key:
-    return Key(lambda value, given: Meaning(Fit.NEEDS_INPUT, what), "", Fit.NEEDS_INPUT, what)
+    return Key(lambda value, given: KeyEffect(Fit.NEEDS_INPUT, what), "", Fit.NEEDS_INPUT, what)
 
 
 OPTIMIZATION: Mapping[str, Key] = {
     "optimizer.name": Key(_name, "optimizer.name"),
-    "optimizer.lr": Key(lambda value, given: Meaning(fields={"optimizer.lr": number(0)(value)}), "optimizer.lr"),
+    "optimizer.lr": Key(lambda value, given: KeyEffect(fields={"optimizer.lr": number(0)(value)}), "optimizer.lr"),
     "optimizer.betas": _of(("adamw", "adam", "lion"), "optimizer.betas", _betas),
     "optimizer.eps": _of(("adamw", "adam", "adagrad"), "optimizer.eps", number(0)),
     "optimizer.amsgrad": _of(("adamw", "adam"), "optimizer.amsgrad", boolean),
     "optimizer.momentum": _of(("sgd",), "optimizer.momentum", number(0)),
     "optimizer.nesterov": _of(("sgd",), "optimizer.nesterov", boolean),
     "optimizer.weight_decay": Key(_decay, "optimizer.weight_decay", Fit.EQUIVALENT, _DECOUPLED),
-    "optimizer.param_groups": Key(groups.read, "optimizer.groups"),
+    "optimizer.param_groups": Key(_groups, "optimizer.groups"),
     "optimizer.filter_bias_norm_wd": Key(_exempt, "optimizer.no_decay", Fit.EQUIVALENT, _EXEMPT),
     "optimizer.disable_grad": _left("freeze these parameters in the training script before prepare"),
     "optimizer.foreach": drops("affects only time"),

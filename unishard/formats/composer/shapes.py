@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from unishard.contract.entries import Entry, Path
 from unishard.formats.engine_block import Spot, combined
 
-__all__ = ["current_keys", "placed", "together"]
+__all__ = ["named", "resolved"]
+
+_NAME = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_DEEP = 16
+"""Interpolations within interpolations that are followed; a circle ends here and stays text."""
+
+
+def resolved(value: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """A value with the interpolations in it replaced by what `root` holds."""
+    if isinstance(value, Mapping):
+        return {key: resolved(item, root, depth) for key, item in value.items()}
+    if isinstance(value, list):
+        return [resolved(item, root, depth) for item in value]
+    if not isinstance(value, str) or depth > _DEEP:
+        return value
+    whole = _NAME.fullmatch(value)
+    if whole:
+        found = _at(root, whole.group(1))
+        return value if found is None else resolved(found, root, depth + 1)
+    return _NAME.sub(lambda match: _inline(match, root, depth), value)
+
+
+def named(value: Any) -> set[str]:
+    """The top-level keys that the interpolations in a value name."""
+    if isinstance(value, Mapping):
+        return {name for item in value.values() for name in named(item)}
+    if isinstance(value, list):
+        return {name for item in value for name in named(item)}
+    return {name.partition(".")[0] for name in _NAME.findall(value)} if isinstance(value, str) else set()
+
+
+def _inline(match: re.Match[str], root: Mapping[str, Any], depth: int) -> str:
+    found = _at(root, match.group(1))
+    whole = match.group()
+    return whole if found is None or isinstance(found, Mapping | list) else str(resolved(found, root, depth + 1))
+
+
+def _at(root: Mapping[str, Any], name: str) -> Any:
+    value: Any = root
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
 
 
 def current_keys(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Path]]:
@@ -59,7 +103,7 @@ def placed(entry: Entry, written: Mapping[str, Any], places: Mapping[Path, Path]
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     shown = entry.value if value is None or entry.assumed or entry.path in places else value
-    return Entry(path, shown, entry.meaning, entry.assumed)
+    return Entry(path, shown, entry.effect, entry.assumed)
 
 
 def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
@@ -71,7 +115,7 @@ def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
     for name, parts in lists.items():
         if parts and isinstance(written[name], list):
             entries = [
-                combined(Spot((name,), written[name]), [part.meaning for part in parts]),
+                combined(Spot((name,), written[name]), [part.effect for part in parts]),
                 *(entry for entry in entries if entry not in parts),
             ]
     return entries

@@ -8,10 +8,8 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.entries import Entry, Meaning, Path, Undecided
-from unishard.contract.express import Expressed, express
-from unishard.formats.deepspeed.keys import KEYS, with_logs
-from unishard.formats.deepspeed.rules import RULES
+from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
+from unishard.contract.render import Rendered, render
 from unishard.formats.defaults import without_unishards
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
@@ -32,8 +30,6 @@ class DeepSpeedFormat(Format):
     name = "deepspeed"
     tool = "DeepSpeed 0.19.8"
     suffix = ".json"
-    keys = KEYS
-    rules = RULES
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says.
@@ -41,25 +37,25 @@ class DeepSpeedFormat(Format):
         Raises:
             ConfigError: An override cannot be used.
         """
-        engine = Entry(("backend",), "deepspeed", Meaning(fields={"backend": "deepspeed"}), assumed=True)
-        entries = [*with_logs(registry.get("deepspeed").parse(source.data, topology=topology), source.data), engine]
+        engine = Entry(("backend",), "deepspeed", KeyEffect(fields={"backend": "deepspeed"}), assumed=True)
+        entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
         return assemble(self.name, source, entries, overrides=_completed(tuple(overrides), entries), topology=topology)
 
     def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
         """It is the argument `deepspeed`."""
         return {"deepspeed": source.data}, ()
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the
         script.
         """
-        said = {**registry.get("deepspeed").script_rules, **RULES}
+        said = registry.get("deepspeed").script_rules
         rows = {path: row for path, row in said.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
-        document, words = express(rows, reading.config, topology, undecided)
+        document, words = render(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):
             document.pop("optimizer")
-        return Expressed(without_unishards(document, reading), words)
+        return Rendered(without_unishards(document, reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """JSON, indented."""
@@ -73,9 +69,9 @@ def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[st
     """The overrides, and the dtype of reductions where one of them decides that of compute."""
     chosen = [text.removeprefix(_FOLLOWS[0]) for text in overrides if text.startswith(_FOLLOWS[0])]
     said = [
-        (entry.assumed, entry.meaning.fields["precision.reduce"])
+        (entry.assumed, entry.effect.fields["precision.reduce"])
         for entry in entries
-        if "precision.reduce" in entry.meaning.fields
+        if "precision.reduce" in entry.effect.fields
     ]
     open_ = all(assumed or isinstance(value, Undecided) for assumed, value in said) and bool(said)
     stated = any(text.startswith(_FOLLOWS[1]) for text in overrides)

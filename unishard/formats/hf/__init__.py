@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.hf.sections import ARGUMENTS, SURE
+from unishard.formats.hf.dialects import ARGUMENTS, SURE
 from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
@@ -16,8 +16,8 @@ _SIGNS = weighted(
         2: (
             "lr_scheduler_type num_train_epochs fsdp optim lr_scheduler_kwargs fsdp_transformer_layer_cls_to_wrap "
             "transformer_layer_cls_to_wrap fsdp_sharding_strategy fsdp_auto_wrap_policy auto_wrap_policy "
-            "fsdp_state_dict_type "
-            "reshard_after_forward fsdp_reshard_after_forward cpu_ram_efficient_loading xla_fsdp_v2 xla"
+            "fsdp_state_dict_type reshard_after_forward fsdp_reshard_after_forward cpu_ram_efficient_loading "
+            "xla_fsdp_v2 xla"
         ),
         1: "learning_rate output_dir fsdp_config deepspeed max_grad_norm gradient_accumulation_steps "
         "fsdp_offload_params",

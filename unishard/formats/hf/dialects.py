@@ -6,129 +6,116 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import compute, off
-from unishard.formats.hf.sections import ARGUMENTS, SURE
 from unishard.formats.names import ignored, names
 
-__all__ = ["DIALECT", "around", "bare", "section_in", "sure", "wrapped"]
+__all__ = [
+    "ARGUMENTS",
+    "DIALECT",
+    "LLAMAFACTORY",
+    "SURE",
+    "around",
+    "bare",
+    "section_in",
+    "sure",
+    "swift",
+    "with_script_defaults",
+    "wrapped",
+]
+
+ARGUMENTS = names("training training_args training_arguments trainer train TrainingArguments sft dpo args")
+"""Where TrainingArguments stand."""
+SURE = "per_device_train_batch_size"
+"""An argument that no other tool has, by which such a section is known."""
+
+_SWIFT = ("tuner_type", "train_type", "sft_type", "split_dataset_ratio")
+"""Keys that only ms-swift has; the first three say which parameters train."""
+_SWIFT_SILENT: Mapping[str, Any] = {
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "lr_scheduler_type": "cosine",
+    "per_device_train_batch_size": 1,
+    "gradient_checkpointing": True,
+    # 16 samples an update over all ranks, which only the launch knows.
+    "gradient_accumulation_steps": NOTHING,
+}
+_FULL_RATE, _ADAPTER_RATE = 1e-5, 1e-4
+
+
+def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
+    """The rows with what the file's script assumes; those that the script says nothing about stay."""
+    silent = _silent(data)
+    return {name: row._replace(tool_default=silent[name]) if name in silent else row for name, row in keys.items()}
+
+
+LLAMAFACTORY: Mapping[str, Any] = {"disable_gradient_checkpointing": False}
+"""What LLaMA-Factory assumes."""
+
+
+def swift(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ms-swift assumes, which depends on the parameters that train."""
+    full = "full" in (data.get(key) for key in _SWIFT[:3])
+    return {**_SWIFT_SILENT, "learning_rate": _FULL_RATE if full else _ADAPTER_RATE}
+
+
+def _silent(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    if any(key in data for key in _SWIFT):
+        return swift(data)
+    return LLAMAFACTORY if "finetuning_type" in data and "stage" in data else {}
+
 
 _SIGNS = names(
     "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template "
-    "stage "
-    "finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules "
-    "cutoff_len max_length "
-    "max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft attn_implementation "
-    "dataset_mixture "
-    "dataset_mixer dataset_splits dataset_config dataset_config_name dataset_train_split dataset_text_field "
-    "dataset_path "
-    "dataset_id_or_path train_dataset train_file validation_file data_path data_args model_args script_args model_name "
-    "tokenizer_name "
-    "chat_template chat_template_path max_prompt_length max_completion_length num_generations reward_funcs "
-    "reward_weights use_vllm beta "
-    "loss_type precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit "
-    "load_in_8bit "
+    "stage finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules "
+    "cutoff_len max_length max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft "
+    "attn_implementation dataset_mixture dataset_mixer dataset_splits dataset_config dataset_config_name "
+    "dataset_train_split dataset_text_field dataset_path dataset_id_or_path train_dataset train_file validation_file "
+    "data_path data_args model_args script_args model_name tokenizer_name chat_template chat_template_path "
+    "max_prompt_length max_completion_length num_generations reward_funcs reward_weights use_vllm beta loss_type "
+    "precompute_ref_log_probs dataset_num_proc dataset_kwargs packing model_init_kwargs load_in_4bit load_in_8bit "
     "model_max_length max_source_length max_target_length max_train_samples max_eval_samples preprocessing_num_workers "
-    "text_column "
-    "task_name source_lang image_column_name audio_column_name"
+    "text_column task_name source_lang image_column_name audio_column_name"
 )
 """Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the
 file."""
 
-_GROUPS: Mapping[str, str] = {
-    "names the model and how it is loaded, which the training script does": (
-        "model model_name_or_path model_id_or_path model_type model_id model_revision model_name model_author "
-        "tokenizer_name "
-        "tokenizer_name_or_path trust_remote_code attn_impl attn_implementation flash_attn use_fast_tokenizer "
-        "rope_scaling "
-        "resize_vocab low_cpu_mem_usage use_v1_kernels use_unsloth enable_liger_kernel image_max_pixels "
-        "video_max_pixels video_fps "
-        "video_maxlen visual_inputs use_reentrant_gc upcast_layernorm shift_attn mixture_of_depths model_init_kwargs "
-        "use_liger "
-        "use_flash_attention_2 eos_token pad_token chat_template chat_template_path activation_offloading use_kt "
-        "use_kv_cache"
-    ),
-    "concerns the data, which the training script loads": (
-        "dataset dataset_name dataset_dir datasets eval_dataset val_dataset template cutoff_len max_length "
-        "max_seq_length max_samples "
-        "overwrite_cache preprocessing_num_workers dataset_num_proc packing neat_packing val_size split_dataset_ratio "
-        "system "
-        "train_on_prompt mask_history streaming buffer_size tokenized_path dataset_mixture dataset_mixer "
-        "dataset_splits dataset_configs "
-        "dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_text_field "
-        "dataset_prompt_column "
-        "dataset_id_or_path dataset_path dataset_kwargs train_dataset train_file validation_file data_path "
-        "model_max_length "
-        "max_prompt_length max_source_length max_target_length max_train_samples max_eval_samples padding_free "
-        "packing_strategy "
-        "truncation_mode truncation_side eval_packing pad_to_multiple_of shuffle_dataset system_prompt"
-    ),
-    "chooses which parameters train, such as LoRA: the training script does that": (
-        "finetuning_type tuner_type train_type sft_type adapter lora_r lora_rank lora_alpha lora_dropout lora_target "
-        "lora_target_modules target_modules lora_bias use_rslora use_dora use_peft adapter_name_or_path "
-        "freeze_vision_tower "
-        "freeze_multi_modal_projector freeze_language_model freeze_vit freeze_aligner freeze_llm tune_mm_proj "
-        "modules_to_save "
-        "additional_target quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type "
-        "bnb_4bit_compute_dtype "
-        "bnb_4bit_use_double_quant use_bnb_nested_quant double_quantization lora_modules_to_save lora_task_type "
-        "lora_target_parameters freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro "
-        "pissa_init "
-        "pissa_iter pissa_convert oft_rank oft_block_size oft_target"
-    ),
-    "names the loss or the method, which the training script computes": (
-        "stage rlhf_type pref_beta pref_loss pref_ftx use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha "
-        "reward_model "
-        "ref_model beta loss_type loss_weights assistant_only_loss "
-        "completion_only_loss desirable_weight undesirable_weight precompute_ref_log_probs sync_ref_model "
-        "disable_dropout "
-        "label_smoothing gamma_beta_ratio simpo_gamma reward_funcs reward_weights scale_rewards "
-        "mask_truncated_completions "
-        "num_generations max_completion_length temperature top_p top_k repetition_penalty use_vllm vllm_mode "
-        "vllm_device "
-        "vllm_gpu_memory_utilization vllm_server_host vllm_server_port vllm_max_model_len vllm_tensor_parallel_size "
-        "epsilon epsilon_high "
-        "num_iterations log_completions router_aux_loss_coef"
-    ),
-    "affects only logs": "plot_loss print_param_status",
-    "launcher setting": "use_ray device_groups ray_run_name ray_num_workers nproc_per_node",
-    "is a comment": "_description _note _requires _param_docs",
-}
-
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
-def _dtype(value: Any, given: Given) -> Meaning:
+def _dtype(value: Any, given: DocumentValues) -> KeyEffect:
     """`torch_dtype` of ms-swift, which also decides bf16 and fp16 where these are absent."""
     word = str(value).removeprefix("torch.").lower()
     if word not in _DTYPES or "bf16" in given or "fp16" in given:
-        return Meaning(Fit.IGNORED, "the dtype in which the training script loads the model", kept=True)
-    meaning = compute(_DTYPES[word]).read(True, given)
+        return left_out("the dtype in which the training script loads the model")
+    effect = compute(_DTYPES[word]).read(True, given)
     note = "ms-swift trains in this dtype without bf16 and fp16; others only load the model in it"
-    return Meaning(max(Fit.EQUIVALENT, meaning.fit, key=lambda fit: fit.badness), note, meaning.fields, kept=True)
-
-
-def _pure(value: Any, given: Given) -> Meaning:
-    if not boolean(value):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
-    return Meaning(
-        fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, kept=True
+    return KeyEffect(
+        max(Fit.EQUIVALENT, effect.fit, key=lambda fit: fit.severity), note, effect.fields, copy_verbatim=True
     )
 
 
-def _recomputes(value: Any, given: Given) -> Meaning:
+def _pure(value: Any, given: DocumentValues) -> KeyEffect:
+    if not boolean(value):
+        return left_out("is off")
+    return KeyEffect(
+        fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, copy_verbatim=True
+    )
+
+
+def _recomputes(value: Any, given: DocumentValues) -> KeyEffect:
     """LLaMA-Factory checkpoints every layer unless this is true."""
-    return Meaning(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, kept=True)
+    return KeyEffect(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, copy_verbatim=True)
 
 
 _SURELY = 5
 _OPTIMIZERS = ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
 _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
-    "sequence_parallel_size "
-    "tensor_parallel_size pipeline_parallel_size expert_parallel_size virtual_pipeline_model_parallel_size"
+    "sequence_parallel_size tensor_parallel_size pipeline_parallel_size expert_parallel_size "
+    "virtual_pipeline_model_parallel_size"
 )
 _WHOLE = "layers or sequences that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
 
@@ -138,7 +125,7 @@ def _one(value: Any) -> bool:
 
 
 DIALECT: Mapping[str, Key] = {
-    **ignored(_GROUPS),
+    **ignored("hf/ignored_around.txt"),
     "torch_dtype": Key(_dtype, "precision.compute"),
     "pure_bf16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
     "fp8": refuses("fp8 is not supported; write bf16", off),

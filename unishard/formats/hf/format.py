@@ -7,21 +7,20 @@ from typing import Any
 
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import NOTHING, Entry, Key, Meaning, interpret
-from unishard.contract.express import Expressed
+from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, interpret
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
-from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
-from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, wrapped
+from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, with_script_defaults, wrapped
 from unishard.formats.hf.keys import ENGINES, KEYS
 from unishard.formats.hf.precedence import with_precedence
 from unishard.formats.hf.rules import RULES, written
-from unishard.formats.hf.script_defaults import with_script_defaults
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.hf.zero import filled_from, partitioned
 from unishard.formats.reading import ReadDocument
+from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 
 __all__ = ["FORMAT", "HfFormat", "entries_of"]
@@ -47,13 +46,13 @@ class HfFormat(Format):
 
     def only_written(self, source: Source, topology: Topology | None) -> list[Entry]:
         """What arguments say that may be those of a script with a loop of its own, which has other defaults."""
-        keys = {name: row._replace(silent=NOTHING) for name, row in KEYS.items()}
+        keys = {name: row._replace(tool_default=NOTHING) for name, row in KEYS.items()}
         entries = interpret(keys, source.data, tool="transformers 5.23", ignores_unknown=True, topology=topology)
         beside = [entry for entry in entries if entry.path[0] not in ENGINES]
         engine = source.data.get(DEEPSPEED)
         if isinstance(engine, Mapping):
-            on = Entry((DEEPSPEED,), True, Meaning(fields={"backend": "deepspeed"}))
-            said = [Entry((DEEPSPEED, *key.split(".")), value, Meaning()) for key, value in flat(engine)]
+            on = Entry((DEEPSPEED,), True, KeyEffect(fields={"backend": "deepspeed"}))
+            said = [Entry((DEEPSPEED, *key.split(".")), value, KeyEffect()) for key, value in flat(engine)]
             beside = [entry for entry in with_precedence([*beside, on, *said]) if entry.path[0] != DEEPSPEED]
         return [_of_any_script(entry) for entry in beside]
 
@@ -66,7 +65,7 @@ class HfFormat(Format):
         """The arguments that take the place of `"auto"` at a key of DeepSpeed's config."""
         return filled_from(key)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or
         `deepspeed`.
         """
@@ -77,11 +76,11 @@ FORMAT = HfFormat()
 
 
 def _of_any_script(entry: Entry) -> Entry:
-    if entry.meaning.notable:
+    if entry.effect.notable:
         note = "DeepSpeed's config decides, unless the script passes its own to deepspeed.initialize"
-        return entry._replace(meaning=entry.meaning._replace(note=note))
-    fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
-    return entry._replace(meaning=entry.meaning._replace(fields=fields, kept=False))
+        return entry._replace(effect=entry.effect._replace(note=note))
+    fields = {field: value for field, value in entry.effect.fields.items() if field != "optimizer.no_decay"}
+    return entry._replace(effect=entry.effect._replace(fields=fields, copy_verbatim=False))
 
 
 def _is_bare(source: Source) -> bool:
@@ -100,11 +99,13 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
         return _entries(source, topology)
     found = _entries(source._replace(data=source.data[name]), topology, section=True)
     # Written in its own format again, the arguments stand at the top, and what does not train is left out.
-    inner = [entry._replace(path=(name, *entry.path), meaning=entry.meaning._replace(kept=False)) for entry in found]
+    inner = [
+        entry._replace(path=(name, *entry.path), effect=entry.effect._replace(copy_verbatim=False)) for entry in found
+    ]
     return [*inner, *(Entry((str(key),), value, _BESIDE) for key, value in source.data.items() if key != name)]
 
 
-_BESIDE = Meaning(Fit.IGNORED, "not a TrainingArguments key: only the script reads it")
+_BESIDE = KeyEffect(Fit.IGNORED, "not a TrainingArguments key: only the script reads it")
 
 
 def entries_of(
@@ -118,7 +119,10 @@ def entries_of(
         own: Rows of the script's arguments.
         silent: What the script assumes, by argument.
     """
-    keys = {name: row._replace(silent=silent[name]) if name in silent else row for name, row in {**KEYS, **own}.items()}
+    keys = {
+        name: row._replace(tool_default=silent[name]) if name in silent else row
+        for name, row in {**KEYS, **own}.items()
+    }
     return _read(source, topology, {**keys, **around(source.data, keys, KEYS)})
 
 
@@ -134,12 +138,12 @@ def _read(source: Source, topology: Topology | None, keys: Mapping[str, Key]) ->
     data = source.data
     whole = any(key in KEYS and key not in ENGINES for key in data)
     if not whole:
-        keys = {name: row._replace(silent=NOTHING) for name, row in keys.items()}
+        keys = {name: row._replace(tool_default=NOTHING) for name, row in keys.items()}
     entries = interpret(keys, data, tool="transformers 5.23", topology=topology, accepts=VALUES)
     entries = [entry for entry in entries if entry.path[0] not in ENGINES]
 
     def argument(key: str) -> Any:
-        silent = keys[key].silent if key in keys else NOTHING
+        silent = keys[key].tool_default if key in keys else NOTHING
         return data.get(key, None if silent is NOTHING else silent)
 
     return with_precedence([*entries, *_engines(source, argument, topology, whole)])
@@ -152,6 +156,6 @@ def _engines(source: Source, argument: Any, topology: Topology | None, whole: bo
         entries += sharded(data.get(FSDP), data.get("fsdp_config"), source, topology)
     if DEEPSPEED in data:
         entries += partitioned(data[DEEPSPEED], source, argument, topology)
-    if whole and not any("backend" in entry.meaning.fields for entry in entries):
+    if whole and not any("backend" in entry.effect.fields for entry in entries):
         entries.append(replicated())
     return entries

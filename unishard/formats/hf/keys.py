@@ -7,41 +7,76 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
-from unishard.contract.key_rows import listed
+from unishard.config.describe import shown
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
+from unishard.contract.key_rows import listed, refuses
 from unishard.contract.rules import Fit
-from unishard.formats.hf.ignored_keys import IGNORED
-from unishard.formats.hf.logs import LOGGED
 from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
+from unishard.formats.names import ignored
 
 __all__ = ["ENGINES", "KEYS"]
+
+_NOISE = "adds noise to the embeddings; add it in the training script with a forward hook"
+_SMOOTHING = "changes the loss, which the training script computes; smooth the labels there"
+
+_FILES = "affects only checkpoints"
+_DATA = "concerns the DataLoader, which the training script builds"
+
+
+def _prefetched(value: Any, given: DocumentValues) -> KeyEffect:
+    if value is not None and not given.get("dataloader_num_workers"):
+        raise Unreadable(f"must be null without dataloader_num_workers, got {shown(value)}; remove it")
+    return left_out(_DATA)
+
+
+def _best(value: Any, given: DocumentValues) -> KeyEffect:
+    evaluated, saved = (
+        given.get("eval_strategy") or given.get("evaluation_strategy") or "no",
+        given.get("save_strategy") or "steps",
+    )
+    if value and saved not in ("best", evaluated):
+        strategies = f"eval_strategy ({evaluated}) and save_strategy ({saved})"
+        raise Unreadable(f"must be false where {strategies} differ, got {shown(value)}; make the two equal")
+    return left_out(_FILES)
+
+
+IGNORED: Mapping[str, Key] = {
+    **ignored("hf/ignored.txt"),
+    "load_best_model_at_end": Key(_best, "", Fit.IGNORED, _FILES),
+    "dataloader_prefetch_factor": Key(_prefetched, "", Fit.IGNORED, _DATA),
+    "label_smoothing_factor": refuses(_SMOOTHING, off),
+    "neftune_noise_alpha": refuses(_NOISE, off),
+    "sharded_ddp": refuses("transformers removed fairscale's sharded DDP; write fsdp: true", off),
+    "torchdynamo": refuses("transformers calls it torch_compile_backend now; write that", off),
+    "tp_size": refuses("tensor parallelism is not supported; remove it", lambda value: off(value) or value == 1),
+}
 
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")
 """Arguments that hold an engine's own: read by `sharding` and `zero`, since one of them says many things."""
 
 
 def _engine(name: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Fit.IGNORED, "is off") if off(value) else Meaning(fields={"backend": name})
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(Fit.IGNORED, "is off") if off(value) else KeyEffect(fields={"backend": name})
 
     return Key(read, "backend", note=f"its keys are those of {name}")
 
 
-def _classes(value: Any, given: Given) -> Meaning:
+def _classes(value: Any, given: DocumentValues) -> KeyEffect:
     """Once an argument beside `fsdp`."""
     if off(value) or off(given.get("fsdp")):
-        return Meaning(Fit.IGNORED, "only used when fsdp is enabled", kept=True)
-    return Meaning(Fit.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
+        return left_out("only used when fsdp is enabled")
+    return KeyEffect(Fit.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
 
 
-def _least(value: Any, given: Given) -> Meaning:
+def _least(value: Any, given: DocumentValues) -> KeyEffect:
     if off(value) or off(given.get("fsdp")):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     note = "transformers 5 reads it in fsdp_config, for SIZE_BASED_WRAP; write it there"
-    return Meaning(Fit.UNSUPPORTED, note)
+    return KeyEffect(Fit.UNSUPPORTED, note)
 
 
 KEYS: Mapping[str, Key] = {
@@ -49,7 +84,6 @@ KEYS: Mapping[str, Key] = {
     **OPTIMIZER,
     **SCHEDULE,
     **SAVED,
-    **LOGGED,
     "fsdp": _engine("fsdp"),
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from unishard.config.nested import Native
 from unishard.contract.entries import Unreadable
-from unishard.contract.express import FieldResult
 from unishard.contract.key_rows import number
+from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import off
+from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 
 __all__ = ["Lengths", "lengths_of"]
@@ -25,7 +26,7 @@ class Lengths(NamedTuple):
 
 
 _EPOCHS: Mapping[str, tuple[str, float]] = {
-    **dict.fromkeys(("hf", "llamafactory", "swift", "trl"), ("num_train_epochs", 3.0)),
+    **each("hf llamafactory swift trl", ("num_train_epochs", 3.0)),
     "axolotl": ("num_epochs", 1.0),
 }
 """Formats that Trainer reads in the end: their name of the epochs, and how many they assume."""

@@ -8,9 +8,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import write
+from unishard.contract.field_rows import copied, exact, left_to_script, row
 from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
-from unishard.formats.fallbacks import copied, exact, row
 from unishard.formats.hf.optimizing import ADAM, NO_DECAY
 
 __all__ = ["OPTIMIZING"]
@@ -72,7 +71,7 @@ OPTIMIZING: Mapping[str, Rule] = {
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),
     "optimizer.betas": exact("adam_beta1, adam_beta2", to=_betas),
     "optimizer.eps": exact("adam_epsilon, optim_args", to=_eps),
-    "optimizer.amsgrad": write(
+    "optimizer.amsgrad": left_to_script(
         f"{_PASS} torch.optim.AdamW(..., amsgrad=True)", lambda cfg: not cfg.optimizer.amsgrad, "false"
     ),
     "optimizer.momentum": exact("optim_args", to=_arguments),
@@ -91,12 +90,12 @@ OPTIMIZING: Mapping[str, Rule] = {
             f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
         ),
     ),
-    "optimizer.groups": write(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
+    "optimizer.groups": left_to_script(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
     "scheduler.name": exact("lr_scheduler_type", to=_schedule),
     "scheduler.warmup_steps": copied("scheduler.warmup_steps", "warmup_steps"),
-    "scheduler.warmup_type": write(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
-    "scheduler.warmup_start_ratio": write(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
-    "scheduler.delay_steps": write(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
+    "scheduler.warmup_type": left_to_script(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
+    "scheduler.warmup_start_ratio": left_to_script(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
+    "scheduler.delay_steps": left_to_script(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
     "scheduler.total_steps": exact("max_steps", to=_steps),
     "scheduler.min_lr_ratio": exact("lr_scheduler_kwargs"),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import number, refuses, sets
 from unishard.contract.rules import Fit
 from unishard.formats.names import names
@@ -52,15 +52,15 @@ _REMOVED = ("adamw_hf", "adamw_apex_fused")
 
 _OTHERS = names(
     "adafactor ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit rmsprop rmsprop_bnb rmsprop_bnb_8bit "
-    "rmsprop_bnb_32bit "
-    "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise "
-    "galore_adafactor_layerwise lomo "
-    "adalomo grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise "
-    "stable_adamw"
+    "rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise "
+    "galore_adamw_8bit_layerwise galore_adafactor_layerwise lomo adalomo grokadamw schedule_free_radam "
+    "schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw"
 )
 
 
-def named(value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, others: tuple[str, ...] = ()) -> Meaning:
+def named(
+    value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, others: tuple[str, ...] = ()
+) -> KeyEffect:
     """What the name of an optimizer says.
 
     Args:
@@ -75,23 +75,23 @@ def named(value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, ot
     known = {**_NAMES, **(more or {})}
     if name in known:
         found, fit, note = known[name]
-        return Meaning(fit, note, {"optimizer.name": found}, stale=name in _REMOVED)
+        return KeyEffect(fit, note, {"optimizer.name": found}, rejected_upstream=name in _REMOVED)
     if name in (*_OTHERS, *others):
         why = f"{name} is not supported; build the optimizer in the training script"
-        return Meaning(Fit.UNSUPPORTED, why)
+        return KeyEffect(Fit.UNSUPPORTED, why)
     raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch or sgd")
 
 
-def _name_of(given: Given, key: str) -> str:
+def _name_of(given: DocumentValues, key: str) -> str:
     """Unishard's name of the optimizer that a document names; empty for one that it has not."""
     try:
-        meaning = named(given.get(key) or "adamw_torch")
+        effect = named(given.get(key) or "adamw_torch")
     except Unreadable:
         return ""
-    return str(meaning.fields.get("optimizer.name", ""))
+    return str(effect.fields.get("optimizer.name", ""))
 
 
-def _optim(value: Any, given: Given) -> Meaning:
+def _optim(value: Any, given: DocumentValues) -> KeyEffect:
     return named(value)
 
 
@@ -103,29 +103,29 @@ def _fields_of_optimizer(key: str) -> Mapping[str, Key]:
     """
 
     def belongs(field: str, names: tuple[str, ...], convert: Any) -> Any:
-        def read(value: Any, given: Given) -> Meaning:
+        def read(value: Any, given: DocumentValues) -> KeyEffect:
             name = _name_of(given, key)
             if name in names:
-                return Meaning(fields={field: convert(value)})
+                return KeyEffect(fields={field: convert(value)})
             convert(value)
-            return Meaning(Fit.IGNORED, f"{name or given.get(key)} has no such setting", kept=True)
+            return left_out(f"{name or given.get(key)} has no such setting")
 
         return read
 
     def beta(other: str, first: bool) -> Any:
-        def read(value: Any, given: Given) -> Meaning:
+        def read(value: Any, given: DocumentValues) -> KeyEffect:
             name = _name_of(given, key)
             this, that = number(0, 1)(value), number(0, 1)(_or(given.get(other), 0.999 if first else 0.9))
             if name not in (*ADAM, "lion"):
-                return Meaning(Fit.IGNORED, f"{name or given.get(key)} has no such setting", kept=True)
-            return Meaning(fields={"optimizer.betas": (this, that) if first else (that, this)})
+                return left_out(f"{name or given.get(key)} has no such setting")
+            return KeyEffect(fields={"optimizer.betas": (this, that) if first else (that, this)})
 
         return read
 
     return {
-        "adam_beta1": Key(beta("adam_beta2", True), "optimizer.betas", silent=0.9),
-        "adam_beta2": Key(beta("adam_beta1", False), "optimizer.betas", silent=0.999),
-        "adam_epsilon": Key(belongs("optimizer.eps", ADAM, number(0)), "optimizer.eps", silent=1e-8),
+        "adam_beta1": Key(beta("adam_beta2", True), "optimizer.betas", tool_default=0.9),
+        "adam_beta2": Key(beta("adam_beta1", False), "optimizer.betas", tool_default=0.999),
+        "adam_epsilon": Key(belongs("optimizer.eps", ADAM, number(0)), "optimizer.eps", tool_default=1e-8),
     }
 
 
@@ -133,19 +133,19 @@ def _or(value: Any, otherwise: float) -> Any:
     return otherwise if value is None else value
 
 
-def _arguments(value: Any, given: Given) -> Meaning:
+def _arguments(value: Any, given: DocumentValues) -> KeyEffect:
     """`optim_args`: text such as `momentum=0.9, nesterov=true`, or a mapping as axolotl takes it."""
     if value in (None, "", {}):
-        return Meaning(Fit.IGNORED, "is empty", kept=True)
+        return left_out("is empty")
     pairs = dict(_pairs(value))
     name = _name_of(given, "optim") or _name_of(given, "optimizer")
     known = {**_ARGUMENTS.get(name, {})}
     strange = [key for key in pairs if key not in known]
     if strange:
-        return Meaning(
+        return KeyEffect(
             Fit.UNSUPPORTED, f"{', '.join(strange)}: not supported; build the optimizer in the training script"
         )
-    return Meaning(fields={known[key][0]: known[key][1](text) for key, text in pairs.items()})
+    return KeyEffect(fields={known[key][0]: known[key][1](text) for key, text in pairs.items()})
 
 
 def _pairs(value: Any) -> list[tuple[str, Any]]:
@@ -167,32 +167,32 @@ _ARGUMENTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
 }
 
 
-def _decay(value: Any, given: Given) -> Meaning:
+def _decay(value: Any, given: DocumentValues) -> KeyEffect:
     decay = number(0)(value)
     fields: dict[str, Any] = {"optimizer.weight_decay": decay}
     if not decay:
-        return Meaning(fields=fields)
+        return KeyEffect(fields=fields)
     note = "exempts by name; Trainer exempts each nn.LayerNorm: add patterns, such as ln_1"
-    return Meaning(Fit.EQUIVALENT, note, {**fields, "optimizer.no_decay": [NO_DECAY]})
+    return KeyEffect(Fit.EQUIVALENT, note, {**fields, "optimizer.no_decay": [NO_DECAY]})
 
 
 _TARGETS = "GaLore and APOLLO are not supported; build the optimizer in the training script"
 
 
-def _targets(value: Any, given: Given) -> Meaning:
+def _targets(value: Any, given: DocumentValues) -> KeyEffect:
     if value in (None, [], ""):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     if not any(name in str(given.get("optim")).lower() for name in ("galore", "apollo")):
-        return Meaning(Fit.IGNORED, "only used with GaLore and APOLLO", kept=True)
-    return Meaning(Fit.UNSUPPORTED, _TARGETS)
+        return left_out("only used with GaLore and APOLLO")
+    return KeyEffect(Fit.UNSUPPORTED, _TARGETS)
 
 
 OPTIMIZER: Mapping[str, Key] = {
-    "optim": Key(_optim, "optimizer.name", silent="adamw_torch_fused"),
+    "optim": Key(_optim, "optimizer.name", tool_default="adamw_torch_fused"),
     "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
-    "learning_rate": sets("optimizer.lr", number(0), silent=5e-5),
+    "learning_rate": sets("optimizer.lr", number(0), tool_default=5e-5),
     **_fields_of_optimizer("optim"),
-    "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, silent=0.0),
+    "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, tool_default=0.0),
     "optim_target_modules": Key(_targets, "", Fit.UNSUPPORTED, _TARGETS),
     "adafactor": refuses(
         "adafactor is not supported; build the optimizer in the training script", lambda value: value in (None, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unishard.contract.entries import Entry, Meaning, Unreadable
+from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.rules import Fit
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.switches import DEEPSPEED
@@ -32,7 +32,7 @@ def _beside_deepspeed(entries: Sequence[Entry]) -> list[Entry]:
         entry.key.removeprefix(f"{DEEPSPEED}.") for entry in entries if entry.path[0] == DEEPSPEED and not entry.assumed
     }
     # The argument itself sets the engine where DeepSpeed's config could be read.
-    read = any(entry.path == (DEEPSPEED,) and "backend" in entry.meaning.fields for entry in entries)
+    read = any(entry.path == (DEEPSPEED,) and "backend" in entry.effect.fields for entry in entries)
     return [settle for entry in entries for settle in _settle(entry, said)] if read else list(entries)
 
 
@@ -40,16 +40,16 @@ def _settle(entry: Entry, said: set[str]) -> list[Entry]:
     optimizer = any(key.startswith("optimizer") for key in said)
     scheduler = any(key.startswith("scheduler") for key in said)
     for key, (argument, note) in SILENT.items():
-        if entry.key == argument and key not in said and entry.meaning.fields.get("training.gradient_clipping") != 1.0:
+        if entry.key == argument and key not in said and entry.effect.fields.get("training.gradient_clipping") != 1.0:
             return _ignored(entry, note)
     if optimizer and entry.key in ("optim", "optim_args"):
         return _ignored(entry, _THEIRS.format("optimizer"))
     if optimizer and entry.key in _RATES:
         if _RATES[entry.key] not in said:
             return _ignored(entry, _THEIRS.format("optimizer"))
-        fields = {field: value for field, value in entry.meaning.fields.items() if field != "optimizer.no_decay"}
+        fields = {field: value for field, value in entry.effect.fields.items() if field != "optimizer.no_decay"}
         # DeepSpeed's optimizer gets one group of parameters, so nothing is exempt.
-        return [entry._replace(meaning=Meaning(Fit.EXACT, "", fields))]
+        return [entry._replace(effect=KeyEffect(Fit.EXACT, "", fields))]
     if scheduler and entry.key in (
         "lr_scheduler_type",
         "lr_scheduler_kwargs",
@@ -67,7 +67,11 @@ def _ignored(entry: Entry, note: str) -> list[Entry]:
     return (
         []
         if entry.assumed
-        else [entry._replace(meaning=Meaning(Fit.IGNORED, note, kept=taken, stale=not taken, notable=True))]
+        else [
+            entry._replace(
+                effect=KeyEffect(Fit.IGNORED, note, copy_verbatim=taken, rejected_upstream=not taken, notable=True)
+            )
+        ]
     )
 
 
@@ -77,16 +81,16 @@ def _taken(entry: Entry) -> bool:
         VALUES.get(entry.key, bool)(entry.value)
     except Unreadable:
         return False
-    return entry.meaning.fit is not Fit.UNSUPPORTED
+    return entry.effect.fit is not Fit.UNSUPPORTED
 
 
 def _checkpointed(entries: Sequence[Entry]) -> list[Entry]:
     """Blocks run again if one of the places says so."""
     field = "activation_checkpointing"
-    on = any(entry.meaning.fields.get(field) == "full" for entry in entries)
-    return [_quiet(entry, field) if on and entry.meaning.fields.get(field) == "none" else entry for entry in entries]
+    on = any(entry.effect.fields.get(field) == "full" for entry in entries)
+    return [_quiet(entry, field) if on and entry.effect.fields.get(field) == "none" else entry for entry in entries]
 
 
 def _quiet(entry: Entry, field: str) -> Entry:
-    fields = {name: value for name, value in entry.meaning.fields.items() if name != field}
-    return entry._replace(meaning=Meaning(Fit.IGNORED, "is on in another place", fields, kept=True))
+    fields = {name: value for name, value in entry.effect.fields.items() if name != field}
+    return entry._replace(effect=left_out("is on in another place")._replace(fields=fields))

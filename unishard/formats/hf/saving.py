@@ -11,11 +11,10 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning
-from unishard.contract.field_rows import keeps_more, write
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
+from unishard.contract.field_rows import copied, exact, keeps_more, left_to_script, row, when_default
 from unishard.contract.key_rows import boolean, integer, number, text
 from unishard.contract.rules import SCRIPT, Fit, Rule, When
-from unishard.formats.fallbacks import copied, exact, row, when_default
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 
@@ -33,46 +32,46 @@ _PART = "a fraction of all steps, which only the data knows; set checkpoint.ever
 _BEST = "saves after the best evaluation so far; call engine.save(metric=...) after each, and set checkpoint.keep_best"
 
 
-def _somewhere(given: Given) -> Mapping[str, Any]:
+def _somewhere(given: DocumentValues) -> Mapping[str, Any]:
     """Trainer's own directory, where the document names none."""
     return {} if given.get("output_dir") else {"checkpoint.dir": FOLDER}
 
 
-def _directory(value: Any, given: Given) -> Meaning:
+def _directory(value: Any, given: DocumentValues) -> KeyEffect:
     if not value:
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
+        return left_out("is not set")
     VALUES["output_dir"](value)
     fields = {"checkpoint.dir": text(value)}
     if "save_strategy" in given or "save_steps" in given:
-        return Meaning(fields=fields)
-    return Meaning(
+        return KeyEffect(fields=fields)
+    return KeyEffect(
         Fit.EQUIVALENT, f"Trainer saves every {_STEPS} updates; {_LAST}", {**fields, "checkpoint.every_steps": _STEPS}
     )
 
 
-def _strategy(value: Any, given: Given) -> Meaning:
+def _strategy(value: Any, given: DocumentValues) -> KeyEffect:
     VALUES["save_strategy"](value)
     match value:
         case "no":
-            return Meaning(fields={"checkpoint.every_steps": None})
+            return KeyEffect(fields={"checkpoint.every_steps": None})
         case "steps" if "save_steps" not in given:
-            return Meaning(Fit.EQUIVALENT, _LAST, {**_somewhere(given), "checkpoint.every_steps": _STEPS})
+            return KeyEffect(Fit.EQUIVALENT, _LAST, {**_somewhere(given), "checkpoint.every_steps": _STEPS})
         case "steps":
-            return Meaning(Fit.EXACT, "", {}, kept=True)
+            return KeyEffect(Fit.EXACT, "", {}, copy_verbatim=True)
         case "epoch":
-            return Meaning(Fit.NEEDS_INPUT, EPOCHS, kept=True)
-    return Meaning(Fit.NEEDS_INPUT, _BEST, kept=True)
+            return KeyEffect(Fit.NEEDS_INPUT, EPOCHS, copy_verbatim=True)
+    return KeyEffect(Fit.NEEDS_INPUT, _BEST, copy_verbatim=True)
 
 
-def _steps(value: Any, given: Given) -> Meaning:
+def _steps(value: Any, given: DocumentValues) -> KeyEffect:
     VALUES["save_steps"](value)
     strategy = given.get("save_strategy")
     if strategy not in (None, "steps"):
-        return Meaning(Fit.IGNORED, f"is read where save_strategy is steps, and not {strategy}", kept=True)
+        return left_out(f"is read where save_strategy is steps, and not {strategy}")
     return stepped(value, given, _somewhere(given))
 
 
-def stepped(value: Any, given: Given, beside: Mapping[str, Any]) -> Meaning:
+def stepped(value: Any, given: DocumentValues, beside: Mapping[str, Any]) -> KeyEffect:
     """An interval in updates, or below 1 as a part of all of them.
 
     Args:
@@ -85,27 +84,27 @@ def stepped(value: Any, given: Given, beside: Mapping[str, Any]) -> Meaning:
     """
     every = number(0)(value)
     if not every:
-        return Meaning(fields={"checkpoint.every_steps": None})
+        return KeyEffect(fields={"checkpoint.every_steps": None})
     if every < 1:
         whole = given.get("max_steps")
         if off(whole) or whole == -1:
-            return Meaning(Fit.NEEDS_INPUT, _PART, kept=True)
+            return KeyEffect(Fit.NEEDS_INPUT, _PART, copy_verbatim=True)
         every = math.ceil(integer(1)(whole) * every)
-    return Meaning(Fit.EQUIVALENT, _LAST, {**beside, "checkpoint.every_steps": integer(1)(every)})
+    return KeyEffect(Fit.EQUIVALENT, _LAST, {**beside, "checkpoint.every_steps": integer(1)(every)})
 
 
-def limit(value: Any, given: Given) -> Meaning:
+def limit(value: Any, given: DocumentValues) -> KeyEffect:
     """How many checkpoints are kept; 0 and null keep all."""
     if value is None:
-        return Meaning(Fit.IGNORED, "is not set", kept=True)
+        return left_out("is not set")
     count = integer()(value)
-    return Meaning(fields={"checkpoint.keep_last": count if count > 0 else None})
+    return KeyEffect(fields={"checkpoint.keep_last": count if count > 0 else None})
 
 
-def _at_signal(value: Any, given: Given) -> Meaning:
+def _at_signal(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value if value is not None else False):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
-    return Meaning(Fit.EQUIVALENT, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
+        return left_out("is off")
+    return KeyEffect(Fit.EQUIVALENT, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
 
 
 _EXIT = "Trainer saves and returns from train(); here a save exits with code 85"
@@ -148,7 +147,7 @@ SAVING: Mapping[str, Rule] = {
         when_default("checkpoint.every_steps"),
         to=_interval,
     ),
-    "checkpoint.every_minutes": write(
+    "checkpoint.every_minutes": left_to_script(
         f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"
     ),
     "checkpoint.keep_last": exact(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Undecided, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.key_rows import integer, number
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
@@ -37,32 +37,34 @@ def _shape_of(value: Any) -> str:
     return str(getattr(value, "value", value) or "linear").strip().lower()
 
 
-def _kwargs_of(given: Given) -> Mapping[str, Any]:
+def _kwargs_of(given: DocumentValues) -> Mapping[str, Any]:
     """The extra arguments of the schedule; empty where there are none."""
     value = given.get("lr_scheduler_kwargs")
     return value if isinstance(value, Mapping) else {}
 
 
-def _type(value: Any, given: Given) -> Meaning:
+def _type(value: Any, given: DocumentValues) -> KeyEffect:
     word = _shape_of(value)
     if word in _SHAPES:
         return _shaped(word, _kwargs_of(given), given)
     if word in _OTHERS:
-        return Meaning(Fit.UNSUPPORTED, f"the schedule {word} is not supported; {_INSTEAD}")
+        return KeyEffect(Fit.UNSUPPORTED, f"the schedule {word} is not supported; {_INSTEAD}")
     raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine")
 
 
-def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
+def _shaped(word: str, kwargs: Mapping[str, Any], given: DocumentValues) -> KeyEffect:
     if word == "cosine_with_restarts" and number()(kwargs.get("num_cycles", 1)) != 1:
-        return Meaning(Fit.UNSUPPORTED, f"a cosine that restarts is not supported; {_INSTEAD}")
+        return KeyEffect(Fit.UNSUPPORTED, f"a cosine that restarts is not supported; {_INSTEAD}")
     if word in ("cosine", "cosine_with_min_lr") and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
-        return Meaning(Fit.UNSUPPORTED, f"only a cosine that falls once, over half a wave, is supported; {_INSTEAD}")
+        return KeyEffect(Fit.UNSUPPORTED, f"only a cosine that falls once, over half a wave, is supported; {_INSTEAD}")
     if word == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
-        return Meaning(Fit.UNSUPPORTED, f"of polynomials only the straight line of power 1 is supported; {_INSTEAD}")
+        return KeyEffect(Fit.UNSUPPORTED, f"of polynomials only the straight line of power 1 is supported; {_INSTEAD}")
     fields: dict[str, Any] = {"scheduler.name": _SHAPES[word]}
     if _SHAPES[word] in _ENDING:
         if _climbs(given):
-            return Meaning(Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)})
+            return KeyEffect(
+                Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)}
+            )
         fields["scheduler.total_steps"] = updates(given)
         try:
             fields["scheduler.min_lr_ratio"] = _floor(word, kwargs, given)
@@ -70,20 +72,20 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: Given) -> Meaning:
             if not is_placeholder(rate := given.get("learning_rate")):
                 raise
             who = f"the placeholder {rate}"
-            return Meaning(
+            return KeyEffect(
                 Fit.NEEDS_INPUT, f"the value comes from {who}", fields | {"scheduler.min_lr_ratio": Undecided(who)}
             )
     else:
         fields["scheduler.warmup_steps"] = 0 if word == "constant" else warmup(given)
         if word == "inverse_sqrt" and kwargs.get("timescale") not in (None, fields["scheduler.warmup_steps"] or 10_000):
-            return Meaning(
+            return KeyEffect(
                 Fit.UNSUPPORTED,
                 "only a timescale of warmup_steps is supported (10000 without a warmup); remove timescale",
             )
-    return Meaning(fields=fields)
+    return KeyEffect(fields=fields)
 
 
-def _floor(word: str, kwargs: Mapping[str, Any], given: Given) -> float:
+def _floor(word: str, kwargs: Mapping[str, Any], given: DocumentValues) -> float:
     """Where the fall ends, as a part of the learning rate."""
     if word == "polynomial":
         return _part(number(0)(kwargs.get("lr_end", 1e-7)), _rate(given))
@@ -94,7 +96,7 @@ def _floor(word: str, kwargs: Mapping[str, Any], given: Given) -> float:
     return 0.0
 
 
-def _rate(given: Given) -> float:
+def _rate(given: DocumentValues) -> float:
     return float(number(0)(given.get("learning_rate") or 5e-5))
 
 
@@ -104,7 +106,7 @@ def _part(end: float, rate: float) -> float:
     return float(f"{end / rate:.12g}")
 
 
-def updates(given: Given) -> int | Undecided:
+def updates(given: DocumentValues) -> int | Undecided:
     """Updates until the end of the training; undecided where the dataset decides them."""
     steps = given.get("max_steps")
     if is_placeholder(steps):
@@ -113,7 +115,7 @@ def updates(given: Given) -> int | Undecided:
     return total if total > 0 else Undecided(UPDATES)
 
 
-def warmup(given: Given) -> int | Undecided:
+def warmup(given: DocumentValues) -> int | Undecided:
     """Updates of the warm-up."""
     ratio = given.get("warmup_ratio")
     steps = number(0)(given.get("warmup_steps") or 0)
@@ -130,73 +132,71 @@ def warmup(given: Given) -> int | Undecided:
 _CLIMBS = "the warm-up lasts as long as the training, so that the rate never falls"
 
 
-def _climbs(given: Given) -> bool:
+def _climbs(given: DocumentValues) -> bool:
     """Whether a trial run ends before the rate falls."""
     first, last = warmup(given), updates(given)
     return isinstance(first, int) and isinstance(last, int) and first >= last
 
 
-def _ends(given: Given) -> bool:
+def _ends(given: DocumentValues) -> bool:
     """Whether the rate falls until the end of the training."""
     return _SHAPES.get(_shape_of(given.get("lr_scheduler_type"))) in _ENDING
 
 
-def _constant(given: Given) -> bool:
+def _constant(given: DocumentValues) -> bool:
     return _shape_of(given.get("lr_scheduler_type")) == "constant"
 
 
-def _refused(given: Given) -> bool:
+def _refused(given: DocumentValues) -> bool:
     return _shape_of(given.get("lr_scheduler_type")) not in _SHAPES
 
 
-def _warmup(value: Any, given: Given) -> Meaning:
+def _warmup(value: Any, given: DocumentValues) -> KeyEffect:
     number(0)(value or 0)
     if _refused(given):
-        return Meaning(Fit.IGNORED, "belongs to the schedule, which the training script builds", kept=True)
+        return left_out("belongs to the schedule, which the training script builds")
     if _constant(given):
         note = "is off" if not value else "the constant schedule ignores warmup; write constant_with_warmup"
-        return Meaning(Fit.IGNORED, note, kept=True)
+        return left_out(note)
     found = warmup(given)
     if isinstance(found, Undecided):
-        return Meaning(Fit.NEEDS_INPUT, f"the value is {found.who}", {"scheduler.warmup_steps": found})
-    return Meaning(fields={"scheduler.warmup_steps": found})
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value is {found.who}", {"scheduler.warmup_steps": found})
+    return KeyEffect(fields={"scheduler.warmup_steps": found})
 
 
-def _ratio(value: Any, given: Given) -> Meaning:
+def _ratio(value: Any, given: DocumentValues) -> KeyEffect:
     if not number(0, 1)(value or 0):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     if given.get("warmup_steps"):
-        return Meaning(Fit.IGNORED, "warmup_steps takes precedence", kept=True)
-    meaning = _warmup(value, given)
-    if meaning.fit is not Fit.EXACT:
-        return meaning
-    return Meaning(
-        meaning.fit, "transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one", meaning.fields
+        return left_out("warmup_steps takes precedence")
+    effect = _warmup(value, given)
+    if effect.fit is not Fit.EXACT:
+        return effect
+    return KeyEffect(
+        effect.fit, "transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one", effect.fields
     )
 
 
-def _max_steps(value: Any, given: Given) -> Meaning:
+def _max_steps(value: Any, given: DocumentValues) -> KeyEffect:
     if integer()(value) <= 0:
-        return Meaning(Fit.IGNORED, "is off: num_train_epochs counts", kept=True)
+        return left_out("is off: num_train_epochs counts")
     if not _ends(given):
-        return Meaning(
-            Fit.IGNORED, "how long the loop runs is the training script's to say; this schedule has no end", kept=True
-        )
+        return left_out("how long the loop runs is the training script's to say; this schedule has no end")
     if _climbs(given):
-        return Meaning(Fit.IGNORED, _CLIMBS, kept=True)
-    return Meaning(fields={"scheduler.total_steps": integer(1)(value)})
+        return left_out(_CLIMBS)
+    return KeyEffect(fields={"scheduler.total_steps": integer(1)(value)})
 
 
-def _epochs(value: Any, given: Given) -> Meaning:
+def _epochs(value: Any, given: DocumentValues) -> KeyEffect:
     number(0)(value)
     if not isinstance(updates(given), Undecided):
-        return Meaning(Fit.IGNORED, "max_steps takes precedence", kept=True)
-    return Meaning(Fit.IGNORED, "how often the loop goes over the data is the training script's to say", kept=True)
+        return left_out("max_steps takes precedence")
+    return left_out("how often the loop goes over the data is the training script's to say")
 
 
-def _kwargs(value: Any, given: Given) -> Meaning:
+def _kwargs(value: Any, given: DocumentValues) -> KeyEffect:
     if value in (None, {}, ""):
-        return Meaning(Fit.IGNORED, "is empty", kept=True)
+        return left_out("is empty")
     if not isinstance(value, Mapping):
         raise Unreadable(f"must be a mapping, got {shown(value)}; write {{min_lr_rate: 0.1}}")
     known = {
@@ -209,16 +209,18 @@ def _kwargs(value: Any, given: Given) -> Meaning:
     strange = [key for key in value if key not in known]
     if strange:
         word = _shape_of(given.get("lr_scheduler_type"))
-        return Meaning(Fit.UNSUPPORTED, f"the {word} schedule takes no {', '.join(map(str, strange))}; remove it")
-    meaning = _type(given.get("lr_scheduler_type"), given)
-    fields = {field: value for field, value in meaning.fields.items() if field == "scheduler.min_lr_ratio"}
-    return Meaning(fields=fields) if fields else Meaning(Fit.IGNORED, "says what the schedule does anyway", kept=True)
+        return KeyEffect(Fit.UNSUPPORTED, f"the {word} schedule takes no {', '.join(map(str, strange))}; remove it")
+    effect = _type(given.get("lr_scheduler_type"), given)
+    fields = {field: value for field, value in effect.fields.items() if field == "scheduler.min_lr_ratio"}
+    return KeyEffect(fields=fields) if fields else left_out("says what the schedule does anyway")
 
 
 SCHEDULE: Mapping[str, Key] = {
-    "lr_scheduler_type": Key(_type, "scheduler.name, scheduler.total_steps, scheduler.min_lr_ratio", silent="linear"),
+    "lr_scheduler_type": Key(
+        _type, "scheduler.name, scheduler.total_steps, scheduler.min_lr_ratio", tool_default="linear"
+    ),
     "lr_scheduler_kwargs": Key(_kwargs, "scheduler.min_lr_ratio"),
-    "warmup_steps": Key(_warmup, "scheduler.warmup_steps", silent=0),
+    "warmup_steps": Key(_warmup, "scheduler.warmup_steps", tool_default=0),
     "warmup_ratio": Key(
         _ratio,
         "scheduler.warmup_steps",

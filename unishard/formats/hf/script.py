@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key
-from unishard.contract.express import Expressed
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Rule
 from unishard.formats.hf.dialects import DIALECT
 from unishard.formats.hf.format import HfFormat, entries_of
@@ -43,14 +43,14 @@ class ScriptFormat(HfFormat):
         """What the arguments say, and what the script and Trainer assume."""
         return entries_of(source, topology, own=self.own, silent=self.silent(source.data))
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The arguments that train; a file also needs those about the model and the data."""
         said = super().write(reading, topology)
         document = {_NAMES.get(key, key): value for key, value in said.document.items()}
         known = reading.decided - reading.undecided.keys()
         off = [key for key in self.switched_on if _SWITCHES[key] in known and key not in document]
         document |= {key: False for key in off if key != "bf16" or reading.config.precision.compute == "fp32"}
-        return Expressed(document, {path: word._replace(key=_renamed(word.key)) for path, word in said.fields.items()})
+        return Rendered(document, {path: word._replace(key=_renamed(word.key)) for path, word in said.fields.items()})
 
 
 def _renamed(words: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Unreadable
+from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.hf.loop import off
-from unishard.formats.hf.named_files import opened
+from unishard.formats.hf.shipped import opened
 from unishard.formats.hf.switches import FSDP
 from unishard.formats.names import names
 from unishard.formats.source import Source
@@ -23,8 +23,8 @@ __all__ = ["BOTH", "FIRST", "known", "replicated", "sharded", "words_of"]
 
 BOTH = names(
     "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params "
-    "cpu_ram_efficient_loading "
-    "state_dict_type activation_checkpointing xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt"
+    "cpu_ram_efficient_loading state_dict_type activation_checkpointing xla xla_fsdp_v2 xla_fsdp_settings "
+    "xla_fsdp_grad_ckpt"
 )
 """Keys of `fsdp_config` that transformers reads for both versions."""
 
@@ -88,7 +88,7 @@ def sharded(
     try:
         words = words_of(value)
     except Unreadable as error:
-        return [Entry(("fsdp",), value, Meaning(Fit.UNSUPPORTED, str(error))), *entries, *_ignored(where, keys)]
+        return [Entry(("fsdp",), value, KeyEffect(Fit.UNSUPPORTED, str(error))), *entries, *_ignored(where, keys)]
     return entries + _read(value, words, keys, topology, where, implied)
 
 
@@ -100,27 +100,31 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
         present = where and where[0] in source.data
         # A word such as `no` would be the path of a file to transformers.
         return {}, [
-            Entry(where, config, Meaning(Fit.IGNORED, "is empty", kept=not config, stale=bool(config)))
+            Entry(
+                where,
+                config,
+                KeyEffect(Fit.IGNORED, "is empty", copy_verbatim=not config, rejected_upstream=bool(config)),
+            )
         ] if present else []
     found = config
     if isinstance(config, str):
         found = opened(config, source)
     if isinstance(found, Mapping):
-        return found, [Entry(where, config, Meaning(fields={"backend": "fsdp"}))]
+        return found, [Entry(where, config, KeyEffect(fields={"backend": "fsdp"}))]
     if isinstance(config, str):
-        return {}, [Entry(where, config, Meaning(Fit.NEEDS_INPUT, str(found)))]
+        return {}, [Entry(where, config, KeyEffect(Fit.NEEDS_INPUT, str(found)))]
     what = f"must be a mapping or a path, got {shown(config)}; write a mapping"
-    return {}, [Entry(where, config, Meaning(Fit.UNSUPPORTED, what))]
+    return {}, [Entry(where, config, KeyEffect(Fit.UNSUPPORTED, what))]
 
 
 def _ignored(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
     note = "only used when fsdp is enabled"
-    return [Entry((*where, str(key)), item, Meaning(Fit.IGNORED, note, kept=True)) for key, item in keys.items()]
+    return [Entry((*where, str(key)), item, left_out(note)) for key, item in keys.items()]
 
 
 def _without(value: Any, config: Any, source: Source, where: tuple[str, ...]) -> list[Entry]:
     """Nothing is sharded by FSDP, so nothing that tunes it counts."""
-    entries = [Entry(("fsdp",), value, Meaning(Fit.IGNORED, "is off", kept=True))] if FSDP in source.data else []
+    entries = [Entry(("fsdp",), value, left_out("is off"))] if FSDP in source.data else []
     if isinstance(config, Mapping) and config:
         return entries + _ignored(where, config)
     return entries + (_ignored((), {where[0]: config}) if where and where[0] in source.data else [])
@@ -147,7 +151,7 @@ def _read(
     defaults = {**_DEFAULTS, **({} if second else {"sharding_strategy": "FULL_SHARD"})}
     entries = [_without_null(entry) for entry in block.entries(defaults=defaults, topology=topology)]
     if refused and not implied:
-        entries.insert(0, Entry(flag.path, value, Meaning(Fit.UNSUPPORTED, refused)))
+        entries.insert(0, Entry(flag.path, value, KeyEffect(Fit.UNSUPPORTED, refused)))
     elif not asked and not implied:
         entries.insert(0, combined(flag, []))
     return [*entries, *(_overlooked(where, plain[name], name, second) for name in plain if name not in taken)]
@@ -155,7 +159,11 @@ def _read(
 
 def _without_null(entry: Entry) -> Entry:
     """Null, which transformers refuses for many keys, is not repeated."""
-    return entry if entry.value is not None else entry._replace(meaning=entry.meaning._replace(kept=False, stale=True))
+    return (
+        entry
+        if entry.value is not None
+        else entry._replace(effect=entry.effect._replace(copy_verbatim=False, rejected_upstream=True))
+    )
 
 
 def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -180,13 +188,13 @@ def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tupl
 def _overlooked(where: tuple[str, ...], written: tuple[str, Any], name: str, second: bool) -> Entry:
     key, item = written
     if key.startswith("_"):
-        return Entry((*where, key), item, Meaning(Fit.IGNORED, "is a comment", kept=True))
+        return Entry((*where, key), item, left_out("is a comment"))
     note = _ON_2 if name in FIRST and second else _OVERLOOKED.get(name, _UNKNOWN)
-    return Entry((*where, key), item, Meaning(Fit.IGNORED, note, kept=True, unknown=note is _UNKNOWN))
+    return Entry((*where, key), item, KeyEffect(Fit.IGNORED, note, copy_verbatim=True, unknown=note is _UNKNOWN))
 
 
 def replicated() -> Entry:
     """What TrainingArguments mean that switch neither engine on."""
     return Entry(
-        ("fsdp",), False, Meaning(Fit.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True
+        ("fsdp",), False, KeyEffect(Fit.EXACT, _DDP, {"backend": "fsdp", "sharding.strategy": "no_shard"}), assumed=True
     )

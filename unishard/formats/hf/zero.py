@@ -12,12 +12,13 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Undecided
-from unishard.contract.express import AUTO
+from unishard.contract.entries import Entry, KeyEffect, Undecided, left_out
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.hf.loop import off
-from unishard.formats.hf.named_files import opened
+from unishard.formats.hf.shipped import opened
+from unishard.formats.names import names
 from unishard.formats.source import Source
 
 __all__ = ["SILENT", "Arguments", "filled_from", "partitioned"]
@@ -63,13 +64,7 @@ def _climb(get: Arguments) -> int | None:
     return max(1, int(steps))
 
 
-_OF_THE_FILE = (
-    "sharding.strategy",
-    "precision.compute",
-    "training.gradient_clipping",
-    "optimizer.name",
-    "scheduler.name",
-)
+_OF_THE_FILE = names("sharding.strategy precision.compute training.gradient_clipping optimizer.name scheduler.name")
 """What only DeepSpeed's own config says for certain; arguments that are written say the last four as well."""
 
 SILENT: Mapping[str, tuple[str, str]] = {
@@ -91,14 +86,14 @@ def partitioned(value: Any, source: Source, get: Arguments, topology: Topology |
         topology: The ranks.
     """
     if off(value):
-        return [Entry(("deepspeed",), value, Meaning(Fit.IGNORED, "is off", kept=True))]
+        return [Entry(("deepspeed",), value, left_out("is off"))]
     config = _config(value, source)
     if isinstance(config, str):
         return _absent(value, config)
     if not isinstance(config, Mapping):
         note = f"must be a mapping or the path of a JSON file, got {shown(value)}; write one of them"
-        return [Entry(("deepspeed",), value, Meaning(Fit.UNSUPPORTED, note))]
-    on = Meaning(fields={"backend": "deepspeed"})
+        return [Entry(("deepspeed",), value, KeyEffect(Fit.UNSUPPORTED, note))]
+    on = KeyEffect(fields={"backend": "deepspeed"})
     entries = [Entry(("deepspeed",), value if isinstance(value, str) else True, on, assumed=not isinstance(value, str))]
     return entries + _read(config, get, topology)
 
@@ -111,9 +106,13 @@ def _absent(value: Any, why: str) -> list[Entry]:
     """A config that is not there, so that its values must be decided elsewhere."""
     said = Undecided(f"the DeepSpeed config {value}, which was not found", required=True)
     note = f"{why}; its stage, precision, clipping, offload, optimizer and schedule are unknown"
-    on = Entry(("deepspeed", "zero_optimization"), None, Meaning(fields={"backend": "deepspeed"}), assumed=True)
+    on = Entry(("deepspeed", "zero_optimization"), None, KeyEffect(fields={"backend": "deepspeed"}), assumed=True)
     return [
-        Entry(("deepspeed",), value, Meaning(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said), kept=True)),
+        Entry(
+            ("deepspeed",),
+            value,
+            KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said), copy_verbatim=True),
+        ),
         on,
     ]
 
@@ -140,7 +139,7 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
     entries = block.placed(_checked(entry, said, get, whole) for entry in block.parsed(topology=topology))
     if "train_batch_size" in filled:
         note = "transformers fills in the product of the other two and the ranks"
-        entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, Meaning(Fit.IGNORED, note, kept=True)))
+        entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, left_out(note)))
     return entries
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from unishard.contract.entries import Key
 from unishard.formats.lightning.keys import left
+from unishard.formats.names import each, names
 
 __all__ = ["ARGUMENTS", "OWN", "SCALING", "Leaf", "leaves_of"]
 
@@ -55,16 +56,9 @@ SCALING: Mapping[str, Any] = {
 }
 """The arguments that become the `fp16` block under a 16-bit precision, and their defaults."""
 
-_ZERO = (
-    *(
-        "stage",
-        "contiguous_gradients",
-        "overlap_comm",
-        "allgather_partitions",
-        "reduce_scatter",
-        "allgather_bucket_size",
-    ),
-    *("reduce_bucket_size", "sub_group_size"),
+_ZERO = names(
+    "stage contiguous_gradients overlap_comm allgather_partitions reduce_scatter allgather_bucket_size "
+    "reduce_bucket_size sub_group_size"
 )
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 _RECOMPUTATION = (
@@ -145,13 +139,11 @@ def _true(value: Any) -> bool:
 
 _LAUNCH = "the launcher decides it"
 OWN: Mapping[str, Key] = {
-    **dict.fromkeys(
-        ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend", "timeout"), left(_LAUNCH)
-    ),
+    **each("accelerator parallel_devices cluster_environment process_group_backend timeout", left(_LAUNCH)),
     "logging_level": left("affects only logs"),
     "remote_device": left("where the parameters lie while the model is made"),
     "load_full_weights": left("affects only how a checkpoint is read"),
     "exclude_frozen_parameters": left("affects only the files of checkpoints"),
-    **dict.fromkeys(("precision_plugin", "precision"), left("precision beside the strategy counts")),
+    **each("precision_plugin precision", left("precision beside the strategy counts")),
 }
 """The arguments that concern only Lightning."""

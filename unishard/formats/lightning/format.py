@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Key
-from unishard.contract.express import Expressed
-from unishard.formats.explaining import Explained, by_entries
+from unishard.contract.render import Rendered
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.lightning.keys import BESIDE, TRAINER
@@ -20,6 +19,7 @@ from unishard.formats.lightning.snippet import snippet
 from unishard.formats.lightning.strategy_arguments import TOOL
 from unishard.formats.lightning.writing import expressed
 from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.signs import Explained, by_entries
 from unishard.formats.source import Source
 
 __all__ = ["FORMAT"]
@@ -66,7 +66,7 @@ class LightningFormat(Format):
             else Launch()
         )
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """LightningCLI's sections, from which the Python is rendered."""
         return expressed(reading, topology)
 

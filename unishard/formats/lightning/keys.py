@@ -9,19 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Given, Key, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean, integer, number, one_of
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.hydra import composed
-from unishard.formats.lightning.logs import LOGGED
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
+from unishard.formats.names import NO_LOGS, each, names
 
 __all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
 
-UNSET = Meaning(Fit.IGNORED, "is not set", kept=True)
-_OFF = Meaning(Fit.IGNORED, "is off", kept=True)
-_LOGS = "affects only logs and the screen"
+UNSET = left_out("is not set")
+_OFF = left_out("is off")
 _FILES = "affects only files"
 _EVALUATION = "affects only evaluation, which your loop does here"
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
@@ -32,14 +31,16 @@ def off(value: Any) -> bool:
     return value is None or value is False or value in ("", "false", "False", "null", "None")
 
 
-def optional(read: Callable[[Any, Given], Meaning], fields: str = "", fit: Fit = Fit.EXACT, note: str = "") -> Key:
+def optional(
+    read: Callable[[Any, DocumentValues], KeyEffect], fields: str = "", fit: Fit = Fit.EXACT, note: str = ""
+) -> Key:
     """A row that has nothing to say where the value is null."""
     return Key(lambda value, given: UNSET if value is None else read(value, given), fields, fit, note)
 
 
 def left(why: str) -> Key:
     """A key that concerns only a launcher, a log, or files."""
-    return optional(lambda value, given: Meaning(Fit.IGNORED, why, kept=True), "", Fit.IGNORED, why)
+    return optional(lambda value, given: left_out(why), "", Fit.IGNORED, why)
 
 
 def _script(what: str, *idle: Any) -> Key:
@@ -47,56 +48,56 @@ def _script(what: str, *idle: Any) -> Key:
     do.
     """
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if off(value) or value in idle:
             return _OFF
-        return Meaning(Fit.NEEDS_INPUT, what.format(value=shown(value)), kept=True)
+        return KeyEffect(Fit.NEEDS_INPUT, what.format(value=shown(value)), copy_verbatim=True)
 
     return optional(read, SCRIPT, Fit.NEEDS_INPUT, what.format(value="..."))
 
 
-def _accumulation(value: Any, given: Given) -> Meaning:
+def _accumulation(value: Any, given: DocumentValues) -> KeyEffect:
     steps = integer(1)(value)
     fields = {"training.gradient_accumulation_steps": steps}
     if steps == 1 or given.get("strategy") == "DeepSpeedStrategy":
-        return Meaning(fields=fields)
-    return Meaning(Fit.EQUIVALENT, _TAIL, fields)
+        return KeyEffect(fields=fields)
+    return KeyEffect(Fit.EQUIVALENT, _TAIL, fields)
 
 
 _TAIL = "alike in full windows; Lightning divides the last one by the full window"
 _SHARDS = "Lightning 2.6.6 cannot clip by norm with FSDP"
 
 
-def _clipping(value: Any, given: Given) -> Meaning:
+def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
     largest = number(0)(value)
     fields = {"training.gradient_clipping": largest or None}
     if str(given.get("gradient_clip_algorithm")).lower() == "value" and largest:
-        return Meaning(
+        return KeyEffect(
             Fit.UNSUPPORTED, "only clipping by the global norm is supported; write gradient_clip_algorithm: norm"
         )
     if str(given.get("strategy")).startswith("FSDPStrategy") and largest:
-        return Meaning(Fit.EQUIVALENT, _SHARDS, fields)
-    return Meaning(fields=fields)
+        return KeyEffect(Fit.EQUIVALENT, _SHARDS, fields)
+    return KeyEffect(fields=fields)
 
 
-def _algorithm(value: Any, given: Given) -> Meaning:
+def _algorithm(value: Any, given: DocumentValues) -> KeyEffect:
     word = one_of({"norm": "norm", "value": "value"})(value)
     if not given.get("gradient_clip_val"):
-        return Meaning(Fit.IGNORED, "nothing is clipped without gradient_clip_val")
+        return KeyEffect(Fit.IGNORED, "nothing is clipped without gradient_clip_val")
     if word == "value":
-        return Meaning(Fit.UNSUPPORTED, "every engine clips by the global norm, not each value; write norm")
-    return Meaning(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
+        return KeyEffect(Fit.UNSUPPORTED, "every engine clips by the global norm, not each value; write norm")
+    return KeyEffect(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
 
 
 _DEVICES = ("auto", "gpu", "cuda", "cpu")
 
 
-def _accelerator(value: Any, given: Given) -> Meaning:
+def _accelerator(value: Any, given: DocumentValues) -> KeyEffect:
     found = built(value)
     word = short(found.path).removesuffix("Accelerator").lower() if found else str(value).lower()
     if word not in _DEVICES:
-        return Meaning(Fit.UNSUPPORTED, f"only CUDA devices and CPUs are supported, not {word}; write gpu or cpu")
-    return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
+        return KeyEffect(Fit.UNSUPPORTED, f"only CUDA devices and CPUs are supported, not {word}; write gpu or cpu")
+    return left_out(_LAUNCH)
 
 
 def _filled_in(value: Any) -> bool:
@@ -104,31 +105,31 @@ def _filled_in(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("${")
 
 
-def _devices(value: Any, given: Given) -> Meaning:
+def _devices(value: Any, given: DocumentValues) -> KeyEffect:
     """A number, a list of indices also as text with commas, or -1 and auto for all."""
     items = value if isinstance(value, list | tuple) else str(value).split(",")
     words = [word for item in items if (word := str(item).strip())]
     if _filled_in(value):
-        return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
+        return left_out(_LAUNCH)
     if isinstance(value, bool) or not words or not all(word.lstrip("-").isdigit() or word == "auto" for word in words):
         raise Unreadable(f"must be a number or list of devices, or auto, got {shown(value)}; write auto")
     if words in (["auto"], ["-1"]):
-        return Meaning(Fit.IGNORED, "one rank for each device, as launch.processes_per_node: null", kept=True)
+        return left_out("one rank for each device, as launch.processes_per_node: null")
     listed = len(items) > 1 or isinstance(value, list | tuple)
     count = len(words) if listed else integer(1)(words[0])
     each = given.topology.local_world_size if given.topology else count
     fields: dict[str, Any] = {"launch.processes_per_node": each}
     if listed and count == each and given.get("accelerator") != "cpu":
         fields["launch.environment"] = {"CUDA_VISIBLE_DEVICES": ",".join(words)}
-    return Meaning(fields=fields, kept=count == each)
+    return KeyEffect(fields=fields, copy_verbatim=count == each)
 
 
-def _nodes(value: Any, given: Given) -> Meaning:
+def _nodes(value: Any, given: DocumentValues) -> KeyEffect:
     if _filled_in(value):
-        return Meaning(Fit.IGNORED, _LAUNCH, kept=True)
+        return left_out(_LAUNCH)
     count = integer(1)(value)
     asked = given.topology.world_size // given.topology.local_world_size if given.topology else count
-    return Meaning(fields={"launch.nodes": asked}, kept=count == asked)
+    return KeyEffect(fields={"launch.nodes": asked}, copy_verbatim=count == asked)
 
 
 _TRAINING_CALLBACKS = {
@@ -144,23 +145,16 @@ _TRAINING_CALLBACKS = {
     "ModelPruning": "which weights are zero: engine.set_parameter(...)",
     "LambdaCallback": "what it calls",
 }
-_QUIET_CALLBACKS = (
-    *(
-        "ModelCheckpoint",
-        "OnExceptionCheckpoint",
-        "LearningRateMonitor",
-        "DeviceStatsMonitor",
-        "ModelSummary",
-        "RichModelSummary",
-    ),
-    *("TQDMProgressBar", "RichProgressBar", "ProgressBar", "Timer", "ThroughputMonitor", "SpikeDetection"),
+_QUIET_CALLBACKS = names(
+    "ModelCheckpoint OnExceptionCheckpoint LearningRateMonitor DeviceStatsMonitor ModelSummary RichModelSummary "
+    "TQDMProgressBar RichProgressBar ProgressBar Timer ThroughputMonitor SpikeDetection"
 )
 
 CALLBACKS = (*_TRAINING_CALLBACKS, *_QUIET_CALLBACKS)
 """Lightning's own."""
 
 
-def _callbacks(value: Any, given: Given) -> Meaning:
+def _callbacks(value: Any, given: DocumentValues) -> KeyEffect:
     items = value if isinstance(value, list | tuple) else [value]
     names = [short(found.path) if (found := built(item)) else shown(item) for item in items if not off(item)]
     asked = [
@@ -169,14 +163,14 @@ def _callbacks(value: Any, given: Given) -> Meaning:
         if name not in _QUIET_CALLBACKS
     ]
     if asked:
-        return Meaning(Fit.NEEDS_INPUT, f"your training loop does it: {'; '.join(asked)}", kept=True)
-    return Meaning(Fit.IGNORED, "callbacks that only log, report or write files", kept=True)
+        return KeyEffect(Fit.NEEDS_INPUT, f"your training loop does it: {'; '.join(asked)}", copy_verbatim=True)
+    return left_out("callbacks that only log, report or write files")
 
 
-def _saving(value: Any, given: Given) -> Meaning:
+def _saving(value: Any, given: DocumentValues) -> KeyEffect:
     if boolean(value):
-        return Meaning(Fit.IGNORED, "is on: a ModelCheckpoint among the callbacks says more", kept=True)
-    return Meaning(fields={"checkpoint.every_steps": None})
+        return left_out("is on: a ModelCheckpoint among the callbacks says more")
+    return KeyEffect(fields={"checkpoint.every_steps": None})
 
 
 PRECISIONS = ("FSDPPrecision", "MixedPrecision", "DeepSpeedPrecision", "HalfPrecision")
@@ -184,7 +178,7 @@ PRECISIONS = ("FSDPPrecision", "MixedPrecision", "DeepSpeedPrecision", "HalfPrec
 _PLUGINS = ("Environment", "CheckpointIO")
 
 
-def _plugins(value: Any, given: Given) -> Meaning:
+def _plugins(value: Any, given: DocumentValues) -> KeyEffect:
     items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
     fields: dict[str, Any] = {}
     formats = False
@@ -195,10 +189,10 @@ def _plugins(value: Any, given: Given) -> Meaning:
             fields |= _scaler(found.arguments)
             formats = True
         elif not name.endswith(_PLUGINS):
-            return Meaning(Fit.UNSUPPORTED, f"{name} changes how Lightning computes; write precision instead")
+            return KeyEffect(Fit.UNSUPPORTED, f"{name} changes how Lightning computes; write precision instead")
     if fields or formats:
-        return Meaning(fields=fields)
-    return Meaning(Fit.IGNORED, "affects only the launch and files", kept=True)
+        return KeyEffect(fields=fields)
+    return left_out("affects only the launch and files")
 
 
 def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,28 +207,26 @@ def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {field: convert(found.arguments[key]) for field, (key, convert) in said.items() if key in found.arguments}
 
 
-def _seed(value: Any, given: Given) -> Meaning:
+def _seed(value: Any, given: DocumentValues) -> KeyEffect:
     if off(value):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     if value is True or str(value).lower() == "true":
-        return Meaning(
-            Fit.IGNORED, "LightningCLI draws a new seed in each run; write training.seed for a fixed one", kept=True
-        )
-    return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
+        return left_out("LightningCLI draws a new seed in each run; write training.seed for a fixed one")
+    return KeyEffect(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
 _EPOCHS = "your training loop makes this many epochs or updates: {value}"
 TRAINER: Mapping[str, Key] = {
     "precision": Key(
-        precision, "precision.compute, precision.master, precision.reduce, precision.buffers", silent=DEFAULT
+        precision, "precision.compute, precision.master, precision.reduce, precision.buffers", tool_default=DEFAULT
     ),
     "accumulate_grad_batches": Key(
         lambda value, given: _accumulation(1 if value is None else value, given),
         "training.gradient_accumulation_steps",
-        silent=1,
+        tool_default=1,
     ),
     "gradient_clip_val": Key(
-        lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, silent=None
+        lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, tool_default=None
     ),
     "gradient_clip_algorithm": optional(_algorithm, "training.gradient_clipping"),
     "accelerator": optional(_accelerator, "", Fit.IGNORED, _LAUNCH),
@@ -252,10 +244,10 @@ TRAINER: Mapping[str, Key] = {
         lambda value, given: (
             _OFF
             if value is None or boolean(value)
-            else Meaning(
+            else KeyEffect(
                 Fit.NEEDS_INPUT,
                 "your script shares the samples out itself: hand engine.batches a loader that does",
-                kept=True,
+                copy_verbatim=True,
             )
         ),
         SCRIPT,
@@ -270,38 +262,35 @@ TRAINER: Mapping[str, Key] = {
     "overfit_batches": _script("your training loop uses this much of the data: {value}", 0, 0.0),
     "fast_dev_run": _script("a trial run of {value} batches; leave it out to train"),
     "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the source of a NaN"),
-    **dict.fromkeys(
-        (
-            *(
-                "limit_val_batches",
-                "limit_test_batches",
-                "limit_predict_batches",
-                "val_check_interval",
-                "check_val_every_n_epoch",
-            ),
-            *("num_sanity_val_steps", "inference_mode"),
-        ),
+    **each(
+        "limit_val_batches limit_test_batches limit_predict_batches val_check_interval "
+        "check_val_every_n_epoch num_sanity_val_steps inference_mode",
         left(_EVALUATION),
     ),
-    **LOGGED,
-    **dict.fromkeys(("enable_model_summary", "barebones", "enable_autolog_hparams"), left(_LOGS)),
-    **dict.fromkeys(("default_root_dir", "model_registry"), left(_FILES)),
+    **dict.fromkeys(
+        names(
+            "logger loggers log_every_n_steps enable_progress_bar profiler enable_model_summary barebones "
+            "enable_autolog_hparams"
+        ),
+        left(NO_LOGS),
+    ),
+    **each("default_root_dir model_registry", left(_FILES)),
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 
 
-def _composed(value: Any, given: Given) -> Meaning:
+def _composed(value: Any, given: DocumentValues) -> KeyEffect:
     if not (files := composed(value)):
-        return Meaning(Fit.IGNORED, _LOGS, kept=True)
+        return left_out(NO_LOGS)
     note = f"Hydra adds what other files say ({'; '.join(files)}), which is not read; translate what --cfg job prints"
-    return Meaning(Fit.APPROXIMATE, note, kept=True, notable=True)
+    return KeyEffect(Fit.APPROXIMATE, note, copy_verbatim=True, notable=True)
 
 
 _OURS = "concerns the model or the data, which your training script builds"
 BESIDE: Mapping[str, Key] = {
     "seed_everything": optional(_seed, "training.seed"),
-    **dict.fromkeys(("model", "data", "ckpt_path", "subcommand", "config", "weights_only"), left(_OURS)),
-    **dict.fromkeys(("print_config", "verbose", "hydra"), left(_LOGS)),
+    **each("model data ckpt_path subcommand config weights_only", left(_OURS)),
+    **each("print_config verbose hydra", left(NO_LOGS)),
     "defaults": optional(_composed),
 }
 """LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own

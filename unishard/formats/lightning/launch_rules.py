@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import exact, row, when_default
 from unishard.contract.rules import NO_KEY, Fit, Rule, When
-from unishard.formats.fallbacks import exact, row, when_default
 from unishard.formats.lightning.trainer_rules import trainer
 
 __all__ = ["LAUNCHING"]

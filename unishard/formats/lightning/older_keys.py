@@ -5,65 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.contract.entries import Given, Key, Meaning
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import TRAINER, off
-from unishard.formats.names import ignored
+from unishard.formats.names import ignored, names
 
 __all__ = ["OLDER", "place_in", "strategy_in"]
 
-_DISTRIBUTED = (
-    "ddp",
-    "ddp_spawn",
-    "ddp_cpu",
-    "ddp2",
-    "dp",
-    "ddp_sharded",
-    "ddp_sharded_spawn",
-    "deepspeed",
-    "fsdp",
-    "horovod",
-)
+_DISTRIBUTED = names("ddp ddp_spawn ddp_cpu ddp2 dp ddp_sharded ddp_sharded_spawn deepspeed fsdp horovod")
 _PLACES = ("accelerator", "distributed_backend")
 """Where Lightning 1 named the strategy, before 1.5."""
 
-_GROUPS: Mapping[str, str] = {
-    "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...": (
-        "num_processes auto_select_gpus prepare_data_per_node distributed_backend"
-    ),
-    "affects only logs and the screen": (
-        "progress_bar_refresh_rate process_position weights_summary log_gpu_memory flush_logs_every_n_steps "
-        "track_grad_norm "
-        "row_log_interval log_save_interval move_metrics_to_cpu"
-    ),
-    "affects only files": "checkpoint_callback resume_from_checkpoint weights_save_path",
-    "affects only evaluation, which your loop does here": "val_percent_check test_percent_check",
-    "concerns the data, which the training script loads": "multiple_trainloader_mode",
-    "names what amp_backend: apex switches on": "amp_level",
-}
-
 
 def _script(what: str) -> Key:
-    def read(value: Any, given: Given) -> Meaning:
-        return Meaning(Fit.IGNORED, "is off") if off(value) else Meaning(Fit.NEEDS_INPUT, what)
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(Fit.IGNORED, "is off") if off(value) else KeyEffect(Fit.NEEDS_INPUT, what)
 
     return Key(read, "your training script", Fit.NEEDS_INPUT, what)
 
 
-def _nonfinite(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"training.nonfinite": "raise"}) if boolean(value) else Meaning(Fit.IGNORED, "is off")
+def _nonfinite(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"training.nonfinite": "raise"}) if boolean(value) else KeyEffect(Fit.IGNORED, "is off")
 
 
-def _gpus(value: Any, given: Given) -> Meaning:
+def _gpus(value: Any, given: DocumentValues) -> KeyEffect:
     """`devices`, where 0 means the CPU."""
     if off(value) or value in (0, "0", [], "auto") or "devices" in given:
-        return Meaning(Fit.IGNORED, "the launcher decides it: torchrun --nproc-per-node ... --nnodes ...", kept=True)
+        return left_out("the launcher decides it: torchrun --nproc-per-node ... --nnodes ...")
     return TRAINER["devices"].read(value, given)
 
 
 OLDER: Mapping[str, Key] = {
-    **ignored(_GROUPS),
+    **ignored("lightning/ignored_older.txt"),
     "amp_backend": refuses(
         "Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.nested import Native
-from unishard.contract.entries import Given, Meaning, Unreadable
+from unishard.contract.entries import DocumentValues, KeyEffect, Unreadable
 from unishard.contract.rules import Fit
 
 __all__ = ["DEFAULT", "precision", "precision_section", "word_of"]
@@ -39,7 +39,7 @@ def word_of(value: Any) -> str:
     return word
 
 
-def precision(value: Any, given: Given) -> Meaning:
+def precision(value: Any, given: DocumentValues) -> KeyEffect:
     """What `precision` says.
 
     Under `strategy` stands what runs; with `mixed` or `fp16` behind it for FSDP with own formats.
@@ -53,13 +53,13 @@ def precision(value: Any, given: Given) -> Meaning:
     if runs == "FSDPStrategy" and dtype != "fp32":
         fields["precision.buffers"] = dtype
     if word == "16-true":
-        return Meaning(Fit.EXACT, _UNSCALED, fields | {"precision.loss_scale": 1.0})
+        return KeyEffect(Fit.EXACT, _UNSCALED, fields | {"precision.loss_scale": 1.0})
     if true:
-        return Meaning(fields=fields)
-    return Meaning(Fit.EQUIVALENT, _AUTOCAST, fields)
+        return KeyEffect(fields=fields)
+    return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields)
 
 
-def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
+def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> KeyEffect:
     """With `FSDPStrategy(mixed_precision=...)` the word decides only the dtype of the master weights, autocast and the
     loss scale.
     """
@@ -68,8 +68,8 @@ def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> Meaning:
         **({"precision.loss_scale": 1.0} if unscaled else {}),
     }
     if true or dtype == "fp32":
-        return Meaning(fields=fields)
-    return Meaning(Fit.EQUIVALENT, _AUTOCAST, fields)
+        return KeyEffect(fields=fields)
+    return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields)
 
 
 def precision_section(word: str, scaling: Mapping[str, Any]) -> Native:

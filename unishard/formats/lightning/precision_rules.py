@@ -12,8 +12,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import exact, when_default
 from unishard.contract.rules import Fit, Rule, When, unless
-from unishard.formats.fallbacks import exact, when_default
 from unishard.formats.lightning.trainer_rules import trainer
 
 __all__ = ["PRECISION"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Key, Meaning, Unreadable, interpret
+from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable, interpret, left_out
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import BESIDE, PRECISIONS, TRAINER, UNSET
 from unishard.formats.lightning.older_keys import OLDER, place_in, strategy_in
@@ -61,11 +61,11 @@ class LightningDocument:
         inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in [
             (name,) for name in ARGUMENTS
         ]
-        return entry._replace(meaning=entry.meaning._replace(kept=False)) if inside else entry
+        return entry._replace(effect=entry.effect._replace(copy_verbatim=False)) if inside else entry
 
     def speaks_for_lightning(self, entry: Entry) -> bool:
         """Whether an entry is no argument of a class of the user's own."""
-        return entry.meaning.note != _OWN_CLASS
+        return entry.effect.note != _OWN_CLASS
 
     # The strategy.
 
@@ -95,18 +95,20 @@ class LightningDocument:
         path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
         if formerly := self._formerly():
             return Entry(
-                (*self.shape.trainer, formerly), self.shape.trainer_in(self.source.data)[formerly], Meaning(stale=True)
+                (*self.shape.trainer, formerly),
+                self.shape.trainer_in(self.source.data)[formerly],
+                KeyEffect(rejected_upstream=True),
             )
         written = self.shape.bare or self.shape.apart or "strategy" in self.shape.trainer_in(self.source.data)
-        return Entry(path, found.path if found else self._value(), Meaning(), assumed=not written)
+        return Entry(path, found.path if found else self._value(), KeyEffect(), assumed=not written)
 
     def _strategy(self) -> tuple[Strategy | None, list[Entry]]:
         found = self._built()
         try:
             return strategy_of(found, self._value(), fabric="fabric" in self.shape.trainer), []
         except Unreadable as error:
-            named = self._named(found)._replace(meaning=Meaning(Fit.UNSUPPORTED, str(error)))
-            lost = Meaning(Fit.IGNORED, "belongs to the strategy that is refused")
+            named = self._named(found)._replace(effect=KeyEffect(Fit.UNSUPPORTED, str(error)))
+            lost = KeyEffect(Fit.IGNORED, "belongs to the strategy that is refused")
             arguments = found.arguments if found else {}
             return None, [named, *(Entry(self._place(found, name), item, lost) for name, item in arguments.items())]
 
@@ -153,14 +155,14 @@ class LightningDocument:
         for name in CLASS:
             if name in value and found.key not in ("", name):
                 note = f"names a class beside {found.key}, which is {shown(found.path)}; keep one of the two"
-                yield Entry((*self.shape.strategy, name), value[name], Meaning(Fit.UNSUPPORTED, note))
+                yield Entry((*self.shape.strategy, name), value[name], KeyEffect(Fit.UNSUPPORTED, note))
         if self.shape.bare and "strategy" in value and found.inside.get("strategy") != ():
             note = f"repeats {found.key}, which names the strategy; keep one of the two"
-            yield Entry((*self.shape.strategy, "strategy"), value["strategy"], Meaning(Fit.UNSUPPORTED, note))
+            yield Entry((*self.shape.strategy, "strategy"), value["strategy"], KeyEffect(Fit.UNSUPPORTED, note))
         if not self.shape.bare:
             for name in found.others:
                 note = f"{TOOL} does not know this key beside {found.key}; write it below init_args"
-                yield Entry((*self.shape.strategy, name), value[name], Meaning(Fit.UNSUPPORTED, note))
+                yield Entry((*self.shape.strategy, name), value[name], KeyEffect(Fit.UNSUPPORTED, note))
 
     # The Trainer's arguments, and what stands beside them.
 
@@ -211,14 +213,8 @@ class LightningDocument:
             tool=TOOL,
             topology=self.topology,
         )
-        found += [
-            Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True))
-            for name, item in plain.items()
-            if name not in BESIDE
-        ]
-        above = [
-            Entry((name,), item, Meaning(Fit.IGNORED, _OWN_CLASS, kept=True)) for name, item in self._outside().items()
-        ]
+        found += [Entry((name,), item, left_out(_OWN_CLASS)) for name, item in plain.items() if name not in BESIDE]
+        above = [Entry((name,), item, left_out(_OWN_CLASS)) for name, item in self._outside().items()]
         return [*(entry.at(*self.shape.top, *entry.path) for entry in found), *self._recipes(section), *above]
 
     def _outside(self) -> Mapping[str, Any]:
@@ -232,7 +228,7 @@ class LightningDocument:
 
 def _stale(entry: Entry) -> Entry:
     """A key of Lightning 1, which Lightning 2 refuses."""
-    return entry._replace(meaning=entry.meaning._replace(stale=True))
+    return entry._replace(effect=entry.effect._replace(rejected_upstream=True))
 
 
 def _by_plugin(plugins: Any) -> Mapping[str, Any]:
@@ -244,19 +240,19 @@ def _by_plugin(plugins: Any) -> Mapping[str, Any]:
     return {}
 
 
-def _target(value: Any, given: Any) -> Meaning:
+def _target(value: Any, given: Any) -> KeyEffect:
     if short(value) not in ("Trainer", "Fabric"):
-        return Meaning(
+        return KeyEffect(
             Fit.UNSUPPORTED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer"
         )
-    return Meaning(Fit.IGNORED, "names the Trainer", kept=True)
+    return left_out("names the Trainer")
 
 
-def _section(value: Any) -> Meaning:
+def _section(value: Any) -> KeyEffect:
     """What a section without arguments says."""
     if not value:
         return UNSET
-    return Meaning(Fit.UNSUPPORTED, f"must be a mapping of arguments, got {shown(value)}; write one argument a line")
+    return KeyEffect(Fit.UNSUPPORTED, f"must be a mapping of arguments, got {shown(value)}; write one argument a line")
 
 
 _OVERRULED = "not used: Lightning sets it only in a DeepSpeed config without gradient_clipping"
@@ -268,9 +264,9 @@ def _clipped_once(strategy: list[Entry], trainer: list[Entry]) -> list[Entry]:
     if not own:
         return [*strategy, *trainer]
     clips = ("gradient_clip_val", "gradient_clip_algorithm")
-    overruled = Meaning(Fit.IGNORED, _OVERRULED)
+    overruled = KeyEffect(Fit.IGNORED, _OVERRULED)
     others = [entry for entry in trainer if entry.path[-1] not in clips or not entry.assumed]
-    return [*strategy, *(entry._replace(meaning=overruled) if entry.path[-1] in clips else entry for entry in others)]
+    return [*strategy, *(entry._replace(effect=overruled) if entry.path[-1] in clips else entry for entry in others)]
 
 
 def _topology(trainer: Mapping[str, Any]) -> Topology | None:

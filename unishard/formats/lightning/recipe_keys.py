@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import Entry, Key, Meaning, Path, Undecided, Unreadable, interpret
+from unishard.contract.entries import Entry, Key, KeyEffect, Path, Undecided, Unreadable, interpret, left_out
 from unishard.contract.key_rows import boolean, drops, number, sets
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import UNSET
 from unishard.formats.lightning.shape import Built, built, short
+from unishard.formats.names import each
 
 __all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
 
@@ -43,7 +44,7 @@ OPTIMIZER: Mapping[str, Key] = {
     "amsgrad": sets("optimizer.amsgrad", boolean),
     "momentum": sets("optimizer.momentum", number(0)),
     "nesterov": sets("optimizer.nesterov", boolean),
-    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable", "use_triton"), drops(_HOW)),
+    **each("foreach fused capturable differentiable use_triton", drops(_HOW)),
 }
 """Arguments of torch's optimizers; any other must be at its default."""
 _NOTHING: Mapping[str, Any] = {
@@ -60,15 +61,15 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
     """What the optimizer's class and arguments say."""
     found = built(value)
     if found is None:
-        yield Entry(path, value, UNSET if not value else Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
+        yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OTHER, copy_verbatim=True))
         return
     name = _NAMES.get(short(found.path))
     place = (*path, found.key) if found.key else path
     if name is None:
-        yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
-        yield from _all(found, path, Meaning(Fit.NEEDS_INPUT, _OTHER, kept=True))
+        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OTHER, copy_verbatim=True))
+        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OTHER, copy_verbatim=True))
         return
-    yield Entry(place, found.path, Meaning(fields={"optimizer.name": name}))
+    yield Entry(place, found.path, KeyEffect(fields={"optimizer.name": name}))
     said = {
         key: item
         for key, item in found.arguments.items()
@@ -79,7 +80,9 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
         yield entry.at(*path, *found.inside.get(entry.path[0], ("init_args",)), *entry.path)
     for key in found.arguments.keys() - said.keys():
         yield Entry(
-            (*path, *found.inside[key], key), found.arguments[key], Meaning(Fit.IGNORED, "is the default", kept=True)
+            (*path, *found.inside[key], key),
+            found.arguments[key],
+            left_out("is the default"),
         )
 
 
@@ -95,24 +98,24 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
     """
     found = built(value)
     if found is None:
-        yield Entry(path, value, UNSET if not value else Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
+        yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OWN, copy_verbatim=True))
         return
     place = (*path, found.key) if found.key else path
     if short(found.path) != "CosineAnnealingLR" or found.arguments.get("eta_min"):
-        yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
-        yield from _all(found, path, Meaning(Fit.NEEDS_INPUT, _OWN, kept=True))
+        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OWN, copy_verbatim=True))
+        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OWN, copy_verbatim=True))
         return
     yield Entry(
         place,
         found.path,
-        Meaning(Fit.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}),
+        KeyEffect(Fit.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}),
     )
     for key, item in found.arguments.items():
         steps = Undecided(f"T_max ({item} epochs) times the optimizer steps of an epoch")
-        meaning = Meaning(Fit.NEEDS_INPUT, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET
-        yield Entry((*path, *found.inside[key], key), item, meaning)
+        effect = KeyEffect(Fit.NEEDS_INPUT, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET
+        yield Entry((*path, *found.inside[key], key), item, effect)
 
 
-def _all(found: Built, path: Path, meaning: Meaning) -> Iterator[Entry]:
+def _all(found: Built, path: Path, effect: KeyEffect) -> Iterator[Entry]:
     for key, item in found.arguments.items():
-        yield Entry((*path, *found.inside[key], key), item, meaning)
+        yield Entry((*path, *found.inside[key], key), item, effect)

@@ -11,11 +11,18 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import BEFORE_EACH_FORWARD, BUFFERS, RESHARDS_TO_ALL, moved_together
+from unishard.contract.field_rows import (
+    BEFORE_EACH_FORWARD,
+    BUFFERS,
+    RESHARDS_TO_ALL,
+    exact,
+    moved_together,
+    row,
+    rows,
+    when_default,
+)
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
-from unishard.formats.fallbacks import exact, row, rows, when_default
 from unishard.formats.lightning.launch_rules import LAUNCHING
-from unishard.formats.lightning.logs import LOGS
 from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
@@ -264,5 +271,5 @@ _OWN: Mapping[str, Rule] = {
     ),
 }
 
-FSDP: Mapping[str, Rule] = rows(PRECISION, TRAINING, RECIPE, SAVING, LAUNCHING, LOGS, _OWN)
+FSDP: Mapping[str, Rule] = rows(PRECISION, TRAINING, RECIPE, SAVING, LAUNCHING, _OWN)
 """Rows for `backend: fsdp`."""

@@ -11,11 +11,10 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Path, Undecided, Unreadable
-from unishard.contract.field_rows import keeps_more, write
+from unishard.contract.entries import Entry, KeyEffect, Path, Undecided, Unreadable
+from unishard.contract.field_rows import exact, keeps_more, left_to_script, row, when_default
 from unishard.contract.key_rows import integer, number, text
 from unishard.contract.rules import Fit, Rule, When
-from unishard.formats.fallbacks import exact, row, when_default
 from unishard.formats.lightning.shape import Built, built, short
 
 __all__ = ["SAVING", "minutes_of", "saving_entries"]
@@ -45,9 +44,9 @@ def saving_entries(value: Any, path: Path) -> Iterator[Entry]:
             continue
         place = (*path, str(index))
         entries = list(_arguments(found, place))
-        fields = {field: value for entry in entries for field, value in entry.meaning.fields.items()}
+        fields = {field: value for entry in entries for field, value in entry.effect.fields.items()}
         if any(field in said and said[field] != value for field, value in fields.items()):
-            yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _ANOTHER))
+            yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _ANOTHER))
             continue
         said |= fields
         yield from entries
@@ -61,29 +60,30 @@ def _arguments(found: Built, place: Path) -> Iterator[Entry]:
         arguments.get("save_top_k", 1),
     )
 
-    def entry(name: str, meaning: Meaning) -> Entry:
+    def entry(name: str, effect: KeyEffect) -> Entry:
         at = (*place, *found.inside.get(name, ()), name)
-        return Entry(at, arguments.get(name), meaning, assumed=name not in arguments)
+        return Entry(at, arguments.get(name), effect, assumed=name not in arguments)
 
     if top == 0:
         return
     try:
         if "dirpath" in arguments:
-            yield entry("dirpath", Meaning(fields={"checkpoint.dir": text(arguments["dirpath"])}))
+            yield entry("dirpath", KeyEffect(fields={"checkpoint.dir": text(arguments["dirpath"])}))
         if not steps and time is None:
-            yield Entry(place, found.path, Meaning(Fit.NEEDS_INPUT, _EPOCHS))
+            yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _EPOCHS))
             return
         if "dirpath" not in arguments:
             yield entry(
-                "dirpath", Meaning(Fit.NEEDS_INPUT, f"the value comes from {_LOGGER.who}", {"checkpoint.dir": _LOGGER})
+                "dirpath",
+                KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {_LOGGER.who}", {"checkpoint.dir": _LOGGER}),
             )
         if steps:
-            yield entry("every_n_train_steps", Meaning(fields={"checkpoint.every_steps": integer(1)(steps)}))
+            yield entry("every_n_train_steps", KeyEffect(fields={"checkpoint.every_steps": integer(1)(steps)}))
         if time is not None:
-            yield entry("train_time_interval", Meaning(fields={"checkpoint.every_minutes": minutes_of(time)}))
+            yield entry("train_time_interval", KeyEffect(fields={"checkpoint.every_minutes": minutes_of(time)}))
         yield _kept(arguments, entry)
     except Unreadable as error:
-        yield Entry(place, found.path, Meaning(Fit.UNSUPPORTED, f"has an argument that {error}"))
+        yield Entry(place, found.path, KeyEffect(Fit.UNSUPPORTED, f"has an argument that {error}"))
 
 
 def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
@@ -95,8 +95,8 @@ def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
             f"must be -1, 0 or 1 without a monitor, got save_top_k {top}; or write monitor: step, mode: max"
         )
     if monitor is not None and not newest and top > 0:
-        return entry("monitor", Meaning(Fit.NEEDS_INPUT, _BEST.format(shown(monitor))))  # type: ignore[no-any-return]
-    return entry("save_top_k", Meaning(fields={"checkpoint.keep_last": None if top < 0 else top}))  # type: ignore[no-any-return]
+        return entry("monitor", KeyEffect(Fit.NEEDS_INPUT, _BEST.format(shown(monitor))))  # type: ignore[no-any-return]
+    return entry("save_top_k", KeyEffect(fields={"checkpoint.keep_last": None if top < 0 else top}))  # type: ignore[no-any-return]
 
 
 def minutes_of(value: Any) -> float:
@@ -181,7 +181,7 @@ SAVING: Mapping[str, Rule] = {
         ),
         to=_callbacks,
     ),
-    "checkpoint.on_signal": write(
+    "checkpoint.on_signal": left_to_script(
         "SLURMEnvironment(requeue_signal=...), or a handler that sets trainer.should_stop",
         lambda cfg: not cfg.checkpoint.on_signal,
         "empty",

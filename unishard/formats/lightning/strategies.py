@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from unishard.config.describe import shown
 from unishard.contract.entries import Unreadable
 from unishard.formats.lightning.shape import Built, short
+from unishard.formats.names import each
 
 __all__ = ["CLASSES", "NAMES", "Strategy", "strategy_of"]
 
@@ -62,10 +63,7 @@ _NEVER: Mapping[str, str] = {
     "horovod": "Lightning has removed Horovod; write ddp",
     "colossalai": "Colossal-AI is not supported; write deepspeed_stage_3 or fsdp",
     "bagua": "Bagua is not supported; write ddp",
-    **dict.fromkeys(
-        ("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu", "tpu_spawn", "hpu_parallel", "hpu_single"),
-        _NO_DEVICE,
-    ),
+    **each("xla xla_debug xla_fsdp single_xla single_tpu tpu_spawn hpu_parallel hpu_single", _NO_DEVICE),
 }
 
 CLASSES: Mapping[str, str] = {

@@ -9,15 +9,15 @@ from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Key, Meaning, Path, Unreadable, interpret
+from unishard.contract.entries import Entry, Key, KeyEffect, Path, Unreadable, interpret, left_out
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats.engine_block import EngineBlock, Spot, combined
-from unishard.formats.lightning import deepspeed_arguments, fsdp_arguments
-from unishard.formats.lightning.ddp_arguments import DDP, MODEL_PARALLEL
+from unishard.formats.lightning import deepspeed_arguments, torch_arguments
 from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import precision_section, word_of
 from unishard.formats.lightning.strategies import Strategy
+from unishard.formats.lightning.torch_arguments import DDP, MODEL_PARALLEL
 from unishard.formats.source import open_source
 
 __all__ = ["TOOL", "StrategyArguments", "entries_of"]
@@ -47,9 +47,9 @@ class StrategyArguments(NamedTuple):
         """Where an argument stands."""
         return self.places.get(argument, (*self.base, argument))
 
-    def of(self, argument: str, meaning: Meaning) -> Entry:
+    def of(self, argument: str, effect: KeyEffect) -> Entry:
         """An entry for an argument."""
-        return Entry(self.place(argument), self.arguments.get(argument), meaning)
+        return Entry(self.place(argument), self.arguments.get(argument), effect)
 
 
 def entries_of(given: StrategyArguments) -> list[Entry]:
@@ -81,33 +81,33 @@ _ELSEWHERE = Key(lambda value, given: UNSET)
 
 
 def _ddp(given: StrategyArguments) -> Iterator[Entry]:
-    yield given.named._replace(meaning=Meaning(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
+    yield given.named._replace(effect=KeyEffect(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
     yield from _table(DDP, given, given.arguments)
 
 
 def _model_parallel(given: StrategyArguments) -> Iterator[Entry]:
-    yield given.named._replace(meaning=Meaning(fields={"backend": "fsdp"}))
+    yield given.named._replace(effect=KeyEffect(fields={"backend": "fsdp"}))
     yield from _table(MODEL_PARALLEL, given, given.arguments)
 
 
 def _fsdp(given: StrategyArguments) -> Iterator[Entry]:
     arguments = {**given.strategy.stands_for, **given.arguments}
     block = EngineBlock("fsdp", given.base, repeats=True)
-    for name in [name for name in arguments if name in fsdp_arguments.ARGUMENTS]:
+    for name in [name for name in arguments if name in torch_arguments.ARGUMENTS]:
         try:
-            fragment = fsdp_arguments.ARGUMENTS[name](arguments[name])
+            fragment = torch_arguments.ARGUMENTS[name](arguments[name])
         except Unreadable as error:
-            yield given.of(name, Meaning(Fit.UNSUPPORTED, str(error)))
+            yield given.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
             continue
         if not fragment:
             yield given.of(name, UNSET)
         for key, value in fragment.items():
             block.add(key, value, *_spots(given, block, name))
     block.spots["version"] = (_named(given, block),)
-    defaults = fsdp_arguments.defaults(fabric=given.strategy.fabric)
+    defaults = torch_arguments.defaults(fabric=given.strategy.fabric)
     yield from _with_name(given, block, block.entries(defaults=defaults, topology=given.topology))
-    rest = [name for name in given.arguments if name not in fsdp_arguments.ARGUMENTS]
-    yield from _table(fsdp_arguments.OWN, given, rest, fsdp_arguments.ARGUMENTS)
+    rest = [name for name in given.arguments if name not in torch_arguments.ARGUMENTS]
+    yield from _table(torch_arguments.OWN, given, rest, torch_arguments.ARGUMENTS)
 
 
 def _named(given: StrategyArguments, block: EngineBlock) -> Spot:
@@ -169,8 +169,8 @@ def _configured(given: StrategyArguments) -> Iterator[Entry]:
         config = _config(given.arguments["config"], given.folder)
     except (ConfigError, Unreadable) as error:
         note = f"cannot be read: {error}; put the file beside this one, or write its keys here"
-        yield given.named._replace(meaning=Meaning(fields={"backend": "deepspeed"}))
-        yield given.of("config", Meaning(Fit.UNSUPPORTED, " ".join(note.split())))
+        yield given.named._replace(effect=KeyEffect(fields={"backend": "deepspeed"}))
+        yield given.of("config", KeyEffect(Fit.UNSUPPORTED, " ".join(note.split())))
         yield from _precision_entry(given, ())
         yield from _unused(given, {"config"}, _REPLACED)
         return
@@ -196,7 +196,7 @@ _ACCUMULATION = "Lightning 2.6.6 refuses this key in the DeepSpeed config; write
 
 def _in_trainer(entry: Entry) -> Entry:
     """A key that Lightning wants as an argument of the Trainer."""
-    if entry.key != "gradient_accumulation_steps" or entry.assumed or entry.meaning.fit is not Fit.EXACT:
+    if entry.key != "gradient_accumulation_steps" or entry.assumed or entry.effect.fit is not Fit.EXACT:
         return entry
     return entry.but(Fit.EQUIVALENT, _ACCUMULATION)
 
@@ -240,26 +240,26 @@ def _is_precision(given: StrategyArguments, entry: Entry) -> bool:
 def _precision_entry(given: StrategyArguments, parsed: Iterable[Entry]) -> Iterator[Entry]:
     if given.precision is None:
         return
-    ours = [entry.meaning for entry in parsed if _is_precision(given, entry)]
+    ours = [entry.effect for entry in parsed if _is_precision(given, entry)]
     try:
         word = word_of(given.precision.value)
     except Unreadable as error:
-        yield given.precision._replace(meaning=Meaning(Fit.UNSUPPORTED, str(error)))
+        yield given.precision._replace(effect=KeyEffect(Fit.UNSUPPORTED, str(error)))
         return
     if not ours and word != "32-true":
         note = "the block in the DeepSpeed config decides; Lightning only casts the inputs"
-        yield given.precision._replace(meaning=Meaning(Fit.IGNORED, note))
+        yield given.precision._replace(effect=KeyEffect(Fit.IGNORED, note))
         return
     if not ours:
         config = given.arguments.get("config")
         plain = not (
             isinstance(config, Mapping) and any(key in config for key in ("fp16", "bf16", "bfloat16", "torch_autocast"))
         )
-        yield given.precision._replace(meaning=Meaning(fields={"precision.compute": "fp32"} if plain else {}))
+        yield given.precision._replace(effect=KeyEffect(fields={"precision.compute": "fp32"} if plain else {}))
         return
     if word.endswith("true"):
         ours.append(
-            Meaning(
+            KeyEffect(
                 Fit.EQUIVALENT, f"{word} also rounds the initial weights; DeepSpeed still keeps fp32 master weights"
             )
         )
@@ -272,7 +272,7 @@ def _unused(given: StrategyArguments, used: set[str], why: str) -> Iterator[Entr
     for name in given.arguments:
         if name in known and name not in used:
             note = "is off" if off(given.arguments[name]) else why
-            yield given.of(name, Meaning(Fit.IGNORED, note, kept=True))
+            yield given.of(name, left_out(note))
     rest = [name for name in given.arguments if name not in known]
     yield from _table(deepspeed_arguments.OWN, given, rest, known)
 

@@ -8,8 +8,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.field_rows import exact, row, when_default
 from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
-from unishard.formats.fallbacks import exact, row, when_default
 
 __all__ = ["MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 

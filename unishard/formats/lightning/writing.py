@@ -9,7 +9,7 @@ from unishard.config import Config, leaves
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.express import AUTO, KEPT_AUTO, Expressed, FieldResult, express
+from unishard.contract.render import AUTO, KEPT_AUTO, FieldResult, Rendered, render
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule
 from unishard.formats.defaults import without_unishards
 from unishard.formats.lightning.rules import FSDP, strategy
@@ -26,7 +26,7 @@ _CARRIED = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_siz
 """Keys of a DeepSpeed config that Lightning takes as the Trainer's arguments, or makes of them."""
 
 
-def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
+def expressed(reading: ReadDocument, topology: Topology) -> Rendered:
     """The sections, and what became of each field. In the shape of the source where that is Lightning's as well."""
     write = _WRITERS.get(reading.config.backend, _nothing)
     document, words = write(reading, topology)
@@ -34,7 +34,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Expressed:
         document = merge(_launch(topology), document)
     if reading.format == "lightning":
         document = _shaped(document, Shape.of(reading.source.data))
-    return Expressed(document, words)
+    return Rendered(document, words)
 
 
 def _launch(topology: Topology) -> Native:
@@ -52,11 +52,11 @@ def _decided_rows(reading: ReadDocument, rows: Mapping[str, Rule]) -> Mapping[st
     }
 
 
-def _fsdp(reading: ReadDocument, topology: Topology) -> Expressed:
-    found = express(_decided_rows(reading, FSDP), reading.config, topology, reading.undecided.keys())
+def _fsdp(reading: ReadDocument, topology: Topology) -> Rendered:
+    found = render(_decided_rows(reading, FSDP), reading.config, topology, reading.undecided.keys())
     size = reading.config.sharding.group_size
     if size and topology.world_size % size:
-        found = Expressed(
+        found = Rendered(
             found.document,
             {**found.fields, "sharding.group_size": FieldResult(Fit.NEEDS_INPUT, "device_mesh", _MESH.format(size))},
         )
@@ -76,14 +76,14 @@ _FULL = "32-true"
 _CONFIG = "config of DeepSpeedStrategy"
 
 
-def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
+def _deepspeed(reading: ReadDocument, topology: Topology) -> Rendered:
     open_ = frozenset(
         path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS
     )
     undecided = open_ | reading.undecided.keys()
     engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
     rows = _decided_rows(reading, _MOVED)
-    around = express(rows, reading.config, topology, reading.undecided.keys())
+    around = render(rows, reading.config, topology, reading.undecided.keys())
     asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
     own = without_unishards(engine.document, reading)
     config = _without_auto({key: value for key, value in own.items() if key not in _CARRIED}, keep=_open(asked))
@@ -91,7 +91,7 @@ def _deepspeed(reading: ReadDocument, topology: Topology) -> Expressed:
     words = {path: _inside(word, path) for path, word in engine.fields.items()} | {
         path: around.fields[path] for path in _MOVED
     }
-    return Expressed(document, words)
+    return Rendered(document, words)
 
 
 def _open(config: Mapping[str, Any]) -> frozenset[str]:
@@ -134,9 +134,9 @@ def _word(config: Mapping[str, Any]) -> str:
     return {"fp16": "16-mixed", "bf16": "bf16-mixed"}[enabled[0]] if enabled else _FULL
 
 
-def _nothing(reading: ReadDocument, topology: Topology) -> Expressed:
+def _nothing(reading: ReadDocument, topology: Topology) -> Rendered:
     note = f"Lightning has no backend {reading.config.backend}; add --set backend=fsdp or backend=deepspeed"
-    return Expressed({}, {path: FieldResult(Fit.UNSUPPORTED, NO_KEY, note) for path, _ in leaves(Config)})
+    return Rendered({}, {path: FieldResult(Fit.UNSUPPORTED, NO_KEY, note) for path, _ in leaves(Config)})
 
 
 def _shaped(document: Native, shape: Shape) -> Native:
@@ -156,4 +156,4 @@ def _shaped(document: Native, shape: Shape) -> Native:
     return whole
 
 
-_WRITERS: Mapping[str, Callable[[ReadDocument, Topology], Expressed]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
+_WRITERS: Mapping[str, Callable[[ReadDocument, Topology], Rendered]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning
-from unishard.contract.express import AUTO, Expressed
-from unishard.contract.rules import Fit
+from unishard.contract.entries import Entry, left_out
+from unishard.contract.render import AUTO, Rendered
+from unishard.formats.hf.dialects import LLAMAFACTORY
 from unishard.formats.hf.script import ScriptFormat
-from unishard.formats.hf.script_defaults import LLAMAFACTORY
 from unishard.formats.hf.shipped import shipped_config, told
 from unishard.formats.hf.switches import DEEPSPEED
-from unishard.formats.llamafactory.shipped import SHIPPED
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
@@ -35,13 +33,13 @@ class LlamaFactoryFormat(ScriptFormat):
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, with the configs of DeepSpeed that LLaMA-Factory brings along."""
-        config = shipped_config(source, SHIPPED)
+        config = shipped_config(source, self.name)
         if config is None:
             return _pure(super().entries(source, topology), source.data)
         found = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)
         return told(_pure(found, source.data), source.data[DEEPSPEED], self.tool)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
         said = super().write(reading, topology)
         if _RECOMPUTES not in reading.decided or _RECOMPUTES in reading.undecided:
@@ -49,7 +47,7 @@ class LlamaFactoryFormat(ScriptFormat):
         document = {key: value for key, value in said.document.items() if not key.startswith("gradient_checkpointing")}
         document["disable_gradient_checkpointing"] = reading.config.activation_checkpointing == "none"
         word = said.fields[_RECOMPUTES]._replace(key="disable_gradient_checkpointing")
-        return Expressed(document, {**said.fields, _RECOMPUTES: word})
+        return Rendered(document, {**said.fields, _RECOMPUTES: word})
 
 
 def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:
@@ -58,10 +56,9 @@ def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:
     """
     if str(data.get("pure_bf16")).lower() != "true":
         return entries
-    silent = Meaning(Fit.IGNORED, "pure_bf16 decides instead", kept=True)
+    silent = left_out("pure_bf16 decides instead")
     return [
-        entry._replace(meaning=silent) if entry.path in _SWITCHES and entry.value == AUTO else entry
-        for entry in entries
+        entry._replace(effect=silent) if entry.path in _SWITCHES and entry.value == AUTO else entry for entry in entries
     ]
 
 

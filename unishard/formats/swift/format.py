@@ -7,17 +7,17 @@ from typing import Any
 
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Undecided
-from unishard.contract.express import Expressed
+from unishard.contract.entries import Entry, KeyEffect, Undecided
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
+from unishard.formats.hf.dialects import swift
 from unishard.formats.hf.script import ScriptFormat
-from unishard.formats.hf.script_defaults import swift
+from unishard.formats.hf.shipped import shipped
 from unishard.formats.hf.switches import DEEPSPEED as DEEPSPEED_ARGUMENT
 from unishard.formats.hf.switches import FSDP as FSDP_ARGUMENT
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-from unishard.formats.swift.shipped import DEEPSPEED, FSDP
 
 __all__ = ["FORMAT"]
 
@@ -55,14 +55,14 @@ class SwiftFormat(ScriptFormat):
         ]
         return entries if _computes(written) or any(key in written for key in _SWITCHES) else _without_a_dtype(entries)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The arguments that train; ms-swift takes what FSDP gets as one mapping."""
         said = super().write(reading, topology)
         document = dict(said.document)
         if FSDP_ARGUMENT in document:
             config = document.pop(_CONFIG, {})
             document[FSDP_ARGUMENT] = {FSDP_ARGUMENT: "full_shard auto_wrap", _CONFIG: config}
-        return Expressed(document, said.fields)
+        return Rendered(document, said.fields)
 
 
 FORMAT = SwiftFormat()
@@ -77,39 +77,45 @@ def _computes(data: Mapping[str, Any]) -> str:
 
 def _without_a_dtype(entries: Sequence[Entry]) -> list[Entry]:
     """The entries where only the model's own config says in which dtype it computes."""
-    open_ = Meaning(Fit.NEEDS_INPUT, f"the value comes from {_MODELS}", {"precision.compute": Undecided(_MODELS)})
-    kept = [entry for entry in entries if not (entry.assumed and _PRECISION & entry.meaning.fields.keys())]
-    left = [entry._replace(meaning=_open(entry.meaning)) for entry in kept]
+    open_ = KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {_MODELS}", {"precision.compute": Undecided(_MODELS)})
+    kept = [entry for entry in entries if not (entry.assumed and _PRECISION & entry.effect.fields.keys())]
+    left = [entry._replace(effect=_open(entry.effect)) for entry in kept]
     return [*left, Entry(("torch_dtype",), None, open_, assumed=True)]
 
 
-def _open(meaning: Meaning) -> Meaning:
-    if not _PRECISION & meaning.fields.keys():
-        return meaning
-    fields = {path: value for path, value in meaning.fields.items() if path not in _PRECISION}
+def _open(effect: KeyEffect) -> KeyEffect:
+    if not _PRECISION & effect.fields.keys():
+        return effect
+    fields = {path: value for path, value in effect.fields.items() if path not in _PRECISION}
     note = f"the value comes from {_MODELS}"
-    return Meaning(Fit.NEEDS_INPUT, note, {**fields, "precision.compute": Undecided(_MODELS)}, kept=meaning.kept)
+    return KeyEffect(
+        Fit.NEEDS_INPUT, note, {**fields, "precision.compute": Undecided(_MODELS)}, copy_verbatim=effect.copy_verbatim
+    )
 
 
 def _of_engine(entry: Entry) -> bool:
-    return entry.path in ((DEEPSPEED_ARGUMENT,), (FSDP_ARGUMENT,)) and not entry.meaning.fields
+    return entry.path in ((DEEPSPEED_ARGUMENT,), (FSDP_ARGUMENT,)) and not entry.effect.fields
 
 
 def _unfolded(data: Mapping[str, Any]) -> Native:
     """The arguments, with what stands behind the names `zero3` and `fsdp2`, and what goes into DeepSpeed's config."""
-    found = dict(data)
+    found, configs = dict(data), shipped("swift")
     if (switch := _computes(data)) and not any(key in data for key in _SWITCHES):
         found[switch] = True
     named = found.get(DEEPSPEED_ARGUMENT)
-    if isinstance(named, str) and named in DEEPSPEED:
-        found[DEEPSPEED_ARGUMENT] = DEEPSPEED[named]
+    if isinstance(named, str) and named in configs:
+        found[DEEPSPEED_ARGUMENT] = configs[named]
     if isinstance(found.get(DEEPSPEED_ARGUMENT), Mapping) and isinstance(size := found.get(_HPZ), int):
         found[DEEPSPEED_ARGUMENT] = merge(found[DEEPSPEED_ARGUMENT], {"zero_optimization": {_HPZ: size}})
     named = found.get(FSDP_ARGUMENT)
-    config = FSDP.get(named) if isinstance(named, str) else named
+    config = configs.get(named) if isinstance(named, str) else named
     if isinstance(config, Mapping) and FSDP_ARGUMENT in config:
         found |= {FSDP_ARGUMENT: config[FSDP_ARGUMENT], _CONFIG: config.get(_CONFIG, {})}
     return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _as_written(entry: Entry, data: Mapping[str, Any]) -> Entry:
@@ -120,7 +126,7 @@ def _as_written(entry: Entry, data: Mapping[str, Any]) -> Entry:
     if top == _CONFIG and top not in data:
         nested = isinstance(data.get(FSDP_ARGUMENT), Mapping)
         return entry._replace(path=(FSDP_ARGUMENT, *entry.path)) if nested else entry._replace(assumed=True)
-    if entry.path == (FSDP_ARGUMENT,) and isinstance(data.get(FSDP_ARGUMENT), Mapping):
+    if entry.path == (FSDP_ARGUMENT,) and FSDP_ARGUMENT in _mapping(data.get(FSDP_ARGUMENT)):
         return entry._replace(path=(FSDP_ARGUMENT, FSDP_ARGUMENT))
     if entry.path in ((DEEPSPEED_ARGUMENT,), (FSDP_ARGUMENT,)) and isinstance(data.get(top), str):
         return entry._replace(value=data[top], assumed=False)

@@ -16,4 +16,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("torchtitan", Signs(_SIGNS))
+FORMAT = Deferred("torchtitan", Signs(_SIGNS), read_only=True)

@@ -1,4 +1,4 @@
-"""Reads torchtitan's TOML, its data parallelism through FSDP's own table, and writes it."""
+"""Reads torchtitan's TOML, its data parallelism through FSDP's own table."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Meaning, Path, Unreadable, interpret
-from unishard.contract.express import Expressed, FieldResult, express
+from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable, interpret
 from unishard.contract.rules import Fit
-from unishard.formats.documents import toml_text
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.format import Format
-from unishard.formats.reading import ReadDocument
 from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
-from unishard.formats.torchtitan.custom_tables import of_a_fork, own_of
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
-from unishard.formats.torchtitan.older_keys import current_keys, placed
-from unishard.formats.torchtitan.rules import RULES
+from unishard.formats.torchtitan.older_keys import current_keys, of_a_fork, own_of, placed
 
 __all__ = ["FORMAT"]
 
@@ -29,7 +24,6 @@ _SHARD, _REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _HANDED = {_SHARD, _REPLICATE, _RESHARD, *ENGINE}
 _TABLES = ("parallelism", "training", "optimizer", "lr_scheduler", "activation_checkpoint", "compile", "model", "debug")
-_STEPS = "training.gradient_accumulation_steps"
 _NODE = 8
 """GPUs of a node, where their number is unknown."""
 
@@ -39,14 +33,7 @@ class TorchtitanFormat(Format):
 
     name = "torchtitan"
     tool = _TOOL
-    suffix = ".toml"
     keys = KEYS
-    rules = RULES
-    notice = (
-        "this is TOML for torchtitan 0.2 and earlier; later versions are configured in Python "
-        "(config_registry.py "
-        "of a model)"
-    )
 
     def ranks(self, source: Source) -> Topology | None:
         """The product of the degrees, where the file names both."""
@@ -66,66 +53,11 @@ class TorchtitanFormat(Format):
         order = _order(dict(flat(source.data)))
         return sorted(entries, key=lambda entry: order.get(entry.key, len(order)))
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
-        """The fields that the source decides."""
-        rows = {path: row for path, row in RULES.items() if path in reading.decided or path == "backend"}
-        expressed = _with_whole_batches(express(rows, reading.config, topology, reading.undecided), topology)
-        return expressed if reading.topology else _without_ranks(expressed, reading)
-
-    def render(self, document: Native, reading: ReadDocument) -> str:
-        """TOML, with a comment on who reads it."""
-        return (
-            "# For torchtitan 0.2 and earlier; later versions are configured in "
-            f"Python.\n\n{toml_text(document).lstrip()}"
-        )
-
 
 FORMAT = TorchtitanFormat()
 
 
-def _without_ranks(expressed: Expressed, reading: ReadDocument) -> Expressed:
-    """What is unknown without the number of ranks is left out, and named."""
-    cfg, document, words = reading.config, dict(expressed.document), dict(expressed.fields)
-    if cfg.sharding.hybrid:
-        word = FieldResult(
-            Fit.NEEDS_INPUT,
-            _REPLICATE,
-            "the number of replicas depends on the ranks; add --world-size and --gpus-per-node",
-        )
-        words |= {"sharding.strategy": word, "sharding.group_size": word}
-    if _STEPS in words and cfg.training.gradient_accumulation_steps > 1 and cfg.training.global_batch_size is None:
-        note = "the global batch depends on the number of ranks; add --world-size"
-        words[_STEPS] = FieldResult(Fit.NEEDS_INPUT, "training.global_batch_size", note)
-        document["training"] = {key: value for key, value in document["training"].items() if key != "global_batch_size"}
-    return Expressed(document, words)
-
-
-def _with_whole_batches(expressed: Expressed, topology: Topology) -> Expressed:
-    """The document; a global batch size that torchtitan refuses, no multiple of the local ones, is refused or asked
-    for.
-    """
-    training = expressed.document.get("training", {})
-    size, local = training.get("global_batch_size", -1), training.get("local_batch_size")
-    each = (local or _LOCAL) * topology.world_size
-    if size <= 0 or size % each == 0:
-        return expressed
-    note = f"must be a multiple of {each} in torchtitan (the local batches of all ranks), got {size}; add --set "
-    whole = f"training.global_batch_size={-(-size // each) * each}"
-    found = (
-        (Fit.UNSUPPORTED, note + whole)
-        if local
-        else (Fit.NEEDS_INPUT, f"{note}training.micro_batch_size, or {_LOCAL} is assumed")
-    )
-    word = FieldResult(found[0], "training.global_batch_size", found[1])
-    return expressed._replace(
-        fields={**expressed.fields, **{field: word for field in _BATCHES if field in expressed.fields}}
-    )
-
-
-_BATCHES = ("training.global_batch_size", "training.gradient_accumulation_steps")
-_LOCAL = 8
-"""torchtitan's own `local_batch_size`."""
-_NO_TABLE = Meaning(Fit.UNSUPPORTED, "must be a table of keys; write it as [name] with its keys below")
+_NO_TABLE = KeyEffect(Fit.UNSUPPORTED, "must be a table of keys; write it as [name] with its keys below")
 
 
 def _is_table(value: Any) -> bool:
@@ -180,7 +112,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         block.add("reshard_after_forward", RESHARDING[word.lower()], _spot(_RESHARD, said))
     else:
         note = f"must be one of {', '.join(RESHARDING)}, got {shown(word)}; write one of them"
-        yield Entry(tuple(_RESHARD.split(".")), word, Meaning(Fit.UNSUPPORTED, note))
+        yield Entry(tuple(_RESHARD.split(".")), word, KeyEffect(Fit.UNSUPPORTED, note))
     for own, (key, silent) in ENGINE.items():
         block.add(key, said.get(own, silent), _spot(own, said))
     yield from block.entries(topology=topology)
@@ -190,7 +122,7 @@ def _parallel(said: Mapping[str, Any], topology: Topology | None) -> Iterator[En
         )
 
 
-_ALL = Meaning(Fit.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
+_ALL = KeyEffect(Fit.EXACT, "all ranks share one copy", {"sharding.strategy": "full_shard"})
 _DEFAULTS: Mapping[str, Any] = {
     _SHARD: -1,
     _REPLICATE: 1,
@@ -206,7 +138,7 @@ def _mesh(said: Mapping[str, Any]) -> tuple[Native, list[Entry]]:
         try:
             sizes[axis] = degree(said.get(key, _DEFAULTS[key]))
         except Unreadable as error:
-            broken.append(Entry(tuple(key.split(".")), said[key], Meaning(Fit.UNSUPPORTED, str(error))))
+            broken.append(Entry(tuple(key.split(".")), said[key], KeyEffect(Fit.UNSUPPORTED, str(error))))
     known = {axis: size for axis, size in sizes.items() if size > 0}
     return ({} if broken or known == {"replicate": 1} else known), broken
 

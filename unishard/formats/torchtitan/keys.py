@@ -6,15 +6,14 @@ What a file leaves out, JobConfig fills in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import NOTHING, Given, Key, Meaning, Undecided, Unreadable
-from unishard.contract.key_rows import boolean, drops, integer, number, one_of, refuses
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
+from unishard.contract.key_rows import boolean, drops, integer, number, one_of, refuses, sets
 from unishard.contract.rules import Fit
-from unishard.formats.names import ignored
-from unishard.formats.torchtitan.logs import LOGGED
+from unishard.formats.names import each, ignored
 from unishard.formats.torchtitan.saving import SAVED
 
 __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
@@ -43,30 +42,26 @@ def degree(value: Any) -> int:
     return found
 
 
-def _field(field: str, convert: Callable[[Any], Any], silent: Any = NOTHING, note: str = "") -> Key:
-    return Key(lambda value, given: Meaning(fields={field: convert(value)}), field, note=note, silent=silent)
-
-
-def _betas(value: Any, given: Given) -> Meaning:
+def _betas(value: Any, given: DocumentValues) -> KeyEffect:
     number(0, 1)(value)
-    return Meaning(
+    return KeyEffect(
         fields={"optimizer.betas": [number(0, 1)(given.get(f"optimizer.{name}")) for name in ("beta1", "beta2")]}
     )
 
 
-def _ratio(given: Given) -> float | None:
+def _ratio(given: DocumentValues) -> float | None:
     """How much of the training the rate falls; None for all that is left after the warm-up."""
     found = given.get("lr_scheduler.decay_ratio")
     return None if found is None else float(number(0, 1)(found))
 
 
-def _endless(given: Given) -> bool:
+def _endless(given: DocumentValues) -> bool:
     """Whether the warm-up lasts as long as the training."""
     warmup, steps = given.get("lr_scheduler.warmup_steps"), given.get("training.steps")
     return isinstance(warmup, int) and isinstance(steps, int) and warmup >= steps > 0
 
 
-def _constant(given: Given) -> bool:
+def _constant(given: DocumentValues) -> bool:
     """Whether the rate never falls."""
     try:
         return _ratio(given) == 0 or _endless(given)
@@ -77,144 +72,146 @@ def _constant(given: Given) -> bool:
 _WARMUP = "update i uses (i + 1) / warmup_steps of the rate there, and i / warmup_steps here"
 
 
-def _warmup(value: Any, given: Given) -> Meaning:
+def _warmup(value: Any, given: DocumentValues) -> KeyEffect:
     steps = int(integer(0)(value))
     if not steps:
-        return Meaning(fields={"scheduler.warmup_steps": 0})
+        return KeyEffect(fields={"scheduler.warmup_steps": 0})
     if not _constant(given):
-        return Meaning(Fit.APPROXIMATE, _WARMUP, {"scheduler.warmup_steps": steps})
+        return KeyEffect(Fit.APPROXIMATE, _WARMUP, {"scheduler.warmup_steps": steps})
     note = "the training ends before the warm-up; torchtitan shortens it to training.steps" if _endless(given) else ""
     steps = min(steps, int(given.get("training.steps"))) if _endless(given) else steps
     fields: dict[str, Any] = {"scheduler.warmup_steps": steps - 1}
     if steps > 1:
         fields["scheduler.warmup_start_ratio"] = 1 / steps
-    return Meaning(Fit.EXACT, note, fields)
+    return KeyEffect(Fit.EXACT, note, fields)
 
 
-def _shape(value: Any, given: Given) -> Meaning:
+def _shape(value: Any, given: DocumentValues) -> KeyEffect:
     name = one_of({"linear": "linear", "cosine": "cosine", "sqrt": "sqrt"})(value)
     if _constant(given):
-        return Meaning(fields={"scheduler.name": "constant"})
+        return KeyEffect(fields={"scheduler.name": "constant"})
     if name == "sqrt":
-        return Meaning(
+        return KeyEffect(
             Fit.UNSUPPORTED,
             "a sqrt decay is not supported; write linear, or build the scheduler in the training script",
         )
-    return Meaning(fields={"scheduler.name": name})
+    return KeyEffect(fields={"scheduler.name": name})
 
 
-def _decay(value: Any, given: Given) -> Meaning:
+def _decay(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
-        return Meaning(Fit.IGNORED, "is not set")
+        return KeyEffect(Fit.IGNORED, "is not set")
     ratio = _ratio(given)
     if not ratio or _endless(given):
-        return Meaning(fields={"scheduler.name": "constant"})
+        return KeyEffect(fields={"scheduler.name": "constant"})
     steps, warmup = integer(1)(given.get("training.steps")), integer(0)(given.get("lr_scheduler.warmup_steps"))
     if round(steps * ratio) + warmup >= steps:
-        return Meaning(Fit.IGNORED, "the rate falls from the end of the warm-up on in any case")
-    return Meaning(
+        return KeyEffect(Fit.IGNORED, "the rate falls from the end of the warm-up on in any case")
+    return KeyEffect(
         Fit.UNSUPPORTED,
         "a constant phase before the decay is not supported; remove it, or build the scheduler yourself",
     )
 
 
-def _least(value: Any, given: Given) -> Meaning:
+def _least(value: Any, given: DocumentValues) -> KeyEffect:
     found = number(0, 1)(value)
     return (
-        Meaning(Fit.IGNORED, "the rate does not fall")
+        KeyEffect(Fit.IGNORED, "the rate does not fall")
         if _constant(given)
-        else Meaning(fields={"scheduler.min_lr_ratio": found})
+        else KeyEffect(fields={"scheduler.min_lr_ratio": found})
     )
 
 
-def _steps(value: Any, given: Given) -> Meaning:
+def _steps(value: Any, given: DocumentValues) -> KeyEffect:
     total = integer(1)(value)
     if _constant(given) or str(given.get("lr_scheduler.decay_type")).lower() not in ("linear", "cosine"):
-        return Meaning(
-            Fit.NEEDS_INPUT, "how long to train is the training script's to decide; end its loop there", kept=True
+        return KeyEffect(
+            Fit.NEEDS_INPUT,
+            "how long to train is the training script's to decide; end its loop there",
+            copy_verbatim=True,
         )
-    return Meaning(Fit.EXACT, "", {"scheduler.total_steps": total})
+    return KeyEffect(Fit.EXACT, "", {"scheduler.total_steps": total})
 
 
-def _clip(value: Any, given: Given) -> Meaning:
+def _clip(value: Any, given: DocumentValues) -> KeyEffect:
     limit = math.inf if value in (math.inf, "inf") else number()(value)
     if limit <= 0:
         raise Unreadable(f"must be above 0, got {shown(value)}; write inf for no clipping")
     if _steps_early(given):
-        return Meaning(
+        return KeyEffect(
             Fit.IGNORED, "clips nothing: early_step_in_backward has made the update, and no gradient is left"
         )
-    return Meaning(fields={"training.gradient_clipping": None if math.isinf(limit) else limit})
+    return KeyEffect(fields={"training.gradient_clipping": None if math.isinf(limit) else limit})
 
 
 _RANKS = Undecided("the number of ranks: global_batch_size / (local_batch_size x ranks); add --world-size")
 
 
-def _global_batch(value: Any, given: Given) -> Meaning:
+def _global_batch(value: Any, given: DocumentValues) -> KeyEffect:
     size = int(integer(-1)(value))
     if size <= 0:
-        return Meaning(fields={"training.gradient_accumulation_steps": 1})
+        return KeyEffect(fields={"training.gradient_accumulation_steps": 1})
     if given.topology is None:
         fields = {"training.global_batch_size": size, "training.gradient_accumulation_steps": _RANKS}
-        return Meaning(Fit.NEEDS_INPUT, f"the value comes from {_RANKS.who}", fields)
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {_RANKS.who}", fields)
     local = given.get("training.batch_size") or given.get("training.local_batch_size")
     each = int(integer(1)(local)) * given.topology.world_size
     if size % each:
         raise Unreadable(f"must be a multiple of {each} (the local batches of all ranks), got {size}; write one")
-    return Meaning(fields={"training.gradient_accumulation_steps": size // each})
+    return KeyEffect(fields={"training.gradient_accumulation_steps": size // each})
 
 
-def _master(value: Any, given: Given) -> Meaning:
+def _master(value: Any, given: DocumentValues) -> KeyEffect:
     word = one_of({"float32": "fp32", "bfloat16": "bf16"})(value)
-    return Meaning(fields={"precision.master": word})
+    return KeyEffect(fields={"precision.master": word})
 
 
-def _checkpointing(value: Any, given: Given) -> Meaning:
+def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
     mode = one_of({word: word for word in ("none", "full", "selective", "memory_budget")})(value)
     if mode == "memory_budget":
         note = "torch's compiler chooses there; here the results of matrix products are kept"
-        return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
+        return KeyEffect(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
     if mode != "selective":
-        return Meaning(fields={"activation_checkpointing": mode})
+        return KeyEffect(fields={"activation_checkpointing": mode})
     option = str(given.get("activation_checkpoint.selective_ac_option"))
     if option == "op":
         note = "torchtitan keeps every second matrix product, here all are kept: only memory differs"
     else:
         note = f"torchtitan recomputes one block in {option}: only memory differs"
-    return Meaning(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
+    return KeyEffect(Fit.EQUIVALENT, note, {"activation_checkpointing": "selective"})
 
 
-def _compiled(value: Any, given: Given) -> Meaning:
+def _compiled(value: Any, given: DocumentValues) -> KeyEffect:
     parts = given.get("compile.components")
     if boolean(value) and isinstance(parts, list) and "model" not in parts:
-        return Meaning(Fit.EQUIVALENT, "only the loss is compiled there, nothing here", {"compile.mode": "none"})
-    return Meaning(fields={"compile.mode": "per_block" if boolean(value) else "none"})
+        return KeyEffect(Fit.EQUIVALENT, "only the loss is compiled there, nothing here", {"compile.mode": "none"})
+    return KeyEffect(fields={"compile.mode": "per_block" if boolean(value) else "none"})
 
 
-def _compiler(value: Any, given: Given) -> Meaning:
+def _compiler(value: Any, given: DocumentValues) -> KeyEffect:
     if not any(given.get(key) in (True, "true") for key in ("compile.enable", "training.compile")):
-        return Meaning(Fit.IGNORED, "nothing is compiled")
-    return Meaning(fields={"compile.backend": str(value)})
+        return KeyEffect(Fit.IGNORED, "nothing is compiled")
+    return KeyEffect(fields={"compile.backend": str(value)})
 
 
-def _seed(value: Any, given: Given) -> Meaning:
-    return Meaning(fields={"training.seed": integer(0, 2**32 - 1)(value)})
+def _seed(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
-def _deterministic(value: Any, given: Given) -> Meaning:
+def _deterministic(value: Any, given: DocumentValues) -> KeyEffect:
     if boolean(value):
-        return Meaning(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
-    return Meaning(Fit.IGNORED, "is off")
+        return KeyEffect(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
+    return KeyEffect(Fit.IGNORED, "is off")
 
 
 def _only_1(what: str) -> Key:
     """A degree of a parallelism that unishard does not have."""
     note = f"{what} parallelism is not supported; write 1, use data_parallel_shard_degree"
 
-    def read(value: Any, given: Given) -> Meaning:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
         if degree(value) == 1:
-            return Meaning(Fit.IGNORED, "is off", kept=True)
-        return Meaning(Fit.UNSUPPORTED, note)
+            return left_out("is off")
+        return KeyEffect(Fit.UNSUPPORTED, note)
 
     return Key(read, "", Fit.UNSUPPORTED, note)
 
@@ -226,18 +223,18 @@ def _off(value: Any) -> bool:
 _EARLY = "here the step comes after backward: the same math, more memory; nothing is clipped"
 
 
-def _steps_early(given: Given) -> bool:
+def _steps_early(given: DocumentValues) -> bool:
     return given.get("optimizer.early_step_in_backward") in (True, "true")
 
 
-def _early(value: Any, given: Given) -> Meaning:
+def _early(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     if "training.global_batch_size" in given and given.get("training.global_batch_size") != -1:
-        return Meaning(
+        return KeyEffect(
             Fit.UNSUPPORTED, "it updates after each micro-batch, not once a batch; remove it, or global_batch_size"
         )
-    return Meaning(Fit.EQUIVALENT, _EARLY, {"training.gradient_clipping": None})
+    return KeyEffect(Fit.EQUIVALENT, _EARLY, {"training.gradient_clipping": None})
 
 
 def _sharded(value: Any) -> bool:
@@ -245,76 +242,27 @@ def _sharded(value: Any) -> bool:
 
 
 _FLOAT8 = refuses("it computes products in float8, which is not supported; remove it", _off)
-_PIPELINE = "belongs to pipeline parallelism"
 _TIME = drops("affects only time")
 
-_REST: Mapping[str, str] = {
-    "launcher setting": "memory_estimation",
-    "timeouts and the flight recorder of the process group; set torch's variables for it in launch.environment": "comm",
-    "names code that torchtitan loads": "experimental.custom_args_module experimental.custom_import "
-    "experimental.custom_model_path",
-    "affects only the files of checkpoints": "training.checkpoint_interval training.checkpoint_interval_type "
-    "training.checkpoint_folder",
-    "affects only evaluation": "validation eval inference",
-    "is only read with a converter of that name": "mx quantize",
-    "belongs to float8": "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp "
-    "float8.recipe_name "
-    "float8.filter_fqns float8.moe_fqns_prototype float8.emulate float8.force_recompute_fp8_weight_in_bwd "
-    "float8.scaling_type_input "
-    "float8.scaling_type_weight float8.scaling_type_grad_output",
-    "only used with fault-tolerant replica groups (torchft)": "fault_tolerance.process_group "
-    "fault_tolerance.process_group_timeout_ms "
-    "fault_tolerance.replica_id fault_tolerance.group_size fault_tolerance.min_replica_size "
-    "fault_tolerance.semi_sync_method "
-    "fault_tolerance.sync_steps fault_tolerance.num_fragments fault_tolerance.should_quantize "
-    "fault_tolerance.fragment_sync_delay "
-    "fault_tolerance.fragment_update_alpha",
-    "concerns the model, which the training script builds": "model.name model.flavor model.tokenizer_path "
-    "model.hf_assets_path "
-    "model.norm_type model.print_after_conversion training.seq_len liger_kernel training.img_size training.guidance "
-    "training.classifier_free_guidance_prob training.classifer_free_guidance_prob",
-    "concerns the data, which the training script loads": "training.dataset training.dataset_path",
-    _PIPELINE: "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv "
-    "parallelism.pipeline_parallel_split_points parallelism.pipeline_parallel_microbatch_size "
-    "parallelism.pipeline_parallel_layers_per_stage parallelism.module_fqns_per_model_part "
-    "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
-    "experimental.pipeline_parallel_schedule experimental.pipeline_parallel_schedule_csv "
-    "experimental.pipeline_parallel_split_points "
-    "experimental.pipeline_parallel_microbatches training.pipeline_parallel_split_points "
-    "training.pipeline_parallel_schedule",
-    "belongs to tensor, context or expert parallelism": "parallelism.enable_async_tensor_parallel "
-    "parallelism.disable_loss_parallel "
-    "parallelism.context_parallel_rotate_method parallelism.expert_tensor_parallel_degree "
-    "training.enable_loss_parallel "
-    "training.disable_loss_parallel experimental.context_parallel_rotate_method",
-    "affects only time and memory": "training.gc_freq training.gc_debug optimizer.implementation "
-    "parallelism.enable_compiled_autograd "
-    "compile.components activation_checkpoint.selective_ac_option activation_checkpoint.preserve_rng_state "
-    "activation_checkpoint.debug "
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns activation_checkpoint.early_stop "
-    "activation_checkpoint.memory_budget activation_checkpoint.determinism_check "
-    "activation_checkpoint.visualize_memory_budget_pareto",
-}
-
 KEYS: Mapping[str, Key] = {
-    "optimizer.name": _field("optimizer.name", one_of({"adamw": "adamw", "adam": "adam"}), "AdamW"),
-    "optimizer.lr": _field("optimizer.lr", number(0), 8e-4),
-    "optimizer.beta1": Key(_betas, "optimizer.betas", silent=0.9),
-    "optimizer.beta2": Key(_betas, "optimizer.betas", silent=0.95),
-    "optimizer.eps": _field("optimizer.eps", number(0), 1e-8),
-    "optimizer.weight_decay": _field("optimizer.weight_decay", number(0), 0.1),
+    "optimizer.name": sets("optimizer.name", one_of({"adamw": "adamw", "adam": "adam"}), tool_default="AdamW"),
+    "optimizer.lr": sets("optimizer.lr", number(0), tool_default=8e-4),
+    "optimizer.beta1": Key(_betas, "optimizer.betas", tool_default=0.9),
+    "optimizer.beta2": Key(_betas, "optimizer.betas", tool_default=0.95),
+    "optimizer.eps": sets("optimizer.eps", number(0), tool_default=1e-8),
+    "optimizer.weight_decay": sets("optimizer.weight_decay", number(0), tool_default=0.1),
     "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Fit.EQUIVALENT, _EARLY),
     "experimental.torch_spmd": refuses("torchtitan has no such engine any more; remove it", _off),
-    "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _WARMUP, silent=200),
+    "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _WARMUP, tool_default=200),
     "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
-    "lr_scheduler.decay_type": Key(_shape, "scheduler.name", silent="linear"),
+    "lr_scheduler.decay_type": Key(_shape, "scheduler.name", tool_default="linear"),
     "lr_scheduler.min_lr_factor": Key(_least, "scheduler.min_lr_ratio"),
     "lr_scheduler.lr_min": Key(_least, "scheduler.min_lr_ratio", note="an older name of min_lr_factor"),
-    "training.steps": Key(_steps, "scheduler.total_steps", silent=10000),
-    "training.local_batch_size": _field("training.micro_batch_size", integer(1), 8),
-    "training.batch_size": _field("training.micro_batch_size", integer(1), note="an older name of local_batch_size"),
-    "training.global_batch_size": Key(_global_batch, "training.gradient_accumulation_steps", silent=-1),
-    "training.max_norm": Key(_clip, "training.gradient_clipping", silent=1.0),
+    "training.steps": Key(_steps, "scheduler.total_steps", tool_default=10000),
+    "training.local_batch_size": sets("training.micro_batch_size", integer(1), tool_default=8),
+    "training.batch_size": sets("training.micro_batch_size", integer(1), note="an older name of local_batch_size"),
+    "training.global_batch_size": Key(_global_batch, "training.gradient_accumulation_steps", tool_default=-1),
+    "training.max_norm": Key(_clip, "training.gradient_clipping", tool_default=1.0),
     "training.dtype": Key(_master, "precision.master"),
     "training.seed": Key(_seed, "training.seed", note="an older name of debug.seed"),
     "training.deterministic": Key(_deterministic, note="an older name of debug.deterministic"),
@@ -325,22 +273,19 @@ KEYS: Mapping[str, Key] = {
     "debug.moe_force_load_balance": refuses("it changes the training; remove it", _off),
     "compile.enable": Key(_compiled, "compile.mode"),
     "compile.backend": Key(_compiler, "compile.backend"),
-    "activation_checkpoint.mode": Key(_checkpointing, "activation_checkpointing", silent="selective"),
+    "activation_checkpoint.mode": Key(_checkpointing, "activation_checkpointing", tool_default="selective"),
     "model.converters": refuses("they change the model's dtypes, which is not supported; remove them", _off),
     "parallelism.tensor_parallel_degree": _only_1("tensor"),
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
     "parallelism.expert_parallel_degree": _only_1("expert"),
-    **dict.fromkeys(
-        ("float8.enable_float8_linear", "training.enable_float8_linear", "training.enable_fp8_linear"), _FLOAT8
-    ),
+    **each("float8.enable_float8_linear training.enable_float8_linear training.enable_fp8_linear", _FLOAT8),
     "training.fp8_linear": _FLOAT8,
     "training.data_parallel_type": refuses(
         "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1", _sharded
     ),
     "fault_tolerance.enable": refuses("groups that come and go are not supported; remove it", _off),
     **SAVED,
-    **LOGGED,
-    **ignored(_REST),
+    **ignored("torchtitan/ignored.txt"),
 }
 """What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""

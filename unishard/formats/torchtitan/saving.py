@@ -1,4 +1,4 @@
-"""What torchtitan's TOML says about checkpoints, and how it says it (torchtitan 0.2, components/checkpoint.py and
+"""What torchtitan's TOML says about checkpoints (torchtitan 0.2, components/checkpoint.py and
 config/job_config.py).
 """
 
@@ -8,16 +8,11 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.config import Config
-from unishard.config.nested import Native, merge
-from unishard.config.topology import Topology
-from unishard.contract.entries import Given, Key, Meaning
-from unishard.contract.field_rows import keeps_more
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, integer, number, one_of, text
-from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
-from unishard.formats.fallbacks import exact, row, when_default
+from unishard.contract.rules import Fit
 
-__all__ = ["SAVED", "SAVING"]
+__all__ = ["SAVED"]
 
 _DUMP, _FOLDER = "job.dump_folder", "checkpoint.folder"
 _SILENT: Mapping[str, Any] = {
@@ -28,52 +23,51 @@ _SILENT: Mapping[str, Any] = {
 }
 _LAST = "torchtitan also saves at the end of the training; call engine.save() there"
 _OFF = "only used when checkpoint.enable is true"
-_LEAST = 2
 
 
-def _saves(given: Given) -> bool:
+def _saves(given: DocumentValues) -> bool:
     return given.get("checkpoint.enable") in (True, "true")
 
 
-def _value(key: str, given: Given) -> Any:
+def _value(key: str, given: DocumentValues) -> Any:
     return given.get(key) if key in given else _SILENT[key]
 
 
-def _directory(given: Given) -> Mapping[str, Any]:
+def _directory(given: DocumentValues) -> Mapping[str, Any]:
     dump, folder = text(_value(_DUMP, given)), text(_value(_FOLDER, given))
     return {"checkpoint.dir": folder if dump == "." else posixpath.join(dump, folder)}
 
 
-def _interval(given: Given) -> Mapping[str, Any]:
+def _interval(given: DocumentValues) -> Mapping[str, Any]:
     """In updates, or, in older versions, in seconds."""
     if str(given.get("checkpoint.interval_type")).lower() == "seconds":
         return {"checkpoint.every_minutes": number(1e-9)(_value("checkpoint.interval", given)) / 60}
     return {"checkpoint.every_steps": integer(1)(_value("checkpoint.interval", given))}
 
 
-def _limit(given: Given) -> Mapping[str, Any]:
+def _limit(given: DocumentValues) -> Mapping[str, Any]:
     return {"checkpoint.keep_last": integer(0)(_value("checkpoint.keep_latest_k", given)) or None}
 
 
-def _enabled(value: Any, given: Given) -> Meaning:
+def _enabled(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
-        return Meaning(Fit.IGNORED, "is off", kept=True)
+        return left_out("is off")
     fields = dict(_directory(given)) if _DUMP not in given and _FOLDER not in given else {}
     fields |= {} if "checkpoint.interval" in given else _interval(given)
     fields |= {} if "checkpoint.keep_latest_k" in given else _limit(given)
-    return Meaning(Fit.EQUIVALENT, _LAST, fields) if fields else Meaning(Fit.IGNORED, _LAST, kept=True)
+    return KeyEffect(Fit.EQUIVALENT, _LAST, fields) if fields else left_out(_LAST)
 
 
 def _key(fields: str, read: Any, note: str = "") -> Key:
     """A key that is only used where checkpoints are written."""
 
-    def meaning(value: Any, given: Given) -> Meaning:
-        return Meaning(fields=read(given)) if _saves(given) else Meaning(Fit.IGNORED, _OFF, kept=True)
+    def effect(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(fields=read(given)) if _saves(given) else left_out(_OFF)
 
-    return Key(meaning, fields, note=note)
+    return Key(effect, fields, note=note)
 
 
-def _mode(given: Given) -> Mapping[str, Any]:
+def _mode(given: DocumentValues) -> Mapping[str, Any]:
     modes = {"disabled": False, "async": True, "async_with_pinned_mem": True}
     return {"checkpoint.async_save": one_of(modes)(given.get("checkpoint.async_mode"))}
 
@@ -81,9 +75,8 @@ def _mode(given: Given) -> Mapping[str, Any]:
 _JOB = "config_file description use_for_integration_test print_args print_config save_config_file custom_config_module"
 _OTHERS = (
     "interval_type initial_load_path initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized "
-    "last_save_model_only "
-    "last_save_in_hf model_weights_only export_dtype create_seed_checkpoint load_step load_only exclude_from_loading "
-    "enable_first_step_checkpoint enable_ft_dataloader_checkpoints"
+    "last_save_model_only last_save_in_hf model_weights_only export_dtype create_seed_checkpoint load_step load_only "
+    "exclude_from_loading enable_first_step_checkpoint enable_ft_dataloader_checkpoints"
 )
 
 SAVED: Mapping[str, Key] = {
@@ -101,85 +94,3 @@ SAVED: Mapping[str, Key] = {
     **{f"checkpoint.{name}": drops("affects only the files of checkpoints") for name in _OTHERS.split()},
 }
 """What each key says."""
-
-
-def _checkpoint(**values: Any) -> Native:
-    return {"checkpoint": values}
-
-
-def _automatic(cfg: Config) -> bool:
-    return cfg.checkpoint.every_steps is not None
-
-
-def _place(cfg: Config, topology: Topology) -> Native:
-    if cfg.checkpoint.dir is None or not _automatic(cfg):
-        return {}
-    dump, folder = posixpath.split(cfg.checkpoint.dir.rstrip("/"))
-    return merge({"job": {"dump_folder": dump or "."}}, _checkpoint(folder=folder))
-
-
-def _steps(cfg: Config, topology: Topology) -> Native:
-    return (
-        _checkpoint(enable=True, interval=cfg.checkpoint.every_steps) if _automatic(cfg) else _checkpoint(enable=False)
-    )
-
-
-def _count(cfg: Config, topology: Topology) -> Native:
-    if not _automatic(cfg):
-        return {}
-    all_ = cfg.checkpoint.keep_last is None or keeps_more(cfg)
-    return _checkpoint(keep_latest_k=0 if all_ else max(cfg.checkpoint.keep_last or 0, _LEAST))
-
-
-def _async(cfg: Config, topology: Topology) -> Native:
-    return _checkpoint(async_mode="async" if cfg.checkpoint.async_save else "disabled") if _automatic(cfg) else {}
-
-
-_ALL = "torchtitan keeps the newest or all: all are kept"
-_UNASKED = When(
-    "without every_steps",
-    lambda cfg: not _automatic(cfg),
-    Fit.IGNORED,
-    "torchtitan saves every so many updates, or not at all",
-)
-
-SAVING: Mapping[str, Rule] = {
-    "checkpoint.dir": exact("job.dump_folder, checkpoint.folder", when_default("checkpoint.dir"), _UNASKED, to=_place),
-    "checkpoint.every_steps": row(
-        Fit.EQUIVALENT,
-        "checkpoint.enable, checkpoint.interval",
-        "torchtitan also saves at the end of the training",
-        unless("null", lambda cfg: not _automatic(cfg)),
-        to=_steps,
-    ),
-    "checkpoint.every_minutes": row(
-        Fit.APPROXIMATE,
-        NO_KEY,
-        "torchtitan counts only steps",
-        when_default("checkpoint.every_minutes"),
-        When(
-            "without every_steps",
-            lambda cfg: not _automatic(cfg),
-            Fit.UNSUPPORTED,
-            "torchtitan counts only steps; set checkpoint.every_steps",
-        ),
-    ),
-    "checkpoint.keep_last": row(
-        Fit.EXACT,
-        "checkpoint.keep_latest_k",
-        "0 keeps all",
-        when_default("checkpoint.keep_last"),
-        _UNASKED,
-        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL),
-        When("1", lambda cfg: cfg.checkpoint.keep_last == 1, Fit.APPROXIMATE, f"torchtitan keeps at least {_LEAST}"),
-        to=_count,
-    ),
-    "checkpoint.async_save": exact("checkpoint.async_mode", when_default("checkpoint.async_save"), _UNASKED, to=_async),
-    "checkpoint.on_signal": row(
-        Fit.APPROXIMATE,
-        NO_KEY,
-        "torchtitan ends at a signal: steps since the last checkpoint are lost",
-        when_default("checkpoint.on_signal"),
-    ),
-}
-"""How each field is said."""

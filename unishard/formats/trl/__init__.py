@@ -14,10 +14,8 @@ _SIGNS = weighted(
     {
         3: (
             "assistant_only_loss completion_only_loss dataset_mixture dataset_mixer packing_strategy use_peft "
-            "reward_funcs "
-            "num_generations max_completion_length max_prompt_length precompute_ref_log_probs desirable_weight "
-            "dataset_text_field "
-            "center_rewards_coefficient chat_template_path model_init_kwargs"
+            "reward_funcs num_generations max_completion_length max_prompt_length precompute_ref_log_probs "
+            "desirable_weight dataset_text_field center_rewards_coefficient chat_template_path model_init_kwargs"
         ),
         1: "dataset_train_split dataset_config attn_implementation model_name_or_path dataset_name",
     }

@@ -18,8 +18,7 @@ _LOADED = drops("the dtype in which the training script loads the model")
 _KINDS: Mapping[float, tuple[str, ...]] = {
     1e-6: names(
         "reward_funcs num_generations max_completion_length max_prompt_length precompute_ref_log_probs "
-        "desirable_weight beta "
-        "undesirable_weight reference_free sync_ref_model use_vllm"
+        "desirable_weight beta undesirable_weight reference_free sync_ref_model use_vllm"
     ),
     1e-4: names("center_rewards_coefficient"),
 }

@@ -15,15 +15,15 @@ from unishard.config.loading.validation import dotted, findings_of
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.entries import Entry, Meaning, Path, Undecided
-from unishard.contract.express import Expressed, FieldResult
+from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
+from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
-from unishard.formats.explaining import Explained
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble, default_of
+from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 from unishard.formats.unishard.text import plain, text_of
 from unishard.version import __version__
@@ -77,7 +77,7 @@ class UnishardFormat(Format):
             max_restarts=launch.max_restarts,
         )
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Expressed:
+    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""
         config = reading.config
         rules = registry.get(config.backend).rules
@@ -94,7 +94,7 @@ class UnishardFormat(Format):
                 words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
         for path in reading.undecided:
             words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
-        return Expressed(_document(reading), words)
+        return Rendered(_document(reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML, with a comment at each value that needs a decision."""
@@ -165,33 +165,33 @@ def _written(
         path = (*above, name)
         key = ".".join(path)
         if key.startswith("x-"):
-            yield Entry(path, value, Meaning(Fit.IGNORED, "is a section of your own"))
+            yield Entry(path, value, KeyEffect(Fit.IGNORED, "is a section of your own"))
         elif key == "native":
             yield from _native(value)
         elif key in undecided:
-            yield Entry(path, value, Meaning(Fit.NEEDS_INPUT, "", {key: undecided[key]}))
+            yield Entry(path, value, KeyEffect(Fit.NEEDS_INPUT, "", {key: undecided[key]}))
         elif key in _LEAVES:
-            yield Entry(path, value, Meaning(fields={key: value_at(config, key)}))
+            yield Entry(path, value, KeyEffect(fields={key: value_at(config, key)}))
         elif isinstance(value, Mapping) and value:
             yield from _written(value, config, undecided, path)
         elif isinstance(value, Mapping):
-            yield Entry(path, value, Meaning(Fit.IGNORED, "is empty"))
+            yield Entry(path, value, KeyEffect(Fit.IGNORED, "is empty"))
         else:
             for field in type(value_at(config, key)).shorthand:
                 leaf = f"{key}.{field}"
-                yield Entry((*path, field), value_at(config, leaf), Meaning(fields={leaf: value_at(config, leaf)}))
+                yield Entry((*path, field), value_at(config, leaf), KeyEffect(fields={leaf: value_at(config, leaf)}))
 
 
 def _native(data: Any) -> Iterator[Entry]:
     if not data:
-        yield Entry(("native",), data, Meaning(Fit.IGNORED, "is empty"))
+        yield Entry(("native",), data, KeyEffect(Fit.IGNORED, "is empty"))
     for backend, settings in data.items():
         if not settings:
-            yield Entry(("native", backend), settings, Meaning(Fit.IGNORED, "is empty"))
+            yield Entry(("native", backend), settings, KeyEffect(Fit.IGNORED, "is empty"))
         for path, value in _settings(settings):
             note = f"only {backend} has this setting, so another engine trains without it"
             key = ".".join((backend, *path))
-            yield Entry(("native", backend, *path), value, Meaning(Fit.APPROXIMATE, note, native={key: value}))
+            yield Entry(("native", backend, *path), value, KeyEffect(Fit.APPROXIMATE, note, native={key: value}))
 
 
 def _settings(settings: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -204,13 +204,13 @@ def _settings(settings: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[P
 
 
 def _defaults(config: Config, written: Iterable[Entry]) -> Iterator[Entry]:
-    said = {field for entry in written for field in entry.meaning.fields} | {"native"}
+    said = {field for entry in written for field in entry.effect.fields} | {"native"}
     for path in _LEAVES:
         if path not in said:
             yield Entry(
                 tuple(path.split(".")),
                 value_at(config, path),
-                Meaning(fields={path: value_at(config, path)}),
+                KeyEffect(fields={path: value_at(config, path)}),
                 assumed=True,
             )
 
@@ -219,7 +219,7 @@ def _document(reading: ReadDocument) -> Native:
     """The engine, and what the source decides; a field that is only assumed and equals the schema's default is left
     out.
     """
-    assumed = {field for entry in reading.entries if entry.assumed for field in entry.meaning.fields}
+    assumed = {field for entry in reading.entries if entry.assumed for field in entry.effect.fields}
     values = {path: value_at(reading.config, path) for path, _ in leaves(Config)}
     document: Native = {"backend": reading.config.backend}
     for path, value in values.items():

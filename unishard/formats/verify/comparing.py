@@ -111,7 +111,7 @@ def _in_the_file(outcome: Outcome) -> dict[str, Any]:
     except ConfigError:
         return {}
     said = {
-        field for entry in back.entries if not entry.assumed for field in entry.meaning.fields
+        field for entry in back.entries if not entry.assumed for field in entry.effect.fields
     } - back.undecided.keys()
     return {field: value for field, value in of_config(back.config).items() if field in said}
 
@@ -159,7 +159,7 @@ def _reported(outcome: Outcome, overrides: Iterable[str]) -> set[str]:
     for section in [field for field in found if "." not in field]:
         found |= {field for field in of_config(outcome.reading.config) if field.startswith(f"{section}.")}
     for item, entry in zip(outcome.items, outcome.reading.entries, strict=False):
-        fields = {*entry.meaning.fields, *entry.meaning.decides}
+        fields = {*entry.effect.fields, *entry.effect.decides}
         if item.place:
             found |= fields
         if item.fit is Fit.EQUIVALENT:

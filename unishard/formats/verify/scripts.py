@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unishard.formats import catalog
-from unishard.formats.swift.shipped import DEEPSPEED
+from unishard.formats.hf.shipped import shipped
 from unishard.formats.verify.hf import settings_of as hf_settings
 
 __all__ = ["settings_of"]
@@ -57,8 +57,8 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("fsdp"), Mapping):  # as ms-swift writes it
         found |= found["fsdp"]
     named = found.get("deepspeed")
-    if isinstance(named, str) and named in DEEPSPEED:
-        found["deepspeed"] = DEEPSPEED[named]
+    if isinstance(named, str) and named in (configs := shipped("swift")):
+        found["deepspeed"] = configs[named]
     if found.get(_RATIO) and not found.get("warmup_steps"):
         found["warmup_steps"] = found[_RATIO]
     return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from unishard.config import Config, value_at
+from unishard.formats.names import names
 
 __all__ = ["AUTO", "KEPT", "Effective", "Settings", "clipping", "kept_after_forward", "of_config", "same"]
 
@@ -20,22 +21,10 @@ _CLOSE = 1e-9
 _NO_LIMIT = 1e20
 """A larger bound clips nothing."""
 
-_FIELDS = (
-    "sharding.strategy",
-    "precision.compute",
-    "offload.params",
-    "offload.optimizer",
-    "training.micro_batch_size",
-    "training.gradient_accumulation_steps",
-    "training.gradient_clipping",
-    "training.seed",
-    "optimizer.name",
-    "optimizer.lr",
-    "optimizer.weight_decay",
-    "optimizer.betas",
-    "scheduler.name",
-    "scheduler.warmup_steps",
-    "scheduler.total_steps",
+_FIELDS = names(
+    "sharding.strategy precision.compute offload.params offload.optimizer training.micro_batch_size "
+    "training.gradient_accumulation_steps training.gradient_clipping training.seed optimizer.name optimizer.lr "
+    "optimizer.weight_decay optimizer.betas scheduler.name scheduler.warmup_steps scheduler.total_steps"
 )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from unishard.config import Config, leaves
 from unishard.contract.backend import Backend
 from unishard.contract.entries import NOTHING, Key
-from unishard.contract.express import FieldResult
+from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit, Rule
 from unishard.formats import catalog
 from unishard.formats.format import Format
@@ -127,7 +127,7 @@ def _keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each key; keys with equal cells share one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, key in keys.items():
-        silent = "" if key.silent is NOTHING else code(key.silent)
+        silent = "" if key.tool_default is NOTHING else code(key.tool_default)
         alike.setdefault((key.fields, f"**{key.fit}**", silent, key.note), []).append(f"`{name}`")
     for (fields, fit, silent, note), names in alike.items():
         yield ", ".join(names), ", ".join(f"`{field}`" for field in fields.split(", ") if field), fit, silent, note

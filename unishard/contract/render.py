@@ -10,7 +10,7 @@ from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit, Rule
 
-__all__ = ["AUTO", "KEPT_AUTO", "LEFT_OUT", "Expressed", "FieldResult", "express"]
+__all__ = ["AUTO", "KEPT_AUTO", "LEFT_OUT", "FieldResult", "Rendered", "render"]
 
 AUTO = "auto"
 """What transformers and Accelerate fill in from the training script."""
@@ -31,7 +31,7 @@ class FieldResult(NamedTuple):
     note: str
 
 
-class Expressed(NamedTuple):
+class Rendered(NamedTuple):
     """A config in the words of an engine or a format."""
 
     document: Native
@@ -39,9 +39,9 @@ class Expressed(NamedTuple):
     """What became of each."""
 
 
-def express(
+def render(
     rules: Mapping[str, Rule], cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()
-) -> Expressed:
+) -> Rendered:
     """What a table of rules makes of a config. Pure; imports no engine.
 
     Args:
@@ -53,12 +53,12 @@ def express(
     document: Native = {}
     fields = {}
     for path, row in rules.items():
-        fragment, fields[path] = _express_field(row, cfg, topology, undecided=path in undecided)
+        fragment, fields[path] = _render_field(row, cfg, topology, undecided=path in undecided)
         document = merge(document, fragment)
-    return Expressed(document, fields)
+    return Rendered(document, fields)
 
 
-def _express_field(row: Rule, cfg: Config, topology: Topology, *, undecided: bool) -> tuple[Native, FieldResult]:
+def _render_field(row: Rule, cfg: Config, topology: Topology, *, undecided: bool) -> tuple[Native, FieldResult]:
     if undecided and row.auto:
         fragment = nested(dict.fromkeys(dict(flat(row.to(cfg, topology))), AUTO))
         return fragment, FieldResult(Fit.NEEDS_INPUT, row.key, KEPT_AUTO)

@@ -1,0 +1,69 @@
+"""Keys that other tools have and a config does not need: lists in data, left out with a reason, kept where the tool itself
+reads them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from documents import SEEDS
+
+from unishard.config import Logging
+from unishard.contract.rules import Fit
+from unishard.errors import ConfigError
+from unishard.formats import translate
+from unishard.formats.names import NO_LOGS, ignored
+
+LISTS = (
+    "hf/ignored.txt",
+    "hf/ignored_around.txt",
+    "axolotl/ignored.txt",
+    "composer/ignored.txt",
+    "torchtitan/ignored.txt",
+)
+LOGS: dict[str, dict[str, Any]] = {
+    "hf": {"report_to": ["wandb"], "run_name": "a", "logging_steps": 5},
+    "trl": {"report_to": "wandb", "logging_steps": 5},
+    "axolotl": {"wandb_project": "p", "use_tensorboard": True, "logging_steps": 1, "profiler_steps": 4},
+    "lightning": {"logger": {"class_path": "lightning.pytorch.loggers.CSVLogger"}, "log_every_n_steps": 5},
+    "composer": {"loggers": {"wandb": {"project": "p"}}, "console_log_interval": "5ba"},
+    "torchtitan": {"metrics": {"log_freq": 5, "enable_wandb": True}, "profiling": {"enable_profiling": True}},
+}
+
+
+@pytest.mark.parametrize("tool", LOGS)
+def test_logs_of_other_tools_are_left_out(tool: str) -> None:
+    base = {"strategy": "fsdp"} if tool == "lightning" else SEEDS[tool][0]
+    outcome = translate({**base, **LOGS[tool]}, "unishard", from_=tool)
+    found = [item for item in outcome.items if item.key.split(".")[0] in LOGS[tool]]
+    assert {item.key.split(".")[0] for item in found} == LOGS[tool].keys()
+    assert {(item.fit, item.note) for item in found} == {(Fit.IGNORED, NO_LOGS)}
+    assert not {"logging", "profile"} & outcome.document.keys()
+
+
+@pytest.mark.parametrize("tool", ["hf", "axolotl", "lightning", "deepspeed", "accelerate"])
+def test_a_logging_section_is_left_out_and_said(tool: str) -> None:
+    config = {"backend": "deepspeed" if tool == "deepspeed" else "fsdp", "logging": {"to": ["tensorboard"], "dir": "d"}}
+    Logging.model_validate(config["logging"])
+    found = {item.key: item for item in translate(config, tool, from_="unishard").items}
+    assert (found["logging.to"].fit, found["logging.dir"].fit) == (Fit.IGNORED, Fit.IGNORED)
+    assert "affects only logs" in found["logging.to"].note
+
+
+def test_what_the_tool_reads_again_is_kept() -> None:
+    data = {"per_device_train_batch_size": 2, "report_to": ["wandb"], "logging_steps": 5, "eval_steps": 3}
+    assert translate(data, "hf", from_="hf", overrides=["training.seed=3"]).document.items() >= data.items()
+
+
+@pytest.mark.parametrize("file", LISTS)
+def test_each_name_stands_in_one_list_with_a_reason(file: str) -> None:
+    rows = ignored(file)
+    assert len(rows) > 20
+    assert all(row.note and row.fit is Fit.IGNORED for row in rows.values())
+
+
+@pytest.mark.parametrize("name", ["composer", "torchtitan"])
+def test_what_is_only_read_is_never_written(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--to {name}: configs of .* are read and never written; write --to .*hf"):
+        translate({"zero_optimization": {"stage": 2}}, name)
+    assert translate(SEEDS[name][0], "unishard", from_=name).reading.format == name
