@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -162,6 +163,9 @@ def test_parameters_that_an_update_did_not_use_do_not_move(backend):
 # --------------------------------------------------------------------------------------------------------
 
 
+LEFT_OPEN = []
+
+
 class Lying:
     """A backend whose engine says it holds something else."""
 
@@ -174,8 +178,10 @@ class Lying:
 
     def prepare(self, *args):
         engine = self._backend.prepare(*args)
-        told = engine.placement()._replace(**self._lie)
+        told, close = engine.placement()._replace(**self._lie), engine.close
         engine.placement = lambda: told
+        engine.close = lambda: (LEFT_OPEN.remove(engine), close())
+        LEFT_OPEN.append(engine)
         return engine
 
 
@@ -208,17 +214,23 @@ def lying(backend, lie, ranks):
         registry.get = original
 
 
-LYING = (*((lying, (lie, (0, 1))) for lie in LIES), (lying, ("masters", (1,))))
+def lying_is_closed(backend):
+    with contextlib.suppress(unishard.EngineMismatchError):
+        lying(backend, "masters", (0, 1))
+    return len(LEFT_OPEN)
 
 
-def lied(backend, *arguments):
-    return error(play(tuple((name, (backend, *given)) for name, given in LYING))[lying, (backend, *arguments)])
+LYING = (*((lying, (lie, (0, 1))) for lie in LIES), (lying, ("masters", (1,))), (lying_is_closed, ()))
+
+
+def lied(backend):
+    return play(tuple((name, (backend, *given)) for name, given in LYING))
 
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_engine_that_does_not_run_what_was_asked_is_refused(backend, lie):
-    raised = lied(backend, lie, (0, 1))
+    raised = error(lied(backend)[lying, (backend, lie, (0, 1))])
     assert raised.startswith("EngineMismatchError: ")
     for part in LIES[lie][1:]:
         assert part in raised
@@ -226,9 +238,14 @@ def test_an_engine_that_does_not_run_what_was_asked_is_refused(backend, lie):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
-    raised = lied(backend, "masters", (1,))
+    raised = error(lied(backend)[lying, (backend, "masters", (1,))])
     assert raised.startswith("EngineMismatchError: ")
     assert "got bfloat16" in raised
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_that_is_refused_is_closed(backend):
+    assert values(lied(backend)[lying_is_closed, (backend,)]) == [0, 0]
 
 
 # -- a plain script

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple
 from weakref import WeakSet
@@ -159,25 +160,31 @@ def _prepare(
     written = WrittenParameters(model, units.values()) if train and not holds_full_weights(cfg, trains=True) else None
     memory = ExpectedMemory(backend, shape, cfg, topology)
     adapter = _adapter(model, cfg, backend, plan, topology)
-    collective_check.check_now("unishard.prepare (checking the engine)")
-    setup = plan.setup
-    if setup is not None and not (optimizer is scheduler is None):  # what a function makes is known only now
-        process_group.agree(setup.description, "optimizers")
-    placement = _verify(adapter, model_class, cfg, plan, topology)
-    if setup is None:  # keep the random state: inference must not affect another model's training
-        return Engine(cfg, adapter, model_class=model_class, units=units)
-    engine = Engine(
-        cfg,
-        adapter,
-        model_class=model_class,
-        group_names=setup.groups,
-        optimizer=setup.optimizer,
-        scheduler=setup.scheduler,
-        units=units,
-        classes=classes,
-        memory=memory,
-        written=written,
-    )
+    with ExitStack() as failed:
+        failed.callback(adapter.close)
+        collective_check.check_now("unishard.prepare (checking the engine)")
+        setup = plan.setup
+        if setup is not None and not (optimizer is scheduler is None):  # what a function makes is known only now
+            process_group.agree(setup.description, "optimizers")
+        placement = _verify(adapter, model_class, cfg, plan, topology)
+        if setup is None:  # keep the random state: inference must not affect another model's training
+            engine = Engine(cfg, adapter, model_class=model_class, units=units)
+        else:
+            engine = Engine(
+                cfg,
+                adapter,
+                model_class=model_class,
+                group_names=setup.groups,
+                optimizer=setup.optimizer,
+                scheduler=setup.scheduler,
+                units=units,
+                classes=classes,
+                memory=memory,
+                written=written,
+            )
+        failed.pop_all()
+    if not train:
+        return engine
     memory.compare(placement, adapter.device)
     torch.manual_seed(cfg.training.seed + topology.rank)
     if cfg.checkpoint.dir is not None and cfg.checkpoint.on_existing == "resume":
