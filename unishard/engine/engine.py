@@ -25,7 +25,6 @@ from unishard.engine.state.unsharded import naming_sharded_reads
 from unishard.errors import ContractError
 from unishard.failures.endings import names_causes
 from unishard.observe.one_number import check_number
-from unishard.observe.recorder import check_values
 
 __all__ = ["Engine"]
 
@@ -219,10 +218,7 @@ class Engine(ParametersByName):
         Raises:
             ContractError: A value is no number, a name is one that the engine logs itself, or the engine is closed.
         """
-        recorder = self._training("log").recorder
-        if recorder is not None:
-            check_values(values)
-            recorder.log(values)
+        self._training("log").observers.on_log(values)
 
     def train(self, mode: bool = True) -> Self:
         """Set the model to training or evaluation mode. Collective.
@@ -237,8 +233,7 @@ class Engine(ParametersByName):
         self._order.require_open("train")
         if self.module.training and not mode:
             self._buffers.equalize("eval")
-        if self._accumulation is not None and self._accumulation.recorder is not None:
-            self._accumulation.recorder.evaluating(not mode)
+        self._observers.on_evaluate(not mode)
         self.module.train(mode)
         return self
 

@@ -29,7 +29,6 @@ from unishard.engine.loop.guarded_module import holds_full_weights
 from unishard.engine.loop.module_order import named_with_class
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.loop.written_parameters import WrittenParameters
-from unishard.engine.memory import ExpectedMemory
 from unishard.engine.model import (
     activation_checkpointing,
     batch_norm,
@@ -53,6 +52,7 @@ from unishard.errors import BackendError, ConfigError, ModelError, Problem
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 from unishard.observe.destinations.table import require_installed
+from unishard.observe.expected_memory import ExpectedMemory
 
 __all__ = ["prepare"]
 

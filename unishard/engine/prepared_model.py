@@ -28,7 +28,6 @@ from unishard.engine.loop.module_order import named_with_class, watch_modules
 from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.written_parameters import WrittenParameters
-from unishard.engine.memory import ExpectedMemory
 from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
@@ -42,8 +41,9 @@ from unishard.engine.state.tensors import StateTensors
 from unishard.engine.state.unsharded import explain_sharded_read
 from unishard.errors import ContractError
 from unishard.failures import lifetime
-from unishard.observe.profiling import profiling_of
-from unishard.observe.recorder import MetricsRecorder
+from unishard.observe.chosen import observers_of
+from unishard.observe.expected_memory import ExpectedMemory
+from unishard.observe.observer import Observers
 
 __all__ = ["PreparedModel"]
 
@@ -86,10 +86,13 @@ class PreparedModel(Process):
         self._order = order = CallOrder(cfg, adapter.module, adapter.device)
         if adapter.forward_is_collective and order.compares_ranks and cfg.sharding.strategy != "no_shard":
             watch_modules(order, {**units, **named_with_class(adapter.gathered_modules())})
+        self._observers = (
+            Observers() if training is None or memory is None else observers_of(cfg, training, order, memory)
+        )
         self._buffers = Buffers(cfg, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         warn = WarnOnce()
-        self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation, warn)
+        self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation, self._observers, warn)
         self._outside = OutsideBatches(self._batching.training, warn)
         self._trainable = Trainable(adapter.module)
         tensors = StateTensors(adapter, training)
@@ -107,15 +110,8 @@ class PreparedModel(Process):
                 order.require_no_gradients,
             )
             self._accumulation = Accumulation(
-                cfg, training, order, schedule, calls, self._trainable, classes, self._outside
+                cfg, training, order, schedule, calls, self._trainable, classes, self._outside, self._observers
             )
-            if cfg.logging.to:
-                self._accumulation.recorder = MetricsRecorder(
-                    cfg, training, order, None if memory is None else memory.sent_bytes
-                )
-            self._accumulation.profiling = profiling_of(cfg, order, adapter.device)
-            if memory is not None:
-                self._accumulation.memory = memory
             full = holds_full_weights(cfg, trains=True)
             if order.compares_ranks:
                 self._accumulation.held = EqualValues(adapter.module, order, adapter.device, full=full)
@@ -129,7 +125,16 @@ class PreparedModel(Process):
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
         self._tensors = tensors
         run = Run(
-            cfg, adapter, order, tensors, self._buffers, self._batching, self._accumulation, model_class, group_names
+            cfg=cfg,
+            adapter=adapter,
+            order=order,
+            tensors=tensors,
+            buffers=self._buffers,
+            batching=self._batching,
+            observers=self._observers,
+            accumulation=self._accumulation,
+            model_class=model_class,
+            group_names=group_names,
         )
         self._checkpoints = SaveAndLoad(run)
         self._guarded = GuardedModule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from unishard.config import Config
 from unishard.contract.private_api import CORE_PRIVATE_API
+from unishard.contract.results import Step
+from unishard.observe.observer import Observer
 from unishard.observe.position import Position
 
-__all__ = ["Profiling", "profiling_of"]
+__all__ = ["Profiling"]
 
 _ENTRIES = 100_000
 """How many allocations a snapshot of CUDA memory holds."""
@@ -24,13 +27,7 @@ _ENTRIES = 100_000
 _logger = logging.getLogger("unishard")
 
 
-def profiling_of(cfg: Config, order: Position, device: torch.device) -> Profiling | None:
-    """What `profile` asks for on this rank; None if that is nothing."""
-    chosen = cfg.profile.steps and (cfg.profile.ranks == "all" or dist.get_rank() == 0)
-    return Profiling(cfg, order, device) if chosen else None
-
-
-class Profiling:
+class Profiling(Observer):
     """A trace of each run of consecutive steps, from the forward of the first to the update of the last."""
 
     def __init__(self, cfg: Config, order: Position, device: torch.device) -> None:
@@ -44,7 +41,7 @@ class Profiling:
         self._span = ExitStack()
         """The name of the current step in the trace."""
 
-    def record_forward(self) -> None:
+    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start with the first forward of a chosen step."""
         order = self._order
         if not order.begins_window or order.updates + 1 not in self._steps:
@@ -55,14 +52,14 @@ class Profiling:
         # The name under which tools look for steps, such as Holistic Trace Analysis.
         self._span.enter_context(record_function(f"ProfilerStep#{order.updates + 1}"))
 
-    def record_step(self) -> None:
+    def on_step(self, step: Step) -> None:
         """Stop after the update of a step whose next one is not chosen."""
         if self._running is not None:
             self._span.close()
             if self._order.updates + 1 not in self._steps:
                 self._stop()
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """Give up a trace whose last step did not end.
 
         The profiler is not stopped: with DeepSpeed, stopping it inside an accumulation window corrupts memory (torch

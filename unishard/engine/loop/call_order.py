@@ -14,7 +14,6 @@ from unishard.config import Config
 from unishard.engine.loop import dtype_errors, input_errors
 from unishard.errors import ContractError
 from unishard.failures import collective_check
-from unishard.observe.progress import Progress
 
 __all__ = ["CallOrder", "Phase"]
 
@@ -72,8 +71,6 @@ class CallOrder:
         """Whether the model has averaged weights, inside `ema.weights()`."""
         self.unsharded = False
         """Whether `engine.unsharded()` is open."""
-        self.progress: Progress | None = None
-        """The progress bar of the current loop."""
         self.before_update: Callable[[], None] | None = None
         """A check to make once, in the next forward that begins an update; collective."""
 

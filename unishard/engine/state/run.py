@@ -13,6 +13,7 @@ from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.state.tensors import StateTensors
+from unishard.observe.observer import Observers
 
 __all__ = ["Run"]
 
@@ -27,6 +28,7 @@ class Run:
     tensors: StateTensors
     buffers: Buffers
     batching: Batching
+    observers: Observers
     accumulation: Accumulation | None
     """None for inference."""
     model_class: str

@@ -27,7 +27,6 @@ from unishard.engine.state.restore import restore
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import take_snapshot
 from unishard.errors import CheckpointError, ContractError, RankMismatchError
-from unishard.observe.recorder import timed
 
 __all__ = ["SaveAndLoad"]
 
@@ -59,11 +58,14 @@ class SaveAndLoad:
         """The last load."""
         self._check_before_update()
 
-    @timed
     @deferred()
     @without_collections()
     def save(self, root: str | Path | None, *, state: Any, metric: Any = None) -> Path:
         """Save the run."""
+        with self._run.observers.saving():
+            return self._save(root, state, metric)
+
+    def _save(self, root: str | Path | None, state: Any, metric: Any) -> Path:
         order = self._run.order
         order.require_boundary("save")
         number = _number(metric)
@@ -144,8 +146,7 @@ class SaveAndLoad:
         self.resumed = restore(self._run, folder, group, strict=strict, verify=verify, data=data)
         if dist.get_rank() == 0:
             self._lineage.resumed(folder)
-        if self._run.accumulation is not None and self._run.accumulation.recorder is not None:
-            self._run.accumulation.recorder.resumed()
+        self._run.observers.on_load()
         self._check_before_update()
         return self.resumed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
 
 import torch
 
@@ -15,6 +14,7 @@ from unishard.contract.backend import Backend
 from unishard.contract.footprint import Footprint, ModelShape
 from unishard.contract.results import Placement
 from unishard.errors import ConfigError
+from unishard.observe.observer import Observer
 
 __all__ = ["ExpectedMemory"]
 
@@ -26,8 +26,8 @@ _HOST = "can't allocate memory"
 _STRONGER = ("shard_optimizer", "shard_grad_op", "full_shard")
 
 
-class ExpectedMemory:
-    """A block in which an out-of-memory error gets a note with the plan. Costs nothing until then."""
+class ExpectedMemory(Observer):
+    """Notes the plan on an out-of-memory error. Costs nothing until then."""
 
     def __init__(self, backend: Backend, shape: ModelShape, cfg: Config, topology: Topology) -> None:
         """Hold what a footprint is computed from.
@@ -40,17 +40,13 @@ class ExpectedMemory:
         """
         self._backend, self._shape, self._cfg, self._topology = backend, shape, cfg, topology
 
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
-        """Add the note."""
+    def on_error(self, error: BaseException) -> None:
+        """Add the note to an out-of-memory error."""
         if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _HOST in str(error)):
             try:
                 error.add_note(self.note())
             except Exception:  # the error of the run must reach the user, whatever the plan says
                 _logger.debug("the plan of this run cannot be computed", exc_info=True)
-        return False
 
     @cached_property
     def _footprint(self) -> Footprint:
