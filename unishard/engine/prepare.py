@@ -267,7 +267,7 @@ def _plan(
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     matmul.check(cfg.precision)
     if train:
-        require_installed(cfg)
+        require_installed(cfg.logging)
     given = [name for name, value in (("optimizer", optimizer), ("scheduler", scheduler)) if value is not None]
     if given and not train:
         raise ConfigError(

@@ -34,6 +34,7 @@ from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.engine.process import Process
+from unishard.engine.resolve import observe_spec, text_of
 from unishard.engine.state.parameter_access import GradientAccess, ParameterAccess
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
@@ -87,7 +88,9 @@ class PreparedModel(Process):
         if adapter.forward_is_collective and order.compares_ranks and cfg.sharding.strategy != "no_shard":
             watch_modules(order, {**units, **named_with_class(adapter.gathered_modules())})
         self._observers = (
-            Observers() if training is None or memory is None else observers_of(cfg, training, order, memory)
+            Observers()
+            if training is None or memory is None
+            else observers_of(observe_spec(cfg, text_of(cfg)), training, order, memory)
         )
         self._buffers = Buffers(cfg, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from unishard.config import Config
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.plan import ObserveSpec
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.modules import ModuleRecorder
 from unishard.observe.observer import Observer, Observers
@@ -16,17 +16,17 @@ from unishard.observe.recorder import MetricsRecorder
 __all__ = ["observers_of"]
 
 
-def observers_of(cfg: Config, adapter: EngineAdapter, order: Position, memory: ExpectedMemory) -> Observers:
+def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, memory: ExpectedMemory) -> Observers:
     """Start what `logging` and `profile` ask for on this rank, beside the note of an out-of-memory error. Collective.
 
     Raises:
         ConfigError: On every rank: a destination cannot be opened.
     """
     watching: list[Observer] = [memory]
-    if cfg.profile.steps and (cfg.profile.ranks == "all" or dist.get_rank() == 0):
-        watching.append(Profiling(cfg, order, adapter.device))
-    if cfg.logging.to and cfg.logging.module_steps:
-        watching.append(ModuleRecorder(cfg, adapter, order))
-    if cfg.logging.to:
-        watching.append(MetricsRecorder(cfg, adapter, order, memory.sent_bytes))
+    if spec.profile.steps and (spec.profile.ranks == "all" or dist.get_rank() == 0):
+        watching.append(Profiling(spec.profile, order, adapter.device))
+    if spec.logging.to and spec.logging.module_steps:
+        watching.append(ModuleRecorder(spec.logging, adapter, order))
+    if spec.logging.to:
+        watching.append(MetricsRecorder(spec, adapter, order, memory.sent_bytes))
     return Observers(*watching)

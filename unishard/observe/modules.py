@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config import Config
+from unishard.config import Logging
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
 from unishard.distributed import process_group
@@ -36,9 +36,9 @@ class ModuleRecorder(Observer):
     Sums are taken over all ranks and micro-batches, so they do not depend on how a batch is distributed.
     """
 
-    def __init__(self, cfg: Config, adapter: EngineAdapter, order: Position) -> None:
-        self._steps = frozenset(cfg.logging.module_steps)
-        self._path = Path(cfg.logging.dir or ".").absolute() / FILE  # now: the script may change its directory later
+    def __init__(self, asked: Logging, adapter: EngineAdapter, order: Position) -> None:
+        self._steps = frozenset(asked.module_steps)
+        self._path = Path(asked.dir or ".").absolute() / FILE  # now: the script may change its directory later
         self._adapter, self._order = adapter, order
         self._window: _MeasuredWindow | None = None
         self._continues = False

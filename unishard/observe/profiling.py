@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from unishard.config import Config
+from unishard.config import Profile
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.results import Step
 from unishard.observe.observer import Observer
@@ -30,10 +30,10 @@ _logger = logging.getLogger("unishard")
 class Profiling(Observer):
     """A trace of each run of consecutive steps, from the forward of the first to the update of the last."""
 
-    def __init__(self, cfg: Config, order: Position, device: torch.device) -> None:
-        self._cfg = cfg.profile
-        self._steps = frozenset(cfg.profile.steps)
-        self._directory = Path(cfg.profile.dir or ".").absolute()  # now: the script may change its directory later
+    def __init__(self, asked: Profile, order: Position, device: torch.device) -> None:
+        self._asked = asked
+        self._steps = frozenset(asked.steps)
+        self._directory = Path(asked.dir or ".").absolute()  # now: the script may change its directory later
         self._order = order
         self._cuda = device.type == "cuda"
         self._running: Any = None
@@ -75,7 +75,9 @@ class Profiling(Observer):
     def _start(self, step: int) -> None:
         self._first = step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        self._running = profile(activities=activities, profile_memory=self._cfg.memory, record_shapes=self._cfg.shapes)
+        self._running = profile(
+            activities=activities, profile_memory=self._asked.memory, record_shapes=self._asked.shapes
+        )
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
         self._running.start()
@@ -89,7 +91,7 @@ class Profiling(Observer):
             self._running.export_chrome_trace(str(trace))
             if self._snapshots:
                 torch.cuda.memory._dump_snapshot(str(self._directory / f"{name}.memory.pickle"))  # type: ignore[no-untyped-call]
-            elif self._cfg.memory and not self._cuda:
+            elif self._asked.memory and not self._cuda:
                 _write_timeline(trace, self._directory / f"{name}.memory.json")
         except (OSError, RuntimeError) as error:
             _logger.warning("profile: cannot write %s to %s; the training goes on: %s", name, self._directory, error)
@@ -101,7 +103,7 @@ class Profiling(Observer):
     @property
     def _snapshots(self) -> bool:
         """Whether a snapshot of CUDA memory is requested and possible."""
-        return self._cfg.memory and self._cuda and CORE_PRIVATE_API["memory-snapshot"].works
+        return self._asked.memory and self._cuda and CORE_PRIVATE_API["memory-snapshot"].works
 
 
 def _write_timeline(trace: Path, to: Path) -> None:

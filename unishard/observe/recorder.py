@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.config import Config
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.plan import ObserveSpec
 from unishard.contract.results import Step
 from unishard.distributed import process_group
 from unishard.errors import ContractError
@@ -46,24 +46,22 @@ NAMES = (
 class MetricsRecorder(Observer):
     """Measures between two records, and reads what it measured only there: no call waits for the device in between."""
 
-    def __init__(
-        self, cfg: Config, adapter: EngineAdapter, order: Position, sent: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, spec: ObserveSpec, adapter: EngineAdapter, order: Position, sent: Callable[[], int]) -> None:
         """Open the destinations. Collective.
 
         Args:
-            cfg: The config.
+            spec: What to measure.
             adapter: The model.
             order: The position in the loop.
             sent: Returns the bytes that this rank is planned to send in a step.
         """
-        self._sent: int | Callable[[], int] = sent or 0
-        self._every = cfg.logging.every_steps
+        self._sent: int | Callable[[], int] = sent
+        self._every = spec.logging.every_steps
         self._order = order
         self._device = adapter.device
         self._main = dist.get_rank() == 0
-        self._to = Destinations(cfg, dist.get_rank())
-        self._flops, self._peak = flops_per_token(adapter), peak_flops(adapter.device, cfg.precision.compute)
+        self._to = Destinations(spec, dist.get_rank())
+        self._flops, self._peak = flops_per_token(adapter), peak_flops(adapter.device, spec.compute)
         self._losses: list[Tensor] = []
         self._items: list[int | Tensor] = []
         self._steps: list[Step] = []
