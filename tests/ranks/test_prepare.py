@@ -176,8 +176,8 @@ class Lying:
     def __getattr__(self, name):
         return getattr(self._backend, name)
 
-    def prepare(self, *args):
-        engine = self._backend.prepare(*args)
+    def build(self, *args):
+        engine = self._backend.build(*args)
         told, close = engine.placement()._replace(**self._lie), engine.close
         engine.placement = lambda: told
         engine.close = lambda: (LEFT_OPEN.remove(engine), close())

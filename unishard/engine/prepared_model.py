@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.config import Config
 from unishard.config.hints import names
 from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed
 from unishard.data.warn_once import WarnOnce
+from unishard.distributed.dtypes import DTYPES
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
-from unishard.engine.loop.guarded_module import GuardedModule, holds_full_weights
+from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.module_order import named_with_class, watch_modules
 from unishard.engine.loop.outside_batches import OutsideBatches
@@ -34,7 +33,6 @@ from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.engine.process import Process
-from unishard.engine.resolve import observe_spec, text_of
 from unishard.engine.state.parameter_access import GradientAccess, ParameterAccess
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
@@ -52,99 +50,97 @@ __all__ = ["PreparedModel"]
 class PreparedModel(Process):
     """The part of `Engine` outside the loop. Delegates each call to the module of `unishard.engine` that does it."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        adapter: InferenceAdapter,
-        *,
-        model_class: str,
-        group_names: Sequence[Sequence[str]] = (),
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
-        units: Mapping[str, nn.Module] = MappingProxyType({}),
-        classes: Mapping[str, str] = MappingProxyType({}),
-        memory: ExpectedMemory | None = None,
-        written: WrittenParameters | None = None,
-    ) -> None:
+    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, written: WrittenParameters | None) -> None:
         """Set up the parts of the engine around an adapter. Collective.
 
         Args:
-            cfg: The config.
             adapter: The sharded model; an `EngineAdapter` for training.
-            model_class: Class of the model before it was sharded.
-            group_names: Names of the parameters in each optimizer group.
-            optimizer: What was passed to `prepare` or built for it, which the user may hold; None for the adapter's
-                own.
-            scheduler: A scheduler whose optimizer has the adapter's group dicts; None for the config's schedule.
-            units: The modules that the engine gathers or casts for, by name and class.
-            classes: The class of each module by name, before it was sharded.
-            memory: What the adapter was expected to hold, for the note of an out-of-memory error.
+            plan: What its parts do.
             written: What finds writes past the engine; None where the module's own tensors are the weights.
         """
-        training = adapter.training
-        self._cfg = cfg
-        self._adapter = adapter
-        self._order = order = CallOrder(cfg, adapter.module, adapter.device)
-        if adapter.forward_is_collective and order.compares_ranks and cfg.sharding.strategy != "no_shard":
-            watch_modules(order, {**units, **named_with_class(adapter.gathered_modules())})
-        self._observers = (
-            Observers()
-            if training is None or memory is None
-            else observers_of(observe_spec(cfg, text_of(cfg)), training, order, memory)
+        module, device, training, guard, planned = (
+            adapter.module,
+            adapter.device,
+            adapter.training,
+            plan.guard,
+            plan.model,
         )
-        self._buffers = Buffers(cfg, adapter, order)
+        self._plan, self._adapter = plan, adapter
+        self._order = order = CallOrder(
+            module,
+            device,
+            window=plan.loop.gradient_accumulation_steps,
+            precision=planned.precision,
+            communication=guard.communication,
+        )
+        if adapter.forward_is_collective and order.compares_ranks and guard.shards:
+            watch_modules(order, {**planned.casting, **named_with_class(adapter.gathered_modules())})
+        memory = ExpectedMemory(plan.memory)
+        self._observers = Observers() if training is None else observers_of(plan.observe, training, order, memory)
+        self._buffers = Buffers(plan.loop.buffers, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         warn = WarnOnce()
-        self._batching = Batching(cfg, adapter.module, adapter.device, order, self._evaluation, self._observers, warn)
-        self._outside = OutsideBatches(self._batching.training, warn)
-        self._trainable = Trainable(adapter.module)
-        tensors = StateTensors(adapter, training)
-        self._parameters = ParameterAccess(adapter, order, tensors)
+        self._batching = Batching(plan.loop, module, device, order, self._evaluation, self._observers, warn)
+        outside = OutsideBatches(self._batching.training, warn)
+        self._outside = outside
+        self._trainable = Trainable(module)
+        self._tensors = StateTensors(adapter, training)
+        self._parameters = ParameterAccess(adapter, order, self._tensors)
         self._accumulation: Accumulation | None = None
         if training is None:
-            adapter.module.eval()
-        else:
-            groups = training.optimizer.param_groups
-            schedule = Schedule(cfg.scheduler, groups) if scheduler is None else TorchSchedule(scheduler, groups)
+            module.eval()
+        elif plan.optimizer is not None:
+            built, groups = plan.optimizer, training.optimizer.param_groups
+            schedule = (
+                Schedule(built.schedule, groups) if built.scheduler is None else TorchSchedule(built.scheduler, groups)
+            )
             calls = OptimizerCalls(
-                training,
-                training.torch_optimizer if optimizer is None else optimizer,
-                model_class,
-                order.require_no_gradients,
+                training, built.optimizer or training.torch_optimizer, planned.name, order.require_no_gradients
             )
+            eager = eager_modules(module)
+            units = {name: unit for name, unit in planned.casting.items() if unit in eager}
             self._accumulation = Accumulation(
-                cfg, training, order, schedule, calls, self._trainable, classes, self._outside, self._observers
+                plan.loop,
+                LossScale(planned.precision),
+                training,
+                order,
+                schedule,
+                calls,
+                self._trainable,
+                planned.classes,
+                outside,
+                self._observers,
+                written=written,
+                held=EqualValues(module, order, device, full=guard.full_weights) if order.compares_ranks else None,
+                inplace=None if guard.full_weights else InplaceWrites(units, order, gathers=guard.gathers),
             )
-            full = holds_full_weights(cfg, trains=True)
-            if order.compares_ranks:
-                self._accumulation.held = EqualValues(adapter.module, order, adapter.device, full=full)
-            if not full:
-                gathers = cfg.sharding.strategy in ("full_shard", "hybrid_shard")
-                eager = {name: unit for name, unit in units.items() if unit in eager_modules(adapter.module)}
-                self._accumulation.inplace = InplaceWrites(eager, order, gathers=gathers)
             if written is not None:
                 written.begin(order)
-                self._accumulation.written = written
-            self._gradients = GradientAccess(self._parameters, self._accumulation, order, tensors)
-        self._tensors = tensors
-        run = Run(
-            cfg=cfg,
-            adapter=adapter,
-            order=order,
-            tensors=tensors,
-            buffers=self._buffers,
-            batching=self._batching,
-            observers=self._observers,
-            accumulation=self._accumulation,
-            model_class=model_class,
-            group_names=group_names,
+            self._gradients = GradientAccess(self._parameters, self._accumulation, order, self._tensors)
+        self._checkpoints = SaveAndLoad(
+            Run(
+                training=plan.loop,
+                checkpoint=plan.checkpoint,
+                text=plan.text.saved,
+                packages=list(dict.fromkeys(["torch", *plan.backend.requires])),
+                adapter=adapter,
+                order=order,
+                tensors=self._tensors,
+                buffers=self._buffers,
+                batching=self._batching,
+                observers=self._observers,
+                accumulation=self._accumulation,
+                model_class=planned.name,
+                group_names=[] if plan.optimizer is None else plan.optimizer.groups,
+            )
         )
-        self._checkpoints = SaveAndLoad(run)
+        dtypes = {planned.precision.compute, *([planned.precision.master] if training is not None else [])}
         self._guarded = GuardedModule(
-            adapter.module,
-            cfg,
-            adapter.device,
-            class_name=model_class,
+            module,
+            dtypes={DTYPES[name] for name in dtypes},
+            devices={device, *([torch.device("cpu")] if planned.offload.params != "none" else [])},
+            full=guard.full_weights,
+            class_name=planned.name,
             trains=training is not None,
             require_no_gradients=order.require_no_gradients,
             generate=self._evaluation.of_module(),
@@ -183,7 +179,9 @@ class PreparedModel(Process):
         fp16.
         """
         return (
-            LossScale(self._cfg.precision).value if self._accumulation is None else self._accumulation.loss_scale.value
+            LossScale(self._plan.model.precision).value
+            if self._accumulation is None
+            else self._accumulation.loss_scale.value
         )
 
     @property

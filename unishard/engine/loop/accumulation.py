@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.config import Config
+from unishard.config import Training
 from unishard.config.hints.arguments import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
@@ -53,7 +53,8 @@ class Accumulation:
 
     def __init__(
         self,
-        cfg: Config,
+        training: Training,
+        loss_scale: LossScale,
         adapter: EngineAdapter,
         order: CallOrder,
         schedule: Schedule | TorchSchedule,
@@ -62,9 +63,32 @@ class Accumulation:
         classes: Mapping[str, str],
         outside: OutsideBatches,
         observers: Observers,
+        *,
+        written: WrittenParameters | None,
+        held: EqualValues | None,
+        inplace: InplaceWrites | None,
     ) -> None:
+        """Begin before the first window.
+
+        Args:
+            training: The section.
+            loss_scale: What the loss is multiplied by.
+            adapter: The model.
+            order: The position in the loop.
+            schedule: What sets the learning rates.
+            optimizer: What the user holds of the optimizer.
+            trainable: Which parameters train.
+            classes: The class of each module by name, before it was sharded.
+            outside: What looks for batches that no loop has read.
+            observers: They are told of each window.
+            written: What finds writes of parameters past the engine; None where the module's own tensors are the
+                weights.
+            held: What describes what must be the same on all ranks in an update; None on a single rank.
+            inplace: What finds in-place operations on what units take and return, beside `written`.
+        """
         self.observers = observers
-        self._training = cfg.training
+        self._written, self._held, self._inplace = written, held, inplace
+        self._training = training
         self._trainable = trainable
         self.adapter = adapter
         self._order = order
@@ -74,7 +98,7 @@ class Accumulation:
         self._reached = ReachedParameters(adapter, order, classes)
         self._added = AddedModules(adapter.module)
         self._outside = outside
-        self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
+        self._looks_for_division = training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = SkippedUpdates()
         self._sampled = True
@@ -84,19 +108,13 @@ class Accumulation:
         """The divisor of the gradients, once they are final in this window."""
         self._schedule = schedule
         self._optimizer = optimizer
-        self._loss_scale = LossScale(cfg.precision)
+        self._loss_scale = loss_scale
         self._pending: Callable[[], float] | None = None
         """The gradient norm of the last update, until it is known whether that was skipped; the schedule assumes that
         it was not."""
         optimizer.public.before_reading = self.resolve_pending
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
-        self.written: WrittenParameters | None = None
-        """Finds writes of parameters past the engine; None where the module's own tensors are the weights."""
-        self.held: EqualValues | None = None
-        """Describes what must be the same on all ranks in an update; None on a single rank."""
-        self.inplace: InplaceWrites | None = None
-        """Finds in-place operations on what units take and return, beside `written`."""
 
     # -- what depends on the last update
     # -----------------------------------------------------------------------------------
@@ -147,10 +165,10 @@ class Accumulation:
         watched = self._sampled and not order.micro_batch
         if watched:
             self._added.refuse(gathered=order.gathered)
-        if watched and self.written is not None:
-            self.written.before_forward()
-        if self.held is not None and not order.micro_batch:
-            self.held.look(compared=self._sampled)
+        if watched and self._written is not None:
+            self._written.before_forward()
+        if self._held is not None and not order.micro_batch:
+            self._held.look(compared=self._sampled)
         order.check_sampled("forward")
         if watched:
             self._outside.forward((args, kwargs))
@@ -171,7 +189,7 @@ class Accumulation:
     def _watching(self) -> Iterator[None]:
         """A block in which a forward writes nothing that the engine would lose."""
         with ExitStack() as stack:
-            for watch in (self.written, self.inplace):
+            for watch in (self._written, self._inplace):
                 if watch is not None:
                     stack.enter_context(watch.forward())
             yield
@@ -223,7 +241,7 @@ class Accumulation:
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
             edited = ", with gradients that were changed since backward" if self._edited.found else ""
             held = (
-                self.held.text(self.adapter.optimizer.param_groups) if self._sampled and self.held is not None else ""
+                self._held.text(self.adapter.optimizer.param_groups) if self._sampled and self._held is not None else ""
             )
             order.check_sampled(
                 "step",
@@ -261,8 +279,8 @@ class Accumulation:
         self.observers.on_close()
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
             self.resolve_pending()
-        if self.written is not None:
-            self.written.close()
+        if self._written is not None:
+            self._written.close()
         self._optimizer.close()
         self._schedule.close()
 
@@ -307,10 +325,10 @@ class Accumulation:
             self._items.clear()
             self._finished = None
         self._sampled = samples(self._order.updates)
-        if self._sampled and self.written is not None:
-            self.written.keep()
-        if self.held is not None:
-            self.held.keep()
+        if self._sampled and self._written is not None:
+            self._written.keep()
+        if self._held is not None:
+            self._held.keep()
         step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
         if updated is None and not self._needs_outcome():
             self._pending = norm.get if isinstance(norm, HostRead) else None

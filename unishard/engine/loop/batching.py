@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unishard.config import Config
+from unishard.config import Training
 from unishard.config.hints.arguments import instead
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
@@ -38,7 +38,7 @@ class Batching:
 
     def __init__(
         self,
-        cfg: Config,
+        training: Training,
         module: nn.Module,
         device: torch.device,
         order: CallOrder,
@@ -46,14 +46,14 @@ class Batching:
         observers: Observers,
         warn: Callable[[str], None],
     ) -> None:
-        self._drop_last = cfg.training.last_window == "drop"
+        self._drop_last = training.last_window == "drop"
         self._module = module
         self._device = device
         self._order = order
         self._evaluation = evaluation
         self._observers = observers
         self._warn = warn
-        self._checks = LoaderChecks(cfg, warn)
+        self._checks = LoaderChecks(training, warn)
         self.training = TrainingPasses(order, warn)
         """The passes in training mode, and the position in the data."""
 
