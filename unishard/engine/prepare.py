@@ -21,7 +21,7 @@ from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.loop.written_parameters import WrittenParameters
-from unishard.engine.model import activation_checkpointing, batch_norm, compilation, kept_fp32, matmul
+from unishard.engine.model import activation_checkpointing, batch_norm, compilation, kept_fp32, materialization, matmul
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.optim import stepping
 from unishard.engine.optim.schedulers import SchedulerFactory
@@ -111,6 +111,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
     """Change the model as planned, and build its engine; and what watches its parameters. Collective."""
     collective_check.check_now("unishard.prepare (sharding)")
     planned, trains = plan.model, plan.optimizer is not None
+    materialization.check(model, train=trains)
     matmul.apply(planned.precision)
     kept_fp32.mark(model, planned.kept)
     _prepared.update(model.modules())

@@ -22,7 +22,6 @@ from unishard.engine.model import (
     compilation,
     input_casts,
     kept_fp32,
-    materialization,
     matmul,
     zero3_of_transformers,
 )
@@ -84,7 +83,6 @@ def resolve(
     )
     facts = facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
     freeze_empty(model)
-    materialization.check(model, train=train)
     kept = kept_fp32.find(model, cfg.precision, train=train)
     units = units_of(model, cfg.sharding)
     input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
