@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unishard.config import Config
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.optimizer_state import StateSpec
 from unishard.contract.results import Placement
@@ -25,13 +24,14 @@ from unishard_deepspeed.optimizer_state import ZeroOptimizerState
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.building import forget
-from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.reduction import gather
 from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.state import copy_masters, gather_after, relink_states, reshard_all
 from unishard_deepspeed.private.updates import clear_before_backward
 from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.shards import Shards
+from unishard_deepspeed.spec import ZeroSpec
 from unishard_deepspeed.stale_gradients import StaleGradients
 from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
 from unishard_deepspeed.unused_parameters import UnusedParameters
@@ -44,7 +44,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def __init__(
         self,
-        cfg: Config,
+        spec: ZeroSpec,
         engine: Any,
         inner: InnerOptimizer,
         device: torch.device,
@@ -52,23 +52,23 @@ class DeepSpeedAdapter(EngineAdapter):
         conditional: ConditionalModules,
     ) -> None:
         super().__init__(engine.module, device, engine.optimizer)
-        self._strategy = cfg.sharding.strategy
+        self._strategy = spec.strategy
         self._copied = engine.zero_hpz_partition_size() > 1
-        self._in_files = cfg.offload.params == "nvme"
+        self._in_files = spec.params_in_files
         self._engine = engine
         self._inner = inner
-        self._kind = kind_of(cfg)
+        self._kind = spec.kind
         self._masters = MasterWeights(self._kind, inner)
-        self._clipping = clipping_of(cfg, engine, inner)
+        self._clipping = clipping_of(spec, engine, inner)
         early = PRIVATE_API.get(f"early-gradients-{self._kind}")
         self._clear_first = clear_before_backward(engine.optimizer) if early is not None and early.works else _nothing
-        self._shards = Shards(cfg, engine, inner)
+        self._shards = Shards(spec, engine, inner)
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
         self._conditional = conditional
         self._kept: dict[nn.Parameter, None] = {}
         """Parameters that stay gathered, inside `unsharded` at stage 3."""
-        self._stale = StaleGradients(cfg, engine.optimizer)
+        self._stale = StaleGradients(spec, engine.optimizer)
         stage = engine.zero_optimization_stage()
         # Stage 0 adds zeros for missing gradients (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
         skippable = set(conditional.parameters) if stage else set(inner.trained)
@@ -76,7 +76,7 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shared = {name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained}
         """The parameters that no rank may skip."""
         ordered = [*self._shared.values()] if stage == 2 else []
-        self._unused = UnusedParameters(cfg, engine.optimizer, inner, device, self._stale.missing, ordered)
+        self._unused = UnusedParameters(spec, engine.optimizer, inner, device, self._stale.missing, ordered)
         self._state = ZeroOptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
         self.forward_is_collective = stage == 3
         self.reduces_each_backward = stage >= 2

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unishard.contract.adapter import InferenceAdapter
-    from unishard.contract.backend import OptimizerBuilder
     from unishard.contract.checkpoint_format import CheckpointFormat
     from unishard.contract.footprint import Footprint, ModelShape
+    from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
@@ -81,7 +81,7 @@ class DeepSpeedBackend:
         if cfg.offload.params == "nvme":
             from unishard_deepspeed.start import require_files
 
-            require_files(cfg)
+            require_files(cfg.precision.compute)
 
     def parse(
         self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
@@ -110,16 +110,16 @@ class DeepSpeedBackend:
 
         return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
 
-    def prepare(
-        self,
-        model: nn.Module,
-        cfg: Config,
-        translation: Translation,
-        topology: Topology,
-        units: ModelUnits,
-        optimizer: OptimizerBuilder | None,
-    ) -> InferenceAdapter:
+    def spec(
+        self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits
+    ) -> EngineSpec:
+        """The JSON with what the model and the machine add. Pure; imports torch."""
+        from unishard_deepspeed.spec import spec_of
+
+        return spec_of(cfg, translation, topology, shape, units)
+
+    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         """Shard the model and put an adapter around its engine. Imports DeepSpeed. Collective."""
         from unishard_deepspeed.build import build
 
-        return build(model, cfg, translation.native, topology, units, optimizer)
+        return build(model, plan)

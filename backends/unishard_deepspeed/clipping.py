@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from unishard.config import Config
 from unishard.distributed.host_read import HostRead
 from unishard.engine.optim.grad_norm import divide, norm_of
 from unishard.engine.optim.skipping import DeviceSkip
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
-from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.updates import clip_to, divide_gradients, without_overflow_check
 from unishard_deepspeed.shards import give_gradients
+from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["Clipping", "clipping_of"]
 
@@ -36,15 +36,15 @@ class Clipping(Protocol):
         ...
 
 
-def clipping_of(cfg: Config, engine: Any, inner: InnerOptimizer) -> Clipping:
+def clipping_of(spec: ZeroSpec, engine: Any, inner: InnerOptimizer) -> Clipping:
     """Choose the implementation for the optimizer of a DeepSpeed engine.
 
     Args:
-        cfg: The config.
+        spec: What was built.
         engine: The engine that `deepspeed.initialize` returned.
         inner: Its torch optimizer.
     """
-    return TorchClipping(cfg, engine, inner) if engine.zero_optimization_stage() == 0 else EngineClipping(cfg, engine)
+    return TorchClipping(spec, engine, inner) if spec.kind == "stage-0" else EngineClipping(spec, engine)
 
 
 class EngineClipping:
@@ -52,11 +52,11 @@ class EngineClipping:
     `ignore`.
     """
 
-    def __init__(self, cfg: Config, engine: Any) -> None:
+    def __init__(self, spec: ZeroSpec, engine: Any) -> None:
         self._engine = engine
-        self._kind = kind_of(cfg)
-        self._skips = cfg.training.nonfinite != "ignore"
-        self._limit = cfg.training.gradient_clipping or 0.0
+        self._kind = spec.kind
+        self._skips = spec.skips
+        self._limit: float = spec.native["gradient_clipping"]
         """The optimizer's maximum norm, 0 for no clipping."""
         self._divisor = 1.0
 
@@ -98,18 +98,18 @@ class TorchClipping:
     0.19.8, moe/utils.py, split_params_grads_into_shared_and_expert_params).
     """
 
-    def __init__(self, cfg: Config, engine: Any, inner: InnerOptimizer) -> None:
+    def __init__(self, spec: ZeroSpec, engine: Any, inner: InnerOptimizer) -> None:
         self._engine = engine
         self._inner = inner
-        self._kind = kind_of(cfg)
-        self._skips = cfg.training.nonfinite != "ignore"
+        self._kind = spec.kind
+        self._skips = spec.skips
         self._max_norm: float | None = None
         self._divisor = 1.0
         self._outcome: tuple[float | HostRead, bool | None] = math.inf, False
         self._skip = DeviceSkip(inner.optimizer)
         self._hooks = 3
         """How many hooks this package has on the torch optimizer: this one, and those of `FlatMasterWeights`."""
-        self._overflows = cfg.precision.compute == "fp16"
+        self._overflows = spec.precision.compute == "fp16"
         """Whether DeepSpeed's norm may overflow although ours is finite."""
         inner.optimizer.register_step_pre_hook(self._before_update)
 

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
-from unishard.config import Config
-from unishard_deepspeed import fields
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["restore_fp32_weights"]
 
 
 @torch.no_grad()
 def restore_fp32_weights(
-    cfg: Config, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]
+    spec: ZeroSpec, inner: InnerOptimizer, originals: Iterable[tuple[nn.Parameter, Tensor]]
 ) -> list[RemovableHandle]:
     """Copy fp32 weights into the master weights after `deepspeed.initialize`, and undo what stage 0 has done.
 
@@ -32,19 +31,19 @@ def restore_fp32_weights(
     fp16 parameter (`grad_dtype`), and DeepSpeed's optimizer uses it.
 
     Args:
-        cfg: The config.
+        spec: What was built.
         inner: The torch optimizer.
         originals: The fp32 weights of each parameter: at stage 3 this rank's shard, otherwise the full tensor.
 
     Returns:
         Hooks to remove with the engine.
     """
-    stage_0_masters = fields.stage(cfg) == 0 and not fields.bare(cfg)
+    stage_0_masters = spec.kind == "stage-0" and spec.precision.compute != spec.precision.master
     if stage_0_masters:
         inner.optimizer.state.clear()
     for parameter, value in originals:
         _set_master(parameter, value, inner.full_masters.get(parameter) if stage_0_masters else None)
-    if not stage_0_masters or cfg.precision.accumulate != "fp32":
+    if not stage_0_masters or spec.precision.accumulate != "fp32":
         return []
     return [_accumulate_in_fp32(parameter) for parameter in inner.trained]
 

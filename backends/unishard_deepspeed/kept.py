@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from unishard.config import Config
 from unishard.engine.model.kept_fp32 import holds
 from unishard.errors import ConfigError, Problem
 from unishard_deepspeed import fields
-from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.optimizer_kind import require
+from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["after_cast", "check"]
 
 
-def check(model: nn.Module, cfg: Config) -> None:
+def check(model: nn.Module, spec: ZeroSpec) -> None:
     """Check that DeepSpeed can keep what is marked; `rules` refuses patterns with offload earlier.
 
     Raises:
@@ -30,18 +30,12 @@ def check(model: nn.Module, cfg: Config) -> None:
         ConfigError: What the model's class names is offloaded, and would be rounded.
     """
     if any(holds(each) and each.requires_grad for each in model.parameters()):
-        require("kept-parameters", kind_of(cfg))
-    stage_3 = fields.stage(cfg) == 3
+        require("kept-parameters", spec.kind)
+    stage_3 = spec.kind == "stage-3"
     name = next(
         (name for name, each in model.named_parameters() if holds(each) and (stage_3 or each.requires_grad)), None
     )
-    place = (
-        "params"
-        if cfg.offload.params != "none"
-        else "optimizer"
-        if cfg.offload.optimizer != "none" and not stage_3
-        else None
-    )
+    place = "params" if spec.zero["offload_param"] else "optimizer" if spec.offloads_optimizer and not stage_3 else None
     if name is not None and place is not None:
         raise ConfigError(
             [Problem("precision.keep_fp32", f"keeps {name}, and {fields.KEPT_OFFLOADED.format(place=place)}")]

@@ -12,10 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from unishard.config import Config
-from unishard.config.shard_groups import shard_group_size
-from unishard.config.topology import Topology
-
 __all__ = ["Replicas", "replicas_of"]
 
 
@@ -59,10 +55,6 @@ class Replicas:
         return self._mesh.get_local_rank("replicate")
 
 
-def replicas_of(cfg: Config, topology: Topology, device: str) -> Replicas | None:
-    """Create the groups of a hybrid strategy; None if all ranks share one copy. Collective."""
-    size = shard_group_size(cfg, topology)
-    if not cfg.sharding.hybrid or size == topology.world_size:
-        return None
-    shape = (topology.world_size // size, size)
+def replicas_of(shape: tuple[int, int], device: str) -> Replicas:
+    """Create the groups of a hybrid strategy: so many of so many ranks. Collective."""
     return Replicas(init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")))

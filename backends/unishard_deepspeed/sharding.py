@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config import Config
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model.dtypes import cast_to_compute
@@ -24,6 +23,7 @@ from unishard_deepspeed import start
 from unishard_deepspeed.private.building import gather_empty, swapper_of
 from unishard_deepspeed.private.second_copy import group_of_init
 from unishard_deepspeed.replica_groups import Replicas
+from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["partition"]
 
@@ -31,7 +31,7 @@ __all__ = ["partition"]
 def partition(
     deepspeed: ModuleType,
     model: nn.Module,
-    cfg: Config,
+    spec: ZeroSpec,
     settings: dict[str, Any],
     device: torch.device,
     replicas: Replicas | None,
@@ -43,8 +43,8 @@ def partition(
     Args:
         deepspeed: The package.
         model: Full on rank 0.
-        cfg: The config.
-        settings: The JSON for `deepspeed.initialize`.
+        spec: What is built.
+        settings: Its JSON, which DeepSpeed may change.
         device: Where this rank computes.
         replicas: The groups that each hold a copy, if there are several.
         train: Whether to keep fp32 weights; if not, the parameters are frozen.
@@ -57,13 +57,13 @@ def partition(
         deepspeed.init_distributed(dist_init_required=False)  # uses the existing process group, as `initialize` does
     group = None if replicas is None else replicas.get_data_parallel_group()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    low = cfg.precision.compute != "fp32"
-    part = flat_part(rank, ranks) if _keeps_one_part(cfg, settings) else None
+    low = spec.precision.compute != "fp32"
+    part = flat_part(rank, ranks) if _keeps_one_part(spec) else None
     shared: dict[str, Any] = {}
     originals = []
 
     def master_differs(parameter: nn.Parameter) -> bool:
-        return train and parameter.requires_grad and cfg.precision.compute != cfg.precision.master
+        return train and parameter.requires_grad and spec.precision.compute != spec.precision.master
 
     for parameters in _batches(list(model.parameters())):
         unread: list[tuple[Any, Reader, torch.dtype, tuple[int, int]]] = []
@@ -74,12 +74,12 @@ def partition(
                 broadcast([parameter])
             make_dense([parameter])  # DeepSpeed sends its bytes; a placeholder is expanded
             if not train:
-                cast_to_compute([parameter], cfg.precision)
+                cast_to_compute([parameter], spec.precision)
             if part is not None and reader is not None:
                 unread.append((parameter, reader, parameter.dtype, part(parameter)))
             full = parameter.data.view(-1)
             if low and parameter.is_floating_point() and not holds(parameter):
-                parameter.data = parameter.data.to(DTYPES[cfg.precision.compute])
+                parameter.data = parameter.data.to(DTYPES[spec.precision.compute])
             if reader is None and master_differs(parameter):
                 size = -(-full.numel() // ranks)
                 originals.append((parameter, full[size * rank :][:size].clone()))
@@ -93,9 +93,9 @@ def partition(
                 mpu=replicas,
                 **shared,
             )
-        if cfg.offload.params == "nvme":
+        if spec.params_in_files:
             shared["param_swapper"] = swapper_of(init)
-        if settings["zero_optimization"]["zero_hpz_partition_size"] > 1:
+        if spec.second_copies:
             shared["zero_param_parallel_group"] = group_of_init(init)
         for parameter, reader, dtype, (
             begin,
@@ -114,13 +114,14 @@ def partition(
     return originals
 
 
-def _keeps_one_part(cfg: Config, settings: dict[str, Any]) -> bool:
+def _keeps_one_part(spec: ZeroSpec) -> bool:
     """Whether a rank's part of a parameter is in its memory once, as it was, so that it can be set after DeepSpeed has
     partitioned it.
     """
-    zero = settings["zero_optimization"]
     changed = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    return cfg.offload.params != "nvme" and not any(zero.get(key, 0) > 1 or zero.get(key) is True for key in changed)
+    return not spec.params_in_files and not any(
+        spec.zero.get(key, 0) > 1 or spec.zero.get(key) is True for key in changed
+    )
 
 
 def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

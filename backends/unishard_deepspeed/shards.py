@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.config import Config
 from unishard.distributed.shards import Shard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import shards
-from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.state import gather_after
+from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["Shards", "give_gradients"]
 
@@ -33,11 +33,11 @@ def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
 class Shards:
     """Shards of a window's gradients and of the master weights, at every stage."""
 
-    def __init__(self, cfg: Config, engine: Any, inner: InnerOptimizer) -> None:
+    def __init__(self, spec: ZeroSpec, engine: Any, inner: InnerOptimizer) -> None:
         self._engine = engine
         self._inner = inner
-        self._kind = kind_of(cfg)
-        self._offloads = cfg.offload.optimizer != "none"
+        self._kind = spec.kind
+        self._offloads = spec.offloads_optimizer
         self._gradients: dict[nn.Parameter, Shard] | None = None
         """Gradient shards, once reduced in this window."""
 

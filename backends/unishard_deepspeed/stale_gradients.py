@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from unishard.config import Config
 from unishard.contract.private_api import PrivateApi
 from unishard_deepspeed.private import PRIVATE_API
-from unishard_deepspeed.private.optimizer_kind import kind_of
 from unishard_deepspeed.private.shards import clear_offloaded
 from unishard_deepspeed.private.updates import clear_stale_gradients
+from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["StaleGradients"]
 
@@ -23,11 +22,11 @@ class StaleGradients:
     the private names for it; if not, only runs that do not use a parameter are refused.
     """
 
-    def __init__(self, cfg: Config, optimizer: Any) -> None:
+    def __init__(self, spec: ZeroSpec, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._kind = kind_of(cfg)
+        self._kind = spec.kind
         self._kept = PRIVATE_API["stale-gradients"] if self._kind == "stage-3" else None
-        self._offloaded = PRIVATE_API[f"stale-offloaded-{self._kind}"] if cfg.offload.optimizer != "none" else None
+        self._offloaded = PRIVATE_API[f"stale-offloaded-{self._kind}"] if spec.offloads_optimizer else None
         self.missing: list[PrivateApi] = [
             patch for patch in (self._kept, self._offloaded) if patch is not None and not patch.works
         ]

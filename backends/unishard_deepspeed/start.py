@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.distributed.process_group import device_of
 from unishard.errors import BackendError
@@ -98,20 +97,21 @@ def _set_device(device: torch.device, topology: Topology) -> None:
         os.environ[name] = str(device.index)
 
 
-def require_files(cfg: Config) -> None:
-    """Check that DeepSpeed can offload to files as configured, before anything is changed.
+def require_files(compute: str) -> None:
+    """Check that DeepSpeed can offload parameters to files, before anything is changed.
+
+    Args:
+        compute: `precision.compute`.
 
     Raises:
         BackendError: Its async_io op is missing and cannot be built, or it would round the parameters.
     """
-    if cfg.offload.params != "nvme":
-        return
     with quiet():
         from deepspeed.accelerator import get_accelerator
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         available = AsyncIOBuilder().is_compatible(verbose=False)
-    if cfg.precision.compute == "fp32" and not get_accelerator().is_fp16_supported():
+    if compute == "fp32" and not get_accelerator().is_fp16_supported():
         # It then uses bf16 instead of the configured dtype (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py,
         # _set_dtype).
         raise BackendError(

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config import Config
 from unishard.contract.private_api import PrivateApi
 from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.master_weights import relink_after_update, shards_of_masters
-from unishard_deepspeed.private.optimizer_kind import kind_of, require
+from unishard_deepspeed.private.optimizer_kind import require
+from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["UnusedParameters"]
 
@@ -59,7 +59,7 @@ class UnusedParameters:
 
     def __init__(
         self,
-        cfg: Config,
+        spec: ZeroSpec,
         optimizer: Any,
         inner: InnerOptimizer,
         device: torch.device,
@@ -69,14 +69,14 @@ class UnusedParameters:
         """Register hooks.
 
         Args:
-            cfg: The config.
+            spec: What was built.
             optimizer: DeepSpeed's optimizer.
             inner: The torch optimizer inside it.
             device: Where this rank computes.
             missing: Patches that a window with an unused parameter needs, and whose private names DeepSpeed lacks.
             ordered: Parameters whose gradients are reduced together in the order in which they come.
         """
-        self._kind = kind_of(cfg)
+        self._kind = spec.kind
         self._optimizer = optimizer
         self._inner = inner
         self._missing = missing

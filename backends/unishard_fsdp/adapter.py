@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from unishard.config import Config
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.optimizer_state import StateSpec
 from unishard.contract.results import Placement
@@ -26,6 +25,7 @@ from unishard.engine.optim.skipping import DeviceSkip
 from unishard_fsdp.clipping import local, scale, total_norm
 from unishard_fsdp.optimizer_state import TorchOptimizerState
 from unishard_fsdp.shards import shard_of
+from unishard_fsdp.spec import FSDPSpec
 
 __all__ = ["TorchAdapter"]
 
@@ -38,9 +38,9 @@ class TorchAdapter(EngineAdapter):
     _copies: int
     """Number of copies of each gradient over all ranks."""
 
-    def __init__(self, cfg: Config, module: nn.Module, optimizer: Any, device: torch.device) -> None:
+    def __init__(self, spec: FSDPSpec, module: nn.Module, optimizer: Any, device: torch.device) -> None:
         super().__init__(module, device, optimizer)
-        self._steps_always = cfg.training.nonfinite == "ignore"
+        self._steps_always = spec.steps_always
         self._named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._trainable = [*self._named.values()]
         self._skippable: Collection[Tensor] = ()

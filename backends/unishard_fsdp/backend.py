@@ -1,4 +1,4 @@
-"""The backend object. Stateless; only `prepare` imports torch.
+"""The backend object. Stateless; only `build` imports torch.
 
 The models of the native config are imported when one is made: what another tool's FSDP arguments say is read without
 them.
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unishard.contract.adapter import InferenceAdapter
-    from unishard.contract.backend import OptimizerBuilder
     from unishard.contract.checkpoint_format import CheckpointFormat
     from unishard.contract.footprint import Footprint, ModelShape
+    from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
@@ -129,20 +129,20 @@ class FSDPBackend:
 
         return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
 
-    def prepare(
-        self,
-        model: nn.Module,
-        cfg: Config,
-        translation: Translation,
-        topology: Topology,
-        units: ModelUnits,
-        optimizer: OptimizerBuilder | None,
-    ) -> InferenceAdapter:
-        """Shard the model as `translation.native` says and put an adapter around its engine. Imports torch. Collective.
+    def spec(
+        self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits
+    ) -> EngineSpec:
+        """The arguments, checked. Pure."""
+        from unishard_fsdp.spec import spec_of
+
+        return spec_of(cfg, translation)
+
+    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+        """Shard the model as the plan says and put an adapter around its engine. Imports torch. Collective.
 
         Raises:
             ModelError: torch cannot shard this model.
         """
-        from unishard_fsdp import build, options
+        from unishard_fsdp.build import build
 
-        return build.build(model, cfg, options.parse(translation.native), topology, units, optimizer)
+        return build(model, plan)

@@ -12,11 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from unishard.config import Config
-from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
-from unishard.contract.units import ModelUnits
+from unishard.contract.plan import RunPlan
 from unishard.distributed import process_group
 from unishard.engine.model.kept_fp32 import holds
 from unishard.errors import BackendError
@@ -27,6 +25,7 @@ from unishard_fsdp.ddp_adapter import DDPAdapter
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.spec import FSDPSpec
 
 __all__ = ["build", "require_unused_params"]
 
@@ -38,31 +37,24 @@ _SYNCS_BUFFERS = (
 """The argument of DistributedDataParallel, which torch 2.13 renamed."""
 
 
-def build(
-    model: nn.Module,
-    cfg: Config,
-    native: options.Options,
-    topology: Topology,
-    units: ModelUnits,
-    optimizer: OptimizerBuilder | None,
-) -> InferenceAdapter:
+def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     """Shard a model in place and put an adapter around it. Collective.
 
     The optimizer is built last: `fully_shard` replaces the parameters by their shards.
     """
-    device = process_group.device_of(topology)
+    spec, optimizer = cast(FSDPSpec, plan.engine), plan.optimizer
+    native, precision, units = spec.options, plan.model.precision, plan.model.units
+    device = process_group.device_of(plan.topology)
     collective_settings.require(vars(native))
     collective_settings.require_device(vars(native), device)
     if any(holds(parameter) for parameter in model.parameters()):
         PRIVATE_API["kept-parameters"].require()
     if optimizer is None:
-        sharding.apply_fully_shard(
-            model, units.gathered, device, cast(options.FullyShard, native), frozen=cfg.precision
-        )
-        return FSDPInferenceAdapter(cfg, model, device)
+        sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=precision)
+        return FSDPInferenceAdapter(precision, model, device)
     if isinstance(native, options.DistributedDataParallel):
-        return _ddp(model, cfg, native, device, optimizer)
-    _require(native, patched=bool(units.conditional), mixed=cfg.precision.compute != "fp32")
+        return _ddp(model, spec, native, device, optimizer)
+    _require(native, patched=bool(units.conditional), mixed=precision.compute != "fp32")
     embeddings: list[nn.Module] = []
     if isinstance(native, options.Replicate):
         sharding.apply_replicate(model, units.casting, device, native)
@@ -72,7 +64,8 @@ def build(
         [parameter for unit in units.conditional for parameter in unit.module.parameters()], device
     )
     return FSDPAdapter(
-        cfg,
+        spec,
+        precision,
         model,
         optimizer(_named(model)),
         device,
@@ -118,7 +111,7 @@ def require_unused_params() -> None:
 
 def _ddp(
     model: nn.Module,
-    cfg: Config,
+    spec: FSDPSpec,
     native: options.DistributedDataParallel,
     device: torch.device,
     optimizer: OptimizerBuilder,
@@ -144,10 +137,10 @@ def _ddp(
 
     built = optimizer(_named(model))
     if not native.zero_redundancy_optimizer:
-        return DDPAdapter(cfg, model, built, device, native=native, wrap=wrap)
+        return DDPAdapter(spec, model, built, device, native=native, wrap=wrap)
     built = _partitioned(built)
     owned = [parameter for group in built.optim.param_groups for parameter in group["params"]]
-    return DDPAdapter(cfg, model, built, device, native=native, wrap=wrap, owned=owned)
+    return DDPAdapter(spec, model, built, device, native=native, wrap=wrap, owned=owned)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

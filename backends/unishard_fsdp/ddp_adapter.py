@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unishard.config import Config
 from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.ddp import AveragingHook
+from unishard_fsdp.spec import FSDPSpec
 
 __all__ = ["DDPAdapter"]
 
@@ -25,7 +25,7 @@ class DDPAdapter(TorchAdapter):
 
     def __init__(
         self,
-        cfg: Config,
+        spec: FSDPSpec,
         module: nn.Module,
         optimizer: Any,
         device: torch.device,
@@ -34,7 +34,7 @@ class DDPAdapter(TorchAdapter):
         wrap: Callable[[AveragingHook], DistributedDataParallel],
         owned: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        super().__init__(cfg, module, optimizer, device)
+        super().__init__(spec, module, optimizer, device)
         self._owned = owned
         if owned is not None:
             self._skip = None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from unishard.config import Config
+from unishard.config import Precision
 from unishard.distributed.host_read import HostRead
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError
@@ -25,6 +25,7 @@ from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.parameter_usage import GatheredLeaves
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.root_first import RootFirst
+from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 from unishard_fsdp.unsharded import UnshardedModules, sharded_read
@@ -41,7 +42,8 @@ class FSDPAdapter(TorchAdapter):
 
     def __init__(
         self,
-        cfg: Config,
+        spec: FSDPSpec,
+        precision: Precision,
         module: nn.Module,
         optimizer: Any,
         device: torch.device,
@@ -51,8 +53,8 @@ class FSDPAdapter(TorchAdapter):
         conditional: ConditionalParameters,
         embeddings: Sequence[nn.Module] = (),
     ) -> None:
-        super().__init__(cfg, module, optimizer, device)
-        self._strategy, self._compute = cfg.sharding.strategy, cfg.precision.compute
+        super().__init__(spec, module, optimizer, device)
+        self._strategy, self._compute = spec.strategy, precision.compute
         self._root = root
         self._host_copies: HostCopies | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
@@ -64,7 +66,7 @@ class FSDPAdapter(TorchAdapter):
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
         if isinstance(native, options.FullyShard):
             self._copies = native.mesh.replicate if native.mesh else 1
-        self._mixed = cfg.precision.compute != "fp32"
+        self._mixed = precision.compute != "fp32"
         self._ran = False
         self._toggled = ToggledParameters(module)
         self._stale_dtypes = False
@@ -90,7 +92,7 @@ class FSDPAdapter(TorchAdapter):
         self._unsharded = UnshardedModules(module)
         # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13,
         # _fully_shard/_fsdp_state.py).
-        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
+        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), precision)
 
     def begin(self, *, last: bool) -> None:
         """Set when FSDP2 reduces, averages between groups, and reshards."""

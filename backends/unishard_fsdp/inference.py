@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from unishard.config import Config
+from unishard.config import Precision
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
@@ -27,11 +27,11 @@ __all__ = ["FSDPInferenceAdapter"]
 class FSDPInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 
-    def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, precision: Precision, module: nn.Module, device: torch.device) -> None:
         super().__init__(module, device)
         self._root_first = RootFirst(module)
         self._unsharded = UnshardedModules(module)
-        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), cfg.precision)
+        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""

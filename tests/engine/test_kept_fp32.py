@@ -70,7 +70,7 @@ def test_a_pattern_keeps_a_weight_under_all_its_names_and_the_buffers_of_its_mod
 def test_what_is_kept_is_cast_up_and_nothing_else() -> None:
     model = Around().to(torch.bfloat16)
     cfg = Precision(compute="bf16", buffers="bf16")
-    kept_fp32.mark(model, kept_fp32.find(model, cfg))
+    kept_fp32.mark(model, kept_fp32.find(model, cfg).names)
     cast_model(model, cfg, train=False)
     cast_to_compute(model.parameters(), cfg)
     full = {name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.dtype == torch.float32}
@@ -80,7 +80,7 @@ def test_what_is_kept_is_cast_up_and_nothing_else() -> None:
 
 def test_groups_of_an_optimizer_hold_one_dtype_and_the_16_bit_ones_come_first() -> None:
     model = Listed()
-    kept_fp32.mark(model, kept_fp32.find(model, Precision(compute="fp16")))
+    kept_fp32.mark(model, kept_fp32.find(model, Precision(compute="fp16")).names)
     parts = ([*model.norm.parameters()], [*model.wo.parameters(), *model.other.parameters()], [model.gate.weight])
     optimizer = torch.optim.SGD(
         [{"params": part, "lr": rate} for part, rate in zip(parts, (1.0, 2.0, 3.0), strict=True)]

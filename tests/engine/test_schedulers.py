@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, Se
 
 from unishard.config import Config
 from unishard.contract.training_facts import ScheduleFacts
-from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import TorchSchedule, build_scheduler, check
+from unishard.engine.resolve import setup_of
 from unishard.errors import CheckpointError, ConfigError
 
 
@@ -70,17 +70,17 @@ def test_nothing_is_given_twice(section: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{section}: is in the config and was also passed to prepare; remove one of them"
     ):
-        OptimizerSetup(cfg, model, *given)
+        setup_of(cfg, model, *given)
 
 
 def test_an_object_on_an_object_and_a_function_on_the_config_s() -> None:
     model = torch.nn.Linear(1, 1)
     own = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = StepLR(own, 1)
-    recipe = OptimizerSetup(Config.model_validate({}), model, own, scheduler)
+    recipe = setup_of(Config.model_validate({}), model, own, scheduler)
     assert recipe(model.named_parameters()) is own
     assert recipe.scheduler is scheduler
-    recipe = OptimizerSetup(Config.model_validate({}), model, None, lambda built: StepLR(built, 1))
+    recipe = setup_of(Config.model_validate({}), model, None, lambda built: StepLR(built, 1))
     assert recipe.scheduler is None
     built = recipe(model.named_parameters())
     assert recipe.scheduler is not None

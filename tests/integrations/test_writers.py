@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 import unishard
+from unishard.contract.plan import ObserveSpec
+from unishard.engine.resolve import observe_spec, text_of
 from unishard.observe.destinations import table
 from unishard.observe.destinations.jsonl import JsonLines
 from unishard.observe.destinations.progress import ProgressLine
@@ -23,13 +25,17 @@ def config(to: str, directory: Path, **fields: Any) -> unishard.Config:
     return unishard.load({"logging": {"to": [to], "dir": str(directory), **fields}})
 
 
+def spec(cfg: unishard.Config) -> ObserveSpec:
+    return observe_spec(cfg, text_of(cfg))
+
+
 def lines(directory: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def write(cfg: unishard.Config, *steps: int, resumed: int | None = None, loss: float = 2.5) -> None:
     (name,) = cfg.logging.to
-    writer = open_writer(name, cfg)
+    writer = open_writer(name, spec(cfg))
     if resumed is not None:
         writer.resume(resumed)
     for step in steps:
@@ -48,7 +54,7 @@ def test_a_missing_package_is_one_error_that_says_what_to_install(
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     cfg = unishard.load({"logging": {"to": ["jsonl", "tensorboard", "wandb"], "dir": str(tmp_path)}})
     with pytest.raises(unishard.ConfigError) as caught:
-        require_installed(cfg)
+        require_installed(cfg.logging)
     assert str(caught.value).splitlines() == [
         "logging.to: tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove "
         "tensorboard",
@@ -83,7 +89,7 @@ def test_a_new_run_sets_the_file_of_another_aside(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
-    writer = JsonLines(config("jsonl", tmp_path))
+    writer = JsonLines(spec(config("jsonl", tmp_path)))
     writer.write(1, {"grad_norm": float("inf"), "loss": float("nan")})
     writer.close()
     assert lines(tmp_path) == [{"step": 1, "grad_norm": None, "loss": None}]
@@ -97,7 +103,7 @@ def shown(*, terminal: bool, total: int | None = None) -> str:
     file = io.StringIO()
     schedule = {"scheduler": {"name": "linear", "total_steps": total}} if total else {}
     console = Console(file=file, force_terminal=terminal, width=200, _environ={"TERM": "xterm"})
-    writer = ProgressLine(unishard.load({"logging": ["progress"], **schedule}), console)
+    writer = ProgressLine(spec(unishard.load({"logging": ["progress"], **schedule})), console)
     for step in (10, 20):
         writer.write(
             step,

@@ -17,7 +17,6 @@ import unishard
 from unishard.contract.optimizer_state import StateSpec
 from unishard.testing.models import MlpOutput, mlp
 from unishard_deepspeed.private.master_weights import master_tensors
-from unishard_deepspeed.private.optimizer_kind import kind_of
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 BEFORE, AFTER = 3, 3
@@ -335,7 +334,7 @@ def whole(strategy, precision):
                 moments[name] = torch.equal(stretch, part.values.to(engine.device))
         return {
             "entries": entries,
-            "masters": len(master_tensors(engine._adapter.optimizer, engine._adapter._inner, kind_of(engine._cfg))),
+            "masters": len(master_tensors(engine._adapter.optimizer, engine._adapter._inner, engine._adapter._kind)),
             "shared": len(steps) - len({step.data_ptr() for step in steps}),
             "moments": moments,
             "losses": (read, train(engine, BEFORE, BEFORE + AFTER)),

@@ -21,7 +21,6 @@ from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
 from unishard_deepspeed.private.master_weights import master_tensors
-from unishard_deepspeed.private.optimizer_kind import kind_of
 
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in HYBRID)
@@ -81,7 +80,9 @@ def held(backend, strategy):
 
 MASTERS = {
     "fsdp": lambda engine: engine.module.parameters(),
-    "deepspeed": lambda engine: master_tensors(engine._adapter.optimizer, engine._adapter._inner, kind_of(engine._cfg)),
+    "deepspeed": lambda engine: master_tensors(
+        engine._adapter.optimizer, engine._adapter._inner, engine._adapter._kind
+    ),
 }
 
 

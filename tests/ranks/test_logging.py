@@ -15,6 +15,7 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
 from unishard.observe.destinations import table
+from unishard.observe.throughput import flops_per_token
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
 
@@ -197,7 +198,7 @@ def tokens(backend, root):
     section = logging(backend, root, "tokens")
     with prepare(config(backend, logging=section, optimizer={"name": "adamw"}), "llama") as engine:
         train(engine, own_share(2, "llama"))
-        return engine._accumulation.recorder._flops
+        return flops_per_token(engine._adapter)
 
 
 @everywhere

@@ -18,7 +18,6 @@ from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 from unishard_deepspeed.private.master_weights import master_tensors
-from unishard_deepspeed.private.optimizer_kind import kind_of
 
 BOTH, ALONE = {"params": "cpu", "optimizer": "cpu"}, {"params": "none", "optimizer": "cpu"}
 PLACES = {
@@ -134,7 +133,7 @@ def held(backend, place, precision):
     with unishard.prepare(mlp(), offloaded(backend, place, precision)) as engine:
         train(engine, own_share(ACCUMULATION))
         if backend == "deepspeed":
-            masters = master_tensors(engine._adapter.optimizer, engine._adapter._inner, kind_of(engine._cfg))
+            masters = master_tensors(engine._adapter.optimizer, engine._adapter._inner, engine._adapter._kind)
             return {
                 "masters": {(each.device.type, each.dtype) for each in masters},
                 "numel": sum(each.numel() for each in masters),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -121,6 +122,9 @@ def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_thei
 # --------------------------------------------------------------------------------------------------------
 
 
+LEFT_OPEN = []
+
+
 class Lying:
     """A backend whose engine says it holds something else."""
 
@@ -131,10 +135,12 @@ class Lying:
     def __getattr__(self, name):
         return getattr(self._backend, name)
 
-    def prepare(self, *args):
-        engine = self._backend.prepare(*args)
-        told = engine.placement()._replace(**self._lie)
+    def build(self, *args):
+        engine = self._backend.build(*args)
+        told, close = engine.placement()._replace(**self._lie), engine.close
         engine.placement = lambda: told
+        engine.close = lambda: (LEFT_OPEN.remove(engine), close())
+        LEFT_OPEN.append(engine)
         return engine
 
 
@@ -167,17 +173,23 @@ def lying(backend, lie, ranks):
         registry.get = original
 
 
-LYING = (*((lying, (lie, (0, 1))) for lie in LIES), (lying, ("masters", (1,))))
+def lying_is_closed(backend):
+    with contextlib.suppress(unishard.EngineMismatchError):
+        lying(backend, "masters", (0, 1))
+    return len(LEFT_OPEN)
 
 
-def lied(backend, *arguments):
-    return error(play(tuple((name, (backend, *given)) for name, given in LYING))[lying, (backend, *arguments)])
+LYING = (*((lying, (lie, (0, 1))) for lie in LIES), (lying, ("masters", (1,))), (lying_is_closed, ()))
+
+
+def lied(backend):
+    return play(tuple((name, (backend, *given)) for name, given in LYING))
 
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_engine_that_does_not_run_what_was_asked_is_refused(backend, lie):
-    raised = lied(backend, lie, (0, 1))
+    raised = error(lied(backend)[lying, (backend, lie, (0, 1))])
     assert raised.startswith("EngineMismatchError: ")
     for part in LIES[lie][1:]:
         assert part in raised
@@ -185,9 +197,14 @@ def test_an_engine_that_does_not_run_what_was_asked_is_refused(backend, lie):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
-    raised = lied(backend, "masters", (1,))
+    raised = error(lied(backend)[lying, (backend, "masters", (1,))])
     assert raised.startswith("EngineMismatchError: ")
     assert "got bfloat16" in raised
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_that_is_refused_is_closed(backend):
+    assert values(lied(backend)[lying_is_closed, (backend,)]) == [0, 0]
 
 
 # -- a plain script

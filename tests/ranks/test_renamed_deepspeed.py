@@ -17,7 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
+from unishard.contract import registry
 from unishard.engine.loop.call_order import Phase
+from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import units_of
 from unishard.failures import lifetime
 from unishard.testing.models import MlpOutput
 from unishard_deepspeed.private import PRIVATE_API
@@ -94,7 +97,10 @@ def keeps_files(strategy):
     from unishard_deepspeed.private.optimizer_kind import require_for
 
     cfg = config("deepspeed", strategy, offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
-    require_for(cfg, "cpu", trains=True, units=False, groups=False)
+    model, backend, topology = Branching(), registry.get("deepspeed"), unishard.Topology()
+    units = units_of(model, cfg.sharding)._replace(gathered=())
+    spec = backend.spec(cfg, backend.translate(cfg, topology), topology, shape_of(model, cfg.sharding), units)
+    require_for(spec, "cpu", trains=True, units=False)
 
 
 def trains_an_empty_parameter(strategy):

@@ -27,6 +27,7 @@ from unishard.config.loading.hostfile import hosts_of
 from unishard.contract.footprint import ModelShape, ParameterShape
 from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.engine.model import weight_files
+from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate
 from unishard.formats.surveying import survey
 from unishard.observe.destinations.jsonl import JsonLines
@@ -218,11 +219,10 @@ def _golden(path: Path) -> None:
 
 
 def _resumed(path: Path) -> None:
-    writer = JsonLines(
-        Config.model_validate(
-            {"training": {"micro_batch_size": 1}, "logging": {"to": ["jsonl"], "dir": str(path.parent)}}
-        )
+    cfg = Config.model_validate(
+        {"training": {"micro_batch_size": 1}, "logging": {"to": ["jsonl"], "dir": str(path.parent)}}
     )
+    writer = JsonLines(observe_spec(cfg, text_of(cfg)))
     writer.resume(2)
     writer.close()
 

@@ -10,6 +10,8 @@ from running import TINY, Terminal, plain, run
 import unishard
 from unishard.cli.explain import explain
 from unishard.config import leaves
+from unishard.engine.resolve import resolve
+from unishard.testing.models import mlp
 
 REFUSED = "offload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
 # a setting that only DeepSpeed has
@@ -62,6 +64,24 @@ def test_native_prints_what_prepare_hands_to_the_engine(backend: str) -> None:
     assert (
         json.loads(result.stdout) == unishard.translate(unishard.load(TINY), backend=backend, topology=topology).native
     )
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_native_of_a_model_is_all_that_prepare_hands_to_the_engine(backend: str, strategy: str, config: Path) -> None:
+    config.write_text(f"backend: {backend}\nsharding: {strategy}\ntraining: {{gradient_clipping: 1.0}}\n")
+    printed = run("explain", "c.yaml", "--native", "--model", "unishard.testing.models:mlp", "--world-size", "2")
+    plan = resolve(mlp(), unishard.load("c.yaml"), unishard.Topology(world_size=2, local_world_size=2))
+    assert plan.engine is not None
+    assert json.loads(printed.stdout) == plan.engine.native
+    if backend == "deepspeed":
+        names = ["inp", "blocks.0", "blocks.1", "blocks.2", "head"] if strategy == "full_shard" else []
+        assert plan.engine.native["zero_optimization"]["leaf_module"]["names"] == names
+        assert plan.engine.native["gradient_clipping"] == (1.0 if names else 0.0)
+
+
+def test_a_model_without_native_is_refused() -> None:
+    assert "--model completes what --native prints; add --native" in run("explain", TINY, "--model", "m:f").output
 
 
 def test_native_takes_the_backend_of_the_config() -> None:

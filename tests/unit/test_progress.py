@@ -26,8 +26,9 @@ def step(updated: bool = True, *, norm: float = 1.5, skipped: bool = False) -> S
 def loop(bar: Progress, losses: list[float], window: int) -> None:
     for number, loss in enumerate(losses, 1):
         bar.record_batch({"input_ids": torch.zeros(2, 8, dtype=torch.long)})
-        bar.record_loss(torch.tensor(loss))
-        bar.record_step(step(updated=number % window == 0 or number == len(losses)))
+        bar.on_loss(torch.tensor(loss))
+        if number % window == 0 or number == len(losses):
+            bar.on_step(step())
     bar.close()
 
 
@@ -59,11 +60,11 @@ def test_loss_is_the_mean_of_the_window() -> None:
 def test_losses_of_a_dropped_window_are_not_in_the_next_ones_mean() -> None:
     file = io.StringIO()
     bar = Progress([0] * 4, 2, CPU, drop=False, console=Console(file=file, width=200, _environ={"TERM": "xterm"}))
-    bar.record_loss(torch.tensor(100.0))
-    bar.drop_window()
-    for updated in (False, True):
-        bar.record_loss(torch.tensor(2.0))
-        bar.record_step(step(updated))
+    bar.on_loss(torch.tensor(100.0))
+    bar.on_discard()
+    for _ in range(2):
+        bar.on_loss(torch.tensor(2.0))
+    bar.on_step(step())
     bar.close()
     assert "loss 2.0000" in file.getvalue()
 
@@ -107,8 +108,8 @@ def test_an_unknown_length_has_no_total() -> None:
     file = io.StringIO()
     bar = Progress(iter([]), 1, CPU, drop=False, console=Console(file=file))
     bar.record_batch([torch.zeros(3, 5)])
-    bar.record_loss(torch.tensor(1.0))
-    bar.record_step(step())
+    bar.on_loss(torch.tensor(1.0))
+    bar.on_step(step())
     bar.close()
     assert file.getvalue().startswith("step 1  loss 1.0000")
     assert "samples/s" in file.getvalue()
@@ -118,8 +119,8 @@ def test_an_unknown_length_has_no_total() -> None:
 def test_a_skipped_step_is_told() -> None:
     file = io.StringIO()
     bar = Progress([0], 1, CPU, drop=False, console=Console(file=file))
-    bar.record_loss(torch.tensor(float("inf")))
-    bar.record_step(step(updated=False, norm=float("inf"), skipped=True))
+    bar.on_loss(torch.tensor(float("inf")))
+    bar.on_step(step(updated=False, norm=float("inf"), skipped=True))
     bar.close()
     assert "norm inf (skipped)" in file.getvalue()
 
@@ -146,7 +147,7 @@ def test_recording_costs_microseconds() -> None:
         started = time.perf_counter()
         for _ in range(100):
             bar.record_batch(batch)
-            bar.record_loss(loss)
-            bar.record_step(done)
+            bar.on_loss(loss)
+            bar.on_step(done)
         best = min(best, (time.perf_counter() - started) / 100)
     assert best < 100e-6

@@ -43,9 +43,19 @@ def explain(
         bool,
         typer.Option(
             "--native",
-            help="Print the engine's own config, before `prepare` adds what the model says. [default backend: CFG's]",
+            help="Print the engine's own config, without what the model adds unless --model names it. [default "
+            "backend: CFG's]",
         ),
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="With --native: a local folder with config.json, or module:factory.",
+            show_default=False,
+        ),
+    ] = None,
     changed: Annotated[
         bool, typer.Option("--changed", help="Show only what the file and --set set, not the defaults.")
     ] = False,
@@ -62,6 +72,8 @@ def explain(
     """
     from unishard.config.loading import read
 
+    if model and not native:
+        raise typer.BadParameter("--model completes what --native prints; add --native")
     if native and changed:
         raise typer.BadParameter("--native prints the whole native config; leave out --changed")
 
@@ -71,7 +83,7 @@ def explain(
     try:
         ranks = run_ranks(cfg, world_size, gpus_per_node)
         if native:
-            _print_native(cfg, backend, ranks.topology)
+            _print_native(cfg, backend, model, ranks.topology)
         else:
             _show(cfg, origins, backend, ranks.topology, changed=changed)
     except ConfigError as error:
@@ -79,11 +91,15 @@ def explain(
     note_ranks(ranks)
 
 
-def _print_native(cfg: Config, backend: str | None, topology: Topology) -> None:
+def _print_native(cfg: Config, backend: str | None, model: str | None, topology: Topology) -> None:
     from unishard.contract.translate import translate
+    from unishard.tools.plan.model import PlannedModel
 
-    translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
-    emit(json.dumps(translation.native, indent=2, allow_nan=False))
+    if model is not None:
+        native = PlannedModel(model, cfg).native(backend or cfg.backend, topology)
+    else:
+        native = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict).native
+    emit(json.dumps(native, indent=2, allow_nan=False))
 
 
 def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology, *, changed: bool) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from unishard.contract.adapter import InferenceAdapter
     from unishard.contract.checkpoint_format import CheckpointFormat
+    from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
@@ -45,7 +46,7 @@ class Backend(Protocol):
 
     @property
     def requires(self) -> Mapping[str, str]:
-        """Import name of each package that `prepare` needs, to the extra that brings it:
+        """Import name of each package that `build` needs, to the extra that brings it:
         `{"deepspeed": "deepspeed"}`.
         """
         ...
@@ -150,31 +151,33 @@ class Backend(Protocol):
         """
         ...
 
-    def prepare(
-        self,
-        model: nn.Module,
-        cfg: Config,
-        translation: Translation,
-        topology: Topology,
-        units: ModelUnits,
-        optimizer: OptimizerBuilder | None,
-    ) -> InferenceAdapter:
+    def spec(
+        self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits
+    ) -> EngineSpec:
+        """What the engine of a model is built from: what `translate` made, with what the model and the machine add.
+
+        Pure.
+
+        Args:
+            cfg: What to run.
+            translation: What `translate` made of it.
+            topology: The ranks.
+            shape: The model.
+            units: What is gathered together, what casts its inputs, and what a rank may skip.
+        """
+        ...
+
+    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         """Shard the model and put an adapter around its engine. Imports the engine. Collective.
 
         Args:
             model: Full, on any device, trainable parameters in `precision.master`; they may differ between ranks (rank
-                0's count).
-                They may be on the meta device, on rank 0 too: `unishard.engine.model.materialization` gives them their
-                    data.
-            cfg: What to run.
-            translation: What `translate` made of it; its native config is what runs.
-            topology: The ranks. The process group is up.
-            units: What is gathered together, what casts its inputs, and what a rank may skip.
-            optimizer: Builds the optimizer from the named trainable parameters. None for a model that is only
-                evaluated, which is asked for where the strategy shards parameters, which are then to be frozen and cast
-                to `precision.compute`.
+                0's count). They may be on the meta device, on rank 0 too: `unishard.engine.model.materialization` gives
+                them their data.
+            plan: Its `engine` is what `spec` made. Without an optimizer the model is only evaluated, which is asked for
+                where the strategy shards parameters, which are then to be frozen and cast to `precision.compute`.
 
         Returns:
-            An `EngineAdapter`; an `InferenceAdapter` where `optimizer` is None.
+            An `EngineAdapter`; an `InferenceAdapter` without an optimizer.
         """
         ...

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.config import Config
+from unishard.config import Training
 from unishard.data.batches import Window
 from unishard.data.digest import of_dataset, of_value
 from unishard.data.epochs import Orders
@@ -28,8 +28,8 @@ class LoaderChecks:
     Ranks are compared at the first pass in training mode, and at the first one in evaluation mode.
     """
 
-    def __init__(self, cfg: Config, warn: Callable[[str], None]) -> None:
-        self._training = cfg.training
+    def __init__(self, training: Training, warn: Callable[[str], None]) -> None:
+        self._training = training
         self._warn = warn
         self._compared: set[bool] = set()
         self._split_by_user = False

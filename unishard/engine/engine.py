@@ -1,44 +1,120 @@
 """The engine: the training loop's contract, the same for every backend.
 
-`Engine` documents each call and delegates it to the module of `unishard.engine` that does it; what differs between
-sharding engines is in the adapter (`unishard.contract.adapter`).
+`Engine` documents each call and delegates it to the part that does it; what differs between sharding engines is in the
+adapter (`unishard.contract.adapter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import EllipsisType
-from typing import Any, Never, Self
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from unishard.config.hints import names
 from unishard.config.hints.arguments import refuse_keywords
-from unishard.contract.results import Step
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.plan import RunPlan
+from unishard.contract.results import Placement, Resumed, Step
 from unishard.data.batches import Window, to_device
+from unishard.data.warn_once import WarnOnce
+from unishard.engine.assembly import guarded_module, order_of_calls, training_windows
+from unishard.engine.loop.accumulation import Accumulation
+from unishard.engine.loop.batching import Batching
+from unishard.engine.loop.buffers import Buffers
+from unishard.engine.loop.call_order import Phase
+from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
+from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.passes import Passes
-from unishard.engine.parameters_by_name import ParametersByName
-from unishard.engine.state.unsharded import naming_sharded_reads
+from unishard.engine.loop.trainable import Trainable
+from unishard.engine.loop.written_parameters import WrittenParameters
+from unishard.engine.optim.loss_scale import LossScale
+from unishard.engine.state.moving_average import MovingAverage, begin_average
+from unishard.engine.state.parameter_access import GradientAccess, ParameterAccess
+from unishard.engine.state.run import Run
+from unishard.engine.state.save_and_load import SaveAndLoad
+from unishard.engine.state.tensors import StateTensors
+from unishard.engine.state.unsharded import explain_sharded_read, naming_sharded_reads, unsharded
 from unishard.errors import ContractError
+from unishard.failures import lifetime
 from unishard.failures.endings import names_causes
+from unishard.observe.chosen import observers_of
+from unishard.observe.expected_memory import ExpectedMemory
+from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
-from unishard.observe.recorder import check_values
 
 __all__ = ["Engine"]
 
 
 @names_causes
 @with_inference_as_no_grad
-class Engine(ParametersByName):
+class Engine:
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
     Every method except `log`, `on_save` and `close` is collective: call it on all ranks. A call on a closed engine, or
     a training call on a model prepared with `train=False`, raises `ContractError`. If ranks make different calls, all
     of them raise `RankMismatchError`, which names each rank's call.
     """
+
+    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, written: WrittenParameters | None) -> None:
+        """Set up the parts of the engine around an adapter. Collective.
+
+        Args:
+            adapter: The sharded model; an `EngineAdapter` for training.
+            plan: What its parts do.
+            written: What finds writes past the engine; None where the module's own tensors are the weights.
+        """
+        training, module, warn = adapter.training, adapter.module, WarnOnce()
+        self._adapter, self._precision = adapter, plan.model.precision
+        self._order = order = order_of_calls(adapter, plan)
+        self._observers = Observers()
+        if training is not None:
+            self._observers = observers_of(plan.observe, training, order, ExpectedMemory(plan.memory))
+        self._buffers = Buffers(plan.loop.buffers, adapter, order)
+        self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
+        self._batching = Batching(plan.loop, module, adapter.device, order, self._evaluation, self._observers, warn)
+        self._outside = OutsideBatches(self._batching.training, warn)
+        self._trainable = Trainable(module)
+        self._tensors = StateTensors(adapter, training)
+        self._parameters = ParameterAccess(adapter, order, self._tensors)
+        self._accumulation: Accumulation | None = None
+        if training is None or plan.optimizer is None:
+            module.eval()
+        else:
+            self._accumulation = training_windows(
+                training,
+                plan.optimizer,
+                plan,
+                order,
+                self._observers,
+                trainable=self._trainable,
+                outside=self._outside,
+                written=written,
+            )
+            self._gradients = GradientAccess(self._parameters, self._accumulation, order, self._tensors)
+        run = Run(
+            training=plan.loop,
+            checkpoint=plan.checkpoint,
+            text=plan.text.saved,
+            packages=["torch", *(name for name in plan.backend.requires if name != "torch")],
+            adapter=adapter,
+            order=order,
+            tensors=self._tensors,
+            buffers=self._buffers,
+            batching=self._batching,
+            observers=self._observers,
+            accumulation=self._accumulation,
+            model_class=plan.model.name,
+            group_names=[] if plan.optimizer is None else plan.optimizer.groups,
+        )
+        self._checkpoints = SaveAndLoad(run)
+        self._guarded = guarded_module(adapter, plan, order, self._evaluation)
 
     # -- the loop
     # ---------------------------------------------------------------------------------------------------------
@@ -219,10 +295,7 @@ class Engine(ParametersByName):
         Raises:
             ContractError: A value is no number, a name is one that the engine logs itself, or the engine is closed.
         """
-        recorder = self._training("log").recorder
-        if recorder is not None:
-            check_values(values)
-            recorder.log(values)
+        self._training("log").observers.on_log(values)
 
     def train(self, mode: bool = True) -> Self:
         """Set the model to training or evaluation mode. Collective.
@@ -237,8 +310,7 @@ class Engine(ParametersByName):
         self._order.require_open("train")
         if self.module.training and not mode:
             self._buffers.equalize("eval")
-        if self._accumulation is not None and self._accumulation.recorder is not None:
-            self._accumulation.recorder.evaluating(not mode)
+        self._observers.on_evaluate(not mode)
         self.module.train(mode)
         return self
 
@@ -343,3 +415,437 @@ class Engine(ParametersByName):
         """
         self._order.require_open("gather_for_metrics")
         return self._evaluation.gather_for_metrics(data, pad=pad)
+
+    # -- parameters and gradients by name
+    # ---------------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> Tensor:
+        """Read a master weight, at any time. Collective.
+
+        Args:
+            name: Name in `module.named_parameters()`; for a tied parameter any of its names.
+
+        Returns:
+            A full copy on `device`, in fp32, or complex64 if it is complex; for a frozen parameter a copy of what the
+            engine keeps, which may be rounded to `precision.compute`.
+
+        Raises:
+            ContractError: There is no such parameter, or the engine is closed.
+        """
+        return self._parameters.parameter(name)
+
+    def set_parameter(self, name: str, value: Tensor) -> None:
+        """Replace a master weight and every copy that the engine computes with. Collective.
+
+        Args:
+            name: Name in `module.named_parameters()`.
+            value: The full tensor, any floating dtype and device. Rank 0's value is used; every rank must pass one.
+
+        Raises:
+            ContractError: There is no such parameter, `value` does not fit it, a forward waits for its backward, or the
+                engine is closed.
+        """
+        self._parameters.set_parameter(name, value)
+
+    def gathered(self, names: Iterable[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        """Edit several master weights: on exit the tensors are written back, as with `set_parameter`. Collective.
+
+        For editing: the tensors have no graph. To use weights in a loss, see `unsharded`. Rank 0's edits are used.
+        After an exception inside the block, nothing is written.
+
+        Args:
+            names: Names in `module.named_parameters()`. All these parameters are gathered at once, in fp32, on every
+                rank.
+
+        Yields:
+            Full fp32 tensors by name, on `device`; tied names share one tensor. Edit them in place.
+
+        Raises:
+            ContractError: There is no such parameter, a tensor was replaced by one that does not fit, a forward waits
+                for its backward, or the engine is closed.
+        """
+        return self._parameters.gathered(names)
+
+    def unsharded(self, names: Iterable[str]) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """Use weights outside the forward of their modules, in a loss for example: full tensors that autograd knows.
+
+        Collective.
+
+        For a fused loss that takes `lm_head.weight`, a penalty on weights, or an output projection with the embedding's
+        weight. Put the forward and its backward into the block, and `step` after it. To edit weights, see `gathered`.
+
+        Args:
+            names: Names in `module.named_parameters()`. All these parameters, and those that are gathered with them,
+                are in memory at once
+                on every rank: naming all of them needs the memory of the unsharded model.
+
+        Yields:
+            The parameters by name, as the model's modules have them in the block: full, in the dtype that the model
+            computes with. Tied names share one parameter. They are only valid in the block.
+
+        Raises:
+            ContractError: There is no such parameter, a parameter was edited, the block ends before a backward that
+                needs it, it is inside another one, or the engine is closed.
+            RankMismatchError: The ranks pass different names.
+        """
+        return unsharded(self._parameters, self._adapter, self._order, names)
+
+    def parameter_norms(self) -> dict[str, float]:
+        """L2 norm of each master weight, frozen ones too, at any time. Collective: one all-reduce, as `grad_norms`.
+
+        Returns:
+            Norms by name, fp32 accuracy, the same on every rank; a tied parameter under its first name.
+
+        Raises:
+            ContractError: The engine is closed.
+        """
+        self._order.require_open("parameter_norms")
+        return self._parameters.parameter_norms()
+
+    def grad(self, name: str) -> Tensor | None:
+        """Read the gradient that the coming update will use: averaged over the window and the ranks, before clipping.
+
+        Collective.
+
+        Call it between the backward of a window's last micro-batch and `step`.
+
+        Args:
+            name: Name in `module.named_parameters()`; a tied parameter has one gradient under all its names.
+
+        Returns:
+            A full fp32 copy on `device`; None for a frozen parameter and for one that no rank used.
+
+        Raises:
+            ContractError: There is no such parameter, the window is not at its end, or the engine is closed.
+        """
+        self._training("grad")
+        return self._gradients.grad(name)
+
+    def set_grad(self, name: str, value: Tensor) -> None:
+        """Replace the gradient that the coming update will use, before its norm is computed and it is clipped.
+
+        Collective.
+
+        Args:
+            name: Name in `module.named_parameters()`, of a trainable parameter.
+            value: The full gradient in the units of `grad`, any floating dtype and device. Rank 0's is used; every rank
+                must pass one.
+
+        Raises:
+            ContractError: There is no such parameter, it is frozen, `value` does not fit it, the window is not at its
+                end, or the engine is closed.
+        """
+        self._training("set_grad")
+        self._gradients.set_grad(name, value)
+
+    def grad_norms(self) -> dict[str, float]:
+        """L2 norm of each trainable parameter's gradient before clipping; the norm of these norms is `Step.grad_norm`.
+
+        Collective: one all-reduce of one number per parameter; nothing is gathered. Call it where `grad` can be called.
+
+        Returns:
+            Norms by name with fp32 accuracy, the same on every rank; a tied parameter has its first name, and
+            parameters without a gradient are omitted.
+
+        Raises:
+            ContractError: The window is not at its end, or the engine is closed.
+        """
+        self._training("grad_norms")
+        return self._gradients.grad_norms()
+
+    def ema(self, decay: float = 0.999) -> MovingAverage:
+        """Keep an exponential moving average of the weights that train, from now on. Collective.
+
+        It starts at the current weights, and each update that was not skipped makes it
+        `decay * average + (1 - decay) * weights`, in fp32 and in the shards of the master weights: no communication,
+        and one pass over this rank's shards. `save` includes it. After a load, also that of
+        `checkpoint.on_existing: resume` in `prepare`, it continues with the saved average, on any engine and number of
+        ranks: call this before the first training forward.
+
+        Args:
+            decay: The part of the average that an update keeps, from 0 to 1.
+
+        Returns:
+            The average: `with ema.weights():` evaluates, generates and exports with it, and `ema.parameter(name)` reads
+            it.
+
+        Raises:
+            CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
+            ContractError: `decay` is something else, there is one already, inside an accumulation window, or on a
+                closed engine.
+            RankMismatchError: Another rank did not call it, or with another `decay`.
+        """
+        training = self._training("ema")
+        average, training.after_update = begin_average(decay, training.adapter, self._tensors, self._order)
+        return average
+
+    # -- what it is
+    # -------------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model, sharded in place, with its module and parameter names."""
+        return self._adapter.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._adapter.device
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer; its `param_groups` hold the live learning rates.
+
+        Only the engine steps, zeroes, saves and loads it: other calls raise `ContractError` and say what to call
+        instead. Schedulers can be built on it, such as `ReduceLROnPlateau`, if the engine's own schedule is constant.
+        """
+        return self._training("optimizer").optimizer.public
+
+    @property
+    def lr(self) -> float:
+        """Learning rate for the next update (first parameter group)."""
+        return self._training("lr").schedule.lr
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss is multiplied before backward and gradients are divided after it; 1.0 except in
+        fp16.
+        """
+        return LossScale(self._precision).value if self._accumulation is None else self._accumulation.loss_scale.value
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The result of the last `load`, also of the one in `prepare` (`checkpoint.on_existing: resume`); None for a
+        new run.
+        """
+        return self._checkpoints.resumed
+
+    def placement(self) -> Placement:
+        """What the engine holds, read from its live tensors."""
+        return self._adapter.placement()
+
+    @property
+    def rank(self) -> int:
+        """This process among all of the run, from 0."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the run."""
+        return dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which logs and writes what only one process should.
+
+        Make collective calls on every rank.
+        """
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 only; above the progress bar if one is shown. Not collective.
+
+        Args:
+            values: As for the built-in `print`. They are computed on every rank: `engine.print(engine.mean(loss))` is
+                right.
+            options: Keyword arguments of the built-in `print`.
+        """
+        if self.is_main:
+            print(*values, **options)  # noqa: T201 (what the method is for)
+
+    # -- checkpoints and export
+    # -------------------------------------------------------------------------------------------
+
+    def save(self, root: str | Path | None = None, *, state: Any = None, metric: float | Tensor | None = None) -> Path:
+        """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`.
+
+        Collective.
+
+        A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing
+        behind. Each rank writes its shards; buffers that differ between ranks, such as running means, are made equal
+        first (`training.buffers`). Ctrl-C ends the save only after it is complete, the second one at once.
+        `checkpoint.keep_last`, `keep_every` and `keep_best` are applied afterwards.
+
+        Args:
+            root: Directory of the run's checkpoints, on a file system that all ranks share; by default
+                `checkpoint.dir`.
+            state: Your own data made of dicts, lists, numbers, strings and tensors; `load` returns it. Rank 0's is
+                saved.
+            metric: A number such as the validation loss, the same on all ranks, by which `checkpoint.keep_best` and
+                `load("best")` find the best checkpoint.
+
+        Returns:
+            The checkpoint directory. With `checkpoint.async_save` it is complete when `wait` or the next `save`
+            returns.
+
+        Raises:
+            CheckpointError: On every rank: it could not be written, `state` contains something else, or, with
+                `checkpoint.async_save`, the previous save failed; or this is the first save in `checkpoint.dir` and it
+                holds another run (`checkpoint.on_existing: error`).
+            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is set, or
+                another open engine of this process saves there; or `metric` is no number.
+            RankMismatchError: Another rank did not call it, or passed another metric.
+        """
+        return self._checkpoints.save(root, state=state, metric=metric)
+
+    def load(
+        self,
+        source: str | Path = "latest",
+        *,
+        strict: bool = True,
+        verify: Literal["files", "bits"] | None = "files",
+        data: bool = True,
+    ) -> Resumed | None:
+        """Resume from a checkpoint of any engine, strategy and number of ranks. Collective.
+
+        Call it after `prepare`, before the loop.
+
+        Reads every tensor of the model and the optimizer; each rank reads only its shards. Learning rates, schedule and
+        precision come from the current config. Differences from the checkpoint are logged, and listed in the result.
+        With another number of ranks, random generators are seeded from `training.seed`, the step and the rank.
+
+        Args:
+            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; `"latest"` for
+                the newest in `checkpoint.dir`, which may have none yet; or `"best"` for the one there with the best
+                metric of the newest run.
+            strict: Whether every name, shape and kind of optimizer state must match. If False, what matches is loaded,
+                and the rest is logged.
+            verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every
+                tensor is bit-equal to what was saved, on any engine and number of ranks; None checks nothing.
+            data: Whether the next training loader continues at the checkpoint's data position; False to begin an epoch,
+                for example with other data.
+
+        Returns:
+            Where training continues; None for `"latest"` if `checkpoint.dir` has no checkpoint.
+
+        Raises:
+            CheckpointError: On every rank, before anything is changed: there is no such checkpoint, it is damaged, or
+                it does not
+                match the model or the optimizer. Afterwards: `verify="bits"` found a difference.
+            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, a forward still waits for
+                its backward, `verify` is something else, or `checkpoint.dir` is not set.
+            RankMismatchError: Another rank did not call it, or called it with other arguments.
+        """
+        return self._checkpoints.load(source, strict=strict, verify=verify, data=data)
+
+    def on_save(self, state: Callable[[], Any]) -> None:
+        """Set the user state for automatic saves; an explicit `save` uses its own argument.
+
+        Args:
+            state: A function that returns the state for `save`. Called on every rank.
+        """
+        self._checkpoints.on_save(state)
+
+    def wait(self) -> None:
+        """Wait until the background save is complete. Collective.
+
+        Raises:
+            CheckpointError: On every rank: it failed.
+            ContractError: On a closed engine.
+        """
+        self._order.require_open("wait")
+        self._checkpoints.wait()
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        max_shard_size: int | str = "5GB",
+        tokenizer: Any = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Export the weights in Hugging Face's layout: safetensors, config, tokenizer; for a PEFT model its adapters.
+
+        Collective.
+
+        Each rank writes its shards directly into the files; nothing is gathered. The bytes are the same for every
+        engine, strategy and number of ranks, and for `unishard export` from a checkpoint. `from_pretrained` reads them.
+
+        Args:
+            folder: An empty or new directory, unless `overwrite` is set; on a file system that all ranks share.
+            dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; None for the dtype in the model's
+                config, or fp32.
+            max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
+            tokenizer: A tokenizer or processor of transformers, or a directory with one, to save with the weights.
+            overwrite: Whether to replace an earlier export in `folder`, with all that the folder holds, once the new
+                one is complete.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: On every rank: the model cannot be exported, an argument is invalid, `folder` is not empty
+                (with `overwrite`: no earlier export), or a rank cannot write.
+            ContractError: Inside an accumulation window, or on a closed engine.
+            RankMismatchError: Another rank did not call it, or called it with other arguments.
+        """
+        return self._checkpoints.export(
+            folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite
+        )
+
+    # -- what it is not
+    # ---------------------------------------------------------------------------------------------------
+
+    if not TYPE_CHECKING:  # for type checkers every name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that has raised AttributeError, whose own text is wanted
+                return object.__getattribute__(self, name)
+            hint = names.METHODS.get(name, "")
+            if not hint and not name.startswith("_") and hasattr(self.module, name):
+                hint = f"it is one of the model: engine.module.{name}"
+            what = f"{type(self).__name__!r} object has no attribute {name!r}{hint and f'; {hint}'}"
+            raise AttributeError(what, name=name, obj=self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ContractError(
+            "an engine cannot be copied or pickled; average its weights with engine.ema(decay), write them with "
+            "engine.export(folder), or "
+            "read one with engine.parameter(name)"
+        )
+
+    # -- the end
+    # ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Release the engine's resources. A second call does nothing; any other use afterwards is an error."""
+        self._close(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close(next((error for error in exc if isinstance(error, BaseException)), None))
+
+    def _close(self, why: BaseException | None) -> None:
+        if self._order.phase is Phase.CLOSED:
+            return
+        if why is not None and (
+            note := explain_sharded_read(self._adapter, why)
+        ):  # from the script, outside the engine's calls
+            why.add_note(note)
+        lifetime.ended_by(why)
+        self._order.close(why)
+        try:
+            self._guarded.close()
+            if self._accumulation is not None:
+                self._accumulation.close()
+            self._checkpoints.close()
+        finally:
+            self._adapter.close()
+
+    def _training(self, call: str) -> Accumulation:
+        """The training loop's state.
+
+        Raises:
+            ContractError: The engine is closed, or the model was prepared with `train=False`.
+        """
+        self._order.require_open(call)
+        if self._accumulation is None:
+            raise ContractError(
+                f"{call} needs an engine for training, but this model was prepared with train=False; prepare it "
+                "without train=False, or "
+                "call the engine that trains"
+            )
+        return self._accumulation

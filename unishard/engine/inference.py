@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.config import Config
+from unishard.config import Precision
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.broadcast import broadcast
@@ -25,12 +25,14 @@ class ReplicaAdapter(InferenceAdapter):
 
     forward_is_collective = False
 
-    def __init__(self, model: nn.Module, cfg: Config, device: torch.device, casting: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, precision: Precision, device: torch.device, casting: Sequence[nn.Module]
+    ) -> None:
         """Broadcast rank 0's model to every rank. Collective.
 
         Args:
             model: Full on rank 0.
-            cfg: The config.
+            precision: Its `compute` is the dtype of the copy.
             device: Where this rank computes.
             casting: The modules that, like the root, cast floating-point inputs to a 16-bit compute dtype: the units of
                 training.
@@ -39,11 +41,11 @@ class ReplicaAdapter(InferenceAdapter):
         for parameter in model.parameters():  # one at a time, so that only one parameter exists in two dtypes
             materialize([parameter], device)
             broadcast([parameter])
-            cast_to_compute([parameter], cfg.precision)
+            cast_to_compute([parameter], precision)
         buffers = list(model.buffers())
         materialize(buffers, device)
         broadcast(buffers)
-        self._hooks = cast_inputs([model, *casting], cfg.precision)
+        self._hooks = cast_inputs([model, *casting], precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model itself."""

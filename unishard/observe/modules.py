@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config import Config
+from unishard.config import Logging
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.results import Step
 from unishard.distributed import process_group
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.distributed.shards import norm_of, shard_norms
+from unishard.observe.observer import Observer
 from unishard.observe.position import Position
 
 __all__ = ["FILE", "ModuleRecorder"]
@@ -28,36 +30,36 @@ FILE = "modules.jsonl"
 _logger = logging.getLogger("unishard")
 
 
-class ModuleRecorder:
+class ModuleRecorder(Observer):
     """Registers hooks for the chosen steps only; in all others it costs nothing.
 
     Sums are taken over all ranks and micro-batches, so they do not depend on how a batch is distributed.
     """
 
-    def __init__(self, cfg: Config, adapter: EngineAdapter, order: Position) -> None:
-        self._steps = frozenset(cfg.logging.module_steps)
-        self._path = Path(cfg.logging.dir or ".").absolute() / FILE  # now: the script may change its directory later
+    def __init__(self, asked: Logging, adapter: EngineAdapter, order: Position) -> None:
+        self._steps = frozenset(asked.module_steps)
+        self._path = Path(asked.dir or ".").absolute() / FILE  # now: the script may change its directory later
         self._adapter, self._order = adapter, order
         self._window: _MeasuredWindow | None = None
         self._continues = False
         """Whether the file has steps of this training."""
 
-    def record_forward(self) -> None:
+    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin with the first forward of a chosen step."""
         if self._order.begins_window:  # a new window; what is left was discarded
-            self.close()
+            self.on_close()
             if self._order.updates + 1 in self._steps:
                 self._window = _MeasuredWindow(self._adapter.module)
         if self._window is not None:
             self._window.forwarding = True
 
-    def record_loss(self) -> None:
+    def on_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
         """The forward has ended; what runs from now on is recomputation."""
         if self._window is not None:
             self._window.forwarding = False
 
     @torch.no_grad()
-    def record_gradients(self, finish: Callable[[], float]) -> None:
+    def on_gradients(self, finish: Callable[[], float]) -> None:
         """Take the norms of weights and of their gradients before the update. Collective.
 
         Args:
@@ -81,24 +83,24 @@ class ModuleRecorder:
             name: (norm, norms[name] / divisor if name in norms else None) for name, norm in weights.items()
         }
 
-    def record_step(self) -> None:
+    def on_step(self, step: Step) -> None:
         """Write the lines of a step that has ended. Collective."""
         if self._window is None:
             return
         rows = self._window.rows()
-        self.close()
+        self.on_close()
         if dist.get_rank() == 0:
             try:
                 self._write(self._order.updates, rows)
             except OSError as error:
                 _logger.warning("logging.module_steps: cannot write %s; the training goes on: %s", self._path, error)
 
-    def resumed(self) -> None:
+    def on_load(self) -> None:
         """Keep the steps before that of the checkpoint."""
-        self.close()
+        self.on_close()
         self._continues = True
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """Remove the hooks."""
         if self._window is not None:
             self._window.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 __all__ = ["Position"]
 
@@ -12,8 +12,6 @@ class Position(Protocol):
 
     updates: int
     """Accumulation windows that have ended."""
-    progress: Any
-    """The progress bar of the current loop; None without one."""
 
     @property
     def begins_window(self) -> bool:

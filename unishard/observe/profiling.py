@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from unishard.config import Config
+from unishard.config import Profile
 from unishard.contract.private_api import CORE_PRIVATE_API
+from unishard.contract.results import Step
+from unishard.observe.observer import Observer
 from unishard.observe.position import Position
 
-__all__ = ["Profiling", "profiling_of"]
+__all__ = ["Profiling"]
 
 _ENTRIES = 100_000
 """How many allocations a snapshot of CUDA memory holds."""
@@ -24,19 +27,13 @@ _ENTRIES = 100_000
 _logger = logging.getLogger("unishard")
 
 
-def profiling_of(cfg: Config, order: Position, device: torch.device) -> Profiling | None:
-    """What `profile` asks for on this rank; None if that is nothing."""
-    chosen = cfg.profile.steps and (cfg.profile.ranks == "all" or dist.get_rank() == 0)
-    return Profiling(cfg, order, device) if chosen else None
-
-
-class Profiling:
+class Profiling(Observer):
     """A trace of each run of consecutive steps, from the forward of the first to the update of the last."""
 
-    def __init__(self, cfg: Config, order: Position, device: torch.device) -> None:
-        self._cfg = cfg.profile
-        self._steps = frozenset(cfg.profile.steps)
-        self._directory = Path(cfg.profile.dir or ".").absolute()  # now: the script may change its directory later
+    def __init__(self, asked: Profile, order: Position, device: torch.device) -> None:
+        self._asked = asked
+        self._steps = frozenset(asked.steps)
+        self._directory = Path(asked.dir or ".").absolute()  # now: the script may change its directory later
         self._order = order
         self._cuda = device.type == "cuda"
         self._running: Any = None
@@ -44,7 +41,7 @@ class Profiling:
         self._span = ExitStack()
         """The name of the current step in the trace."""
 
-    def record_forward(self) -> None:
+    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start with the first forward of a chosen step."""
         order = self._order
         if not order.begins_window or order.updates + 1 not in self._steps:
@@ -55,14 +52,14 @@ class Profiling:
         # The name under which tools look for steps, such as Holistic Trace Analysis.
         self._span.enter_context(record_function(f"ProfilerStep#{order.updates + 1}"))
 
-    def record_step(self) -> None:
+    def on_step(self, step: Step) -> None:
         """Stop after the update of a step whose next one is not chosen."""
         if self._running is not None:
             self._span.close()
             if self._order.updates + 1 not in self._steps:
                 self._stop()
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """Give up a trace whose last step did not end.
 
         The profiler is not stopped: with DeepSpeed, stopping it inside an accumulation window corrupts memory (torch
@@ -78,7 +75,9 @@ class Profiling:
     def _start(self, step: int) -> None:
         self._first = step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-        self._running = profile(activities=activities, profile_memory=self._cfg.memory, record_shapes=self._cfg.shapes)
+        self._running = profile(
+            activities=activities, profile_memory=self._asked.memory, record_shapes=self._asked.shapes
+        )
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
         self._running.start()
@@ -92,7 +91,7 @@ class Profiling:
             self._running.export_chrome_trace(str(trace))
             if self._snapshots:
                 torch.cuda.memory._dump_snapshot(str(self._directory / f"{name}.memory.pickle"))  # type: ignore[no-untyped-call]
-            elif self._cfg.memory and not self._cuda:
+            elif self._asked.memory and not self._cuda:
                 _write_timeline(trace, self._directory / f"{name}.memory.json")
         except (OSError, RuntimeError) as error:
             _logger.warning("profile: cannot write %s to %s; the training goes on: %s", name, self._directory, error)
@@ -104,7 +103,7 @@ class Profiling:
     @property
     def _snapshots(self) -> bool:
         """Whether a snapshot of CUDA memory is requested and possible."""
-        return self._cfg.memory and self._cuda and CORE_PRIVATE_API["memory-snapshot"].works
+        return self._asked.memory and self._cuda and CORE_PRIVATE_API["memory-snapshot"].works
 
 
 def _write_timeline(trace: Path, to: Path) -> None:

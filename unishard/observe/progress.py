@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import rich.progress as bars
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from unishard.contract.results import Step
 from unishard.data.batches import length_of
+from unishard.observe.observer import Observer
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "has_terminal"]
 
 _BAR_SECONDS = 0.25
 _LINE_SECONDS = 5.0
@@ -30,7 +32,15 @@ _BAR_WIDTH = 120
 """Minimum terminal width to show a bar beside the figures."""
 
 
-class Progress:
+_open: WeakSet[Progress] = WeakSet()
+
+
+def has_terminal() -> bool:
+    """Whether a progress bar of a loop is shown, which has the terminal for itself."""
+    return bool(_open)
+
+
+class Progress(Observer):
     """Shows steps done, loss, throughput, learning rate, gradient norm, memory and time left, on standard error.
 
     Recording takes microseconds and never waits for the device; only displaying does (it reads loss and norm), at most
@@ -75,6 +85,7 @@ class Progress:
             if self._console.is_terminal and not self._console.is_dumb_terminal
             else None
         )
+        _open.add(self)
         self._interval = _LINE_SECONDS if self._bar is None else _BAR_SECONDS
 
     def record_batch(self, batch: Any) -> None:
@@ -85,18 +96,17 @@ class Progress:
                 tensor.numel() if self._unit == "tokens" else len(tensor) if tensor.ndim else 1
             )
 
-    def record_loss(self, loss: Tensor) -> None:
-        """Record the mean loss of a micro-batch, a detached tensor with one element."""
-        self._losses.append(loss)
+    def on_loss(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
+        """Keep the mean loss of a micro-batch, on the device."""
+        least = num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(1, num_items or 1)
+        self._losses.append(loss.detach() / least)
 
-    def drop_window(self) -> None:
-        """Forget the losses since the last optimizer step: their window was discarded."""
+    def on_discard(self) -> None:
+        """Forget the losses since the last optimizer step."""
         self._losses = []
 
-    def record_step(self, step: Step) -> None:
-        """Record a step of the engine; refreshes the display at the end of an accumulation window, if it is due."""
-        if not step.ended:
-            return
+    def on_step(self, step: Step) -> None:
+        """Refresh the display, if it is due."""
         now = time.perf_counter()
         self._updates += 1
         self._step = step
@@ -111,6 +121,7 @@ class Progress:
             self._show(time.perf_counter())
         if self._bar is not None:
             self._bar.stop()
+        _open.discard(self)
 
     def _show(self, now: float) -> None:
         self._shown_at, self._shown_updates = now, self._updates

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.config import Config
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.plan import ObserveSpec
 from unishard.contract.results import Step
 from unishard.distributed import process_group
 from unishard.errors import ContractError
 from unishard.observe.destinations.opened import Destinations
 from unishard.observe.memory import memory_bytes
-from unishard.observe.modules import ModuleRecorder
+from unishard.observe.observer import Observer
 from unishard.observe.one_number import check_number
 from unishard.observe.position import Position
+from unishard.observe.progress import has_terminal
 from unishard.observe.throughput import flops_per_token, peak_flops, work_of
 
-__all__ = ["NAMES", "MetricsRecorder", "check_values", "timed"]
+__all__ = ["NAMES", "MetricsRecorder"]
 
 NAMES = (
     "step",
@@ -42,31 +42,26 @@ NAMES = (
 )
 """The engine's own values."""
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-class MetricsRecorder:
+class MetricsRecorder(Observer):
     """Measures between two records, and reads what it measured only there: no call waits for the device in between."""
 
-    def __init__(
-        self, cfg: Config, adapter: EngineAdapter, order: Position, sent: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, spec: ObserveSpec, adapter: EngineAdapter, order: Position, sent: Callable[[], int]) -> None:
         """Open the destinations. Collective.
 
         Args:
-            cfg: The config.
+            spec: What to measure.
             adapter: The model.
             order: The position in the loop.
             sent: Returns the bytes that this rank is planned to send in a step.
         """
-        self._sent: int | Callable[[], int] = sent or 0
-        self._every = cfg.logging.every_steps
+        self._sent: int | Callable[[], int] = sent
+        self._every = spec.logging.every_steps
         self._order = order
         self._device = adapter.device
         self._main = dist.get_rank() == 0
-        self._to = Destinations(cfg, dist.get_rank())
-        self._flops, self._peak = flops_per_token(adapter), peak_flops(adapter.device, cfg.precision.compute)
-        self._modules = ModuleRecorder(cfg, adapter, order) if cfg.logging.module_steps else None
+        self._to = Destinations(spec, dist.get_rank())
+        self._flops, self._peak = flops_per_token(adapter), peak_flops(adapter.device, spec.compute)
         self._losses: list[Tensor] = []
         self._items: list[int | Tensor] = []
         self._steps: list[Step] = []
@@ -88,13 +83,11 @@ class MetricsRecorder:
     # -- the loop
     # ---------------------------------------------------------------------------------------------------------
 
-    def record_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count what a forward in training mode gets. The first one after a record writes it."""
         if self._due:
             self._write()
             self._due = False
-        if self._modules is not None:
-            self._modules.record_forward()
         order = self._order
         if order.begins_window:  # a new window; what is left was discarded
             self._losses, self._items = [], []
@@ -105,26 +98,13 @@ class MetricsRecorder:
         self._tokens += work.tokens
         self._pairs += work.tokens * work.length
 
-    def record_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
+    def on_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
         """Keep a micro-batch's loss: a mean, or a sum over `num_items`."""
-        if self._modules is not None:
-            self._modules.record_loss()
         self._losses.append(loss.detach().reshape(()))
         self._items.append(1 if num_items is None else num_items)
 
-    def record_gradients(self, finish: Callable[[], float]) -> None:
-        """Read the gradients of a window before its update, if `logging.module_steps` asks for it. Collective.
-
-        Args:
-            finish: Finishes the gradients and returns their divisor.
-        """
-        if self._modules is not None:
-            self._modules.record_gradients(finish)
-
-    def record_step(self, step: Step) -> None:
+    def on_step(self, step: Step) -> None:
         """Add the window that has ended. After every `logging.every_steps` windows, measure: collective."""
-        if self._modules is not None:
-            self._modules.record_step()
         total, self._losses = torch.stack(self._losses).double().sum(), []
         self._loss = total if self._loss is None else self._loss + total
         self._count, self._items = self._count + sum(self._items), []
@@ -174,8 +154,18 @@ class MetricsRecorder:
     # -- around it
     # --------------------------------------------------------------------------------------------------------
 
-    def log(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add the user's values to the next record, or to the one of the step that has just ended."""
+    def on_log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Add the user's values to the next record, or to the one of the step that has just ended.
+
+        Raises:
+            ContractError: A name is one of the engine's own, or a value is no number.
+        """
+        for name, value in values.items():
+            if name in NAMES:
+                raise ContractError(
+                    f"log: {name} is a value that the engine logs itself; choose another name, such as my_{name}"
+                )
+            check_number("log", name, value)
         for name, value in values.items() if self._main else ():
             self._to.logged(
                 name,
@@ -183,23 +173,23 @@ class MetricsRecorder:
                 self._order.updates,
             )
 
-    def evaluating(self, mode: bool) -> None:
+    def on_evaluate(self, evaluates: bool) -> None:
         """Leave the time of an evaluation out of the throughput."""
         if self._began is None:  # before the first forward, from which on time counts
             return
         now = time.perf_counter()
-        if mode and self._paused_at is None:
+        if evaluates and self._paused_at is None:
             self._paused_at = now
-        elif not mode and self._paused_at is not None:
+        elif not evaluates and self._paused_at is not None:
             self._idle += now - self._paused_at
             self._paused_at = None
 
-    def before_save(self) -> None:
+    def on_save(self) -> None:
         """Write the record of the step that is saved, so that a run that is killed after it and resumed lacks none."""
         if self._due:
             self._write(own=False)
 
-    def saved(self, seconds: float) -> None:
+    def on_saved(self, seconds: float) -> None:
         """Add a save's time."""
         if self._began is not None and self._paused_at is None:
             self._idle += seconds
@@ -208,53 +198,15 @@ class MetricsRecorder:
         else:
             self._saving += seconds
 
-    def resumed(self) -> None:
+    def on_load(self) -> None:
         """Continue after the step of a checkpoint."""
         self._reset()
         self._due = False
         self._to.resume(self._order.updates)
-        if self._modules is not None:
-            self._modules.resumed()
 
-    def close(self) -> None:
+    def on_close(self) -> None:
         """Write what waits."""
-        if self._modules is not None:
-            self._modules.close()
         self._to.close()
 
     def _write(self, *, own: bool = True) -> None:
-        # A progress bar of the loop has the terminal for itself.
-        self._to.write(but=() if self._order.progress is None else ("progress",), own=own)
-
-
-def check_values(values: Mapping[str, Any]) -> None:
-    """Check what `Engine.log` is passed.
-
-    Raises:
-        ContractError: A name is one of the engine's own, or a value is no number.
-    """
-    for name, value in values.items():
-        if name in NAMES:
-            raise ContractError(
-                f"log: {name} is a value that the engine logs itself; choose another name, such as my_{name}"
-            )
-        check_number("log", name, value)
-
-
-def timed(save: F) -> F:
-    """Record how long a method of `SaveAndLoad` takes."""
-
-    @wraps(save)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        accumulation = self._run.accumulation
-        recorder: MetricsRecorder | None = None if accumulation is None else accumulation.recorder
-        if recorder is None:
-            return save(self, *args, **kwargs)
-        recorder.before_save()
-        began = time.perf_counter()
-        try:
-            return save(self, *args, **kwargs)
-        finally:
-            recorder.saved(time.perf_counter() - began)
-
-    return call  # type: ignore[return-value]
+        self._to.write(but=("progress",) if has_terminal() else (), own=own)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from unishard.config import Config
 from unishard_deepspeed import fields
 from unishard_deepspeed.private import PRIVATE_API
+
+if TYPE_CHECKING:
+    from unishard_deepspeed.spec import ZeroSpec
 
 __all__ = ["Kind", "kind_of", "require", "require_for"]
 
@@ -33,38 +36,36 @@ def require(case: str, kind: Kind) -> None:
         patch.require()
 
 
-def require_for(cfg: Config, device: str, *, trains: bool, units: bool, groups: bool, copies: bool = False) -> None:
-    """Check the private names that a config is known to need, before anything is changed. Imports DeepSpeed.
+def require_for(spec: ZeroSpec, device: str, *, trains: bool, units: bool) -> None:
+    """Check the private names that a run is known to need, before anything is changed. Imports DeepSpeed.
 
     Args:
-        cfg: What to run.
+        spec: What to build.
         device: Type of the device.
         trains: Whether there is an optimizer.
         units: Whether the model has modules that are gathered together.
-        groups: Whether several groups of ranks each hold a copy.
-        copies: Whether smaller groups keep a second copy of the parameters.
 
     Raises:
         BackendError: A private name is missing.
     """
-    kind, fp16 = kind_of(cfg), cfg.precision.compute == "fp16"
+    kind, fp16 = spec.kind, spec.precision.compute == "fp16"
     if fp16 and device == "cpu":
         PRIVATE_API["fp16-on-cpu"].require()
-    if cfg.offload.params == "nvme":
+    if spec.params_in_files:
         PRIVATE_API["nvme-parameters"].require()
-    if groups:
+    if spec.replicas is not None:
         require("replica-groups", kind)
-    if copies:
+    if spec.second_copies:
         PRIVATE_API["second-copies"].require()
     if not trains:
         return
     if kind == "stage-3" and units:
         PRIVATE_API["leaf-gradients"].require()
-    if cfg.sharding.conditional_modules:
+    if spec.has_conditional:
         require("conditional-modules", kind)
-    if cfg.training.nonfinite == "ignore" or (fp16 and kind == "stage-0"):
+    if not spec.skips or (fp16 and kind == "stage-0"):
         require("nonfinite", kind)
     if fp16:
         require("divisor", kind)
-    if cfg.checkpoint.automatic or cfg.checkpoint.on_signal:
+    if spec.saves:
         require("checkpoints", kind)

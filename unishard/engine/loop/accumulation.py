@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.config import Config
+from unishard.config import Training
 from unishard.config.hints.arguments import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
@@ -41,10 +41,7 @@ from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
 from unishard.failures.collective_check import samples
-
-if TYPE_CHECKING:
-    from unishard.observe.profiling import Profiling
-    from unishard.observe.recorder import MetricsRecorder
+from unishard.observe.observer import Observers
 
 __all__ = ["Accumulation"]
 
@@ -56,7 +53,8 @@ class Accumulation:
 
     def __init__(
         self,
-        cfg: Config,
+        training: Training,
+        loss_scale: LossScale,
         adapter: EngineAdapter,
         order: CallOrder,
         schedule: Schedule | TorchSchedule,
@@ -64,8 +62,33 @@ class Accumulation:
         trainable: Trainable,
         classes: Mapping[str, str],
         outside: OutsideBatches,
+        observers: Observers,
+        *,
+        written: WrittenParameters | None,
+        held: EqualValues | None,
+        inplace: InplaceWrites | None,
     ) -> None:
-        self._training = cfg.training
+        """Begin before the first window.
+
+        Args:
+            training: The section.
+            loss_scale: What the loss is multiplied by.
+            adapter: The model.
+            order: The position in the loop.
+            schedule: What sets the learning rates.
+            optimizer: What the user holds of the optimizer.
+            trainable: Which parameters train.
+            classes: The class of each module by name, before it was sharded.
+            outside: What looks for batches that no loop has read.
+            observers: They are told of each window.
+            written: What finds writes of parameters past the engine; None where the module's own tensors are the
+                weights.
+            held: What describes what must be the same on all ranks in an update; None on a single rank.
+            inplace: What finds in-place operations on what units take and return, beside `written`.
+        """
+        self.observers = observers
+        self._written, self._held, self._inplace = written, held, inplace
+        self._training = training
         self._trainable = trainable
         self.adapter = adapter
         self._order = order
@@ -75,7 +98,7 @@ class Accumulation:
         self._reached = ReachedParameters(adapter, order, classes)
         self._added = AddedModules(adapter.module)
         self._outside = outside
-        self._looks_for_division = cfg.training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
+        self._looks_for_division = training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = SkippedUpdates()
         self._sampled = True
@@ -85,25 +108,13 @@ class Accumulation:
         """The divisor of the gradients, once they are final in this window."""
         self._schedule = schedule
         self._optimizer = optimizer
-        self._loss_scale = LossScale(cfg.precision)
+        self._loss_scale = loss_scale
         self._pending: Callable[[], float] | None = None
         """The gradient norm of the last update, until it is known whether that was skipped; the schedule assumes that
         it was not."""
         optimizer.public.before_reading = self.resolve_pending
-        self.recorder: MetricsRecorder | None = None
-        """Measures what `logging` asks for; None if that is nothing."""
-        self.profiling: Profiling | None = None
-        """Traces the steps of `profile`; None if there are none on this rank."""
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
-        self.written: WrittenParameters | None = None
-        """Finds writes of parameters past the engine; None where the module's own tensors are the weights."""
-        self.held: EqualValues | None = None
-        """Describes what must be the same on all ranks in an update; None on a single rank."""
-        self.inplace: InplaceWrites | None = None
-        """Finds in-place operations on what units take and return, beside `written`."""
-        self.memory: AbstractContextManager[object] = nullcontext()
-        """The block in which the engine computes: an `ExpectedMemory`."""
 
     # -- what depends on the last update
     # -----------------------------------------------------------------------------------
@@ -154,25 +165,22 @@ class Accumulation:
         watched = self._sampled and not order.micro_batch
         if watched:
             self._added.refuse(gathered=order.gathered)
-        if watched and self.written is not None:
-            self.written.before_forward()
-        if self.held is not None and not order.micro_batch:
-            self.held.look(compared=self._sampled)
+        if watched and self._written is not None:
+            self._written.before_forward()
+        if self._held is not None and not order.micro_batch:
+            self._held.look(compared=self._sampled)
         order.check_sampled("forward")
         if watched:
             self._outside.forward((args, kwargs))
         if order.before_update is not None:
             order.before_update()
             order.before_update = None
-        if self.recorder is not None:
-            self.recorder.record_forward(args, kwargs)
-        if self.profiling is not None:
-            self.profiling.record_forward()
+        self.observers.on_forward(args, kwargs)
         self.adapter.begin(last=order.last)
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
         order.graph = order.graph or torch.is_grad_enabled()
-        with order.forwarding(), self.memory, self._watching() if watched else nullcontext():
+        with order.forwarding(), self.observers, self._watching() if watched else nullcontext():
             output = self.adapter.forward(*args, **kwargs)
         self.adapter.watch(output)
         return output
@@ -181,7 +189,7 @@ class Accumulation:
     def _watching(self) -> Iterator[None]:
         """A block in which a forward writes nothing that the engine would lose."""
         with ExitStack() as stack:
-            for watch in (self.written, self.inplace):
+            for watch in (self._written, self._inplace):
                 if watch is not None:
                     stack.enter_context(watch.forward())
             yield
@@ -198,10 +206,7 @@ class Accumulation:
             skipped=self._reached.before_backward(loss),
         )
         self._items.add(num_items, last=order.last)
-        if order.progress is not None:
-            order.progress.record_loss(loss.detach() / _at_least_1(num_items))
-        if self.recorder is not None:
-            self.recorder.record_loss(loss, num_items)
+        self.observers.on_loss(loss, num_items)
         if self._looks_for_division and num_items is None:
             self._looks_for_division = False
             warn_if_divided(loss, self._training.gradient_accumulation_steps)
@@ -212,7 +217,7 @@ class Accumulation:
         divided = loss if order.window == 1 or num_items is not None else loss / order.window
         if self._loss_scale.dynamic:
             self.resolve_pending()
-        with self._foreign.own_backward(), self.memory:
+        with self._foreign.own_backward(), self.observers:
             self.adapter.backward(self._loss_scale.scale(divided))
         self._edited.keep()
         order.phase, order.graph = Phase.BACKWARD_DONE, False
@@ -236,7 +241,7 @@ class Accumulation:
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
             edited = ", with gradients that were changed since backward" if self._edited.found else ""
             held = (
-                self.held.text(self.adapter.optimizer.param_groups) if self._sampled and self.held is not None else ""
+                self._held.text(self.adapter.optimizer.param_groups) if self._sampled and self._held is not None else ""
             )
             order.check_sampled(
                 "step",
@@ -249,18 +254,10 @@ class Accumulation:
                 self._edited.refuse()
         order.phase, order.graph = Phase.OPEN, False
         order.micro_batch += 1
-        inside = order.micro_batch < order.window
-        step = (
-            Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False)
-            if inside
-            else self._end_window(max_norm)
-        )
-        if order.progress is not None and not inside:
-            order.progress.record_step(step)
-        if self.profiling is not None and not inside:
-            self.profiling.record_step()
-        if self.recorder is not None and not inside:
-            self.recorder.record_step(step)
+        if order.micro_batch < order.window:
+            return Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False)
+        step = self._end_window(max_norm)
+        self.observers.on_step(step)
         return step
 
     def discard(self) -> None:
@@ -271,8 +268,7 @@ class Accumulation:
         with self._optimizer.own():
             self.adapter.drop_gradients()
         self._items.clear()
-        if order.progress is not None:
-            order.progress.drop_window()
+        self.observers.on_discard()
         order.discard_window()
         self._edited.clear()
         self._reached.forget()
@@ -280,14 +276,11 @@ class Accumulation:
 
     def close(self) -> None:
         """Give the user's optimizer and scheduler back, and end the logs."""
-        if self.recorder is not None:
-            self.recorder.close()
-        if self.profiling is not None:
-            self.profiling.close()
+        self.observers.on_close()
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
             self.resolve_pending()
-        if self.written is not None:
-            self.written.close()
+        if self._written is not None:
+            self._written.close()
         self._optimizer.close()
         self._schedule.close()
 
@@ -323,20 +316,19 @@ class Accumulation:
             self._order.check_sampled("discard")
             self.discard()  # otherwise the next window would add to this one
             raise
-        if self.recorder is not None:
-            self.recorder.record_gradients(self.finish_gradients)
+        self.observers.on_gradients(self.finish_gradients)
         try:
-            with self._order.awaiting(), self._optimizer.own(), self.memory:
+            with self._order.awaiting(), self._optimizer.own(), self.observers:
                 norm, updated = self.adapter.update(max_norm, divisor, finished=self._finished is not None)
         finally:
             self._order.end_window()
             self._items.clear()
             self._finished = None
         self._sampled = samples(self._order.updates)
-        if self._sampled and self.written is not None:
-            self.written.keep()
-        if self.held is not None:
-            self.held.keep()
+        if self._sampled and self._written is not None:
+            self._written.keep()
+        if self._held is not None:
+            self._held.keep()
         step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
         if updated is None and not self._needs_outcome():
             self._pending = norm.get if isinstance(norm, HostRead) else None
@@ -371,13 +363,6 @@ _DETAILS = {(True, False): "", (False, False): ", with num_items", (False, True)
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def _at_least_1(num_items: int | Tensor | None) -> int | Tensor:
-    """For a division that does not wait for the device."""
-    if isinstance(num_items, Tensor):
-        return num_items.clamp(min=1)
-    return max(1, num_items or 1)
 
 
 def _require_backward(order: CallOrder, loss: Any, *, training: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unishard.config import Config
+from unishard.config import Training
 from unishard.config.hints.arguments import instead
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
@@ -24,6 +24,7 @@ from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.passes import Passes
 from unishard.engine.loop.training_passes import TrainingPasses
 from unishard.errors import DataError
+from unishard.observe.observer import Observers
 from unishard.observe.progress import Progress
 
 __all__ = ["Batching"]
@@ -37,20 +38,22 @@ class Batching:
 
     def __init__(
         self,
-        cfg: Config,
+        training: Training,
         module: nn.Module,
         device: torch.device,
         order: CallOrder,
         evaluation: Evaluation,
+        observers: Observers,
         warn: Callable[[str], None],
     ) -> None:
-        self._drop_last = cfg.training.last_window == "drop"
+        self._drop_last = training.last_window == "drop"
         self._module = module
         self._device = device
         self._order = order
         self._evaluation = evaluation
+        self._observers = observers
         self._warn = warn
-        self._checks = LoaderChecks(cfg, warn)
+        self._checks = LoaderChecks(training, warn)
         self.training = TrainingPasses(order, warn)
         """The passes in training mode, and the position in the data."""
 
@@ -92,7 +95,7 @@ class Batching:
         if reading is not None and reading.reading is not None:
             source = reading.reading
         bar = Progress(source, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
-        outer, order.progress = order.progress, bar
+        outer = self._observers.show(bar)
         empty = True
         try:
             sizes = repeat(length) if lengths is None else lengths
@@ -120,7 +123,7 @@ class Batching:
         finally:
             if reading is not None:
                 self.training.end(reading)
-            order.progress = outer
+            self._observers.show(outer)
             if bar is not None:
                 bar.close()
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from unishard.checkpoint.export.sources import persistent_buffers
 from unishard.checkpoint.hashing import hash_of
-from unishard.config import Config
 from unishard.contract.adapter import InferenceAdapter
 from unishard.distributed.broadcast import average, broadcast
 from unishard.distributed.shards import flat
@@ -28,8 +27,8 @@ class Buffers:
     The others are caches, which each rank fills for itself.
     """
 
-    def __init__(self, cfg: Config, adapter: InferenceAdapter, order: CallOrder) -> None:
-        self._how = cfg.training.buffers
+    def __init__(self, how: str, adapter: InferenceAdapter, order: CallOrder) -> None:
+        self._how = how
         self._adapter = adapter
         self._order = order
         self.stale = False

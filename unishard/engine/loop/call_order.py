@@ -10,11 +10,10 @@ from enum import Enum
 import torch
 from torch import nn
 
-from unishard.config import Config
+from unishard.config import Communication, Precision
 from unishard.engine.loop import dtype_errors, input_errors
 from unishard.errors import ContractError
 from unishard.failures import collective_check
-from unishard.observe.progress import Progress
 
 __all__ = ["CallOrder", "Phase"]
 
@@ -31,18 +30,28 @@ class Phase(Enum):
 class CallOrder:
     """Refuses calls in the wrong order, and calls that differ between ranks."""
 
-    def __init__(self, cfg: Config, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        window: int,
+        precision: Precision,
+        communication: Communication,
+    ) -> None:
         """Start before the first call. Collective.
 
         Args:
-            cfg: The config.
             module: The model.
             device: Where this rank computes.
+            window: Micro-batches in a full accumulation window.
+            precision: What the errors of a forward name.
+            communication: How calls are compared between the ranks.
         """
         self._module = module
-        self._precision = cfg.precision
+        self._precision = precision
         self._device = device
-        self._member = collective_check.join(cfg.communication)
+        self._member = collective_check.join(communication)
         self._trained = module.training
         self._began, self._seconds = time.monotonic(), 0.0
         """When the current window began, and what the last one took."""
@@ -51,7 +60,7 @@ class CallOrder:
         self._checked, self._due = -1, 0
         """The last update whose calls were all checked, and the next one whose calls will be."""
         self.phase = Phase.OPEN
-        self.full_window = self.window = cfg.training.gradient_accumulation_steps
+        self.full_window = self.window = window
         """Micro-batches in a full accumulation window, and in the current one."""
         self.micro_batch = 0
         """Micro-batches of the current window that are done."""
@@ -72,8 +81,6 @@ class CallOrder:
         """Whether the model has averaged weights, inside `ema.weights()`."""
         self.unsharded = False
         """Whether `engine.unsharded()` is open."""
-        self.progress: Progress | None = None
-        """The progress bar of the current loop."""
         self.before_update: Callable[[], None] | None = None
         """A check to make once, in the next forward that begins an update; collective."""
 

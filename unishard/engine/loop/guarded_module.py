@@ -11,22 +11,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from unishard.config import Config
-from unishard.distributed.dtypes import DTYPES
 from unishard.engine.loop.inference_mode import as_no_grad_in_forward
 from unishard.errors import ContractError
 
-__all__ = ["GuardedModule", "holds_full_weights"]
+__all__ = ["GuardedModule"]
 
 _CASTS = ("to", "half", "float", "double", "bfloat16", "type", "cuda", "cpu")
 """Methods that a module and a tensor both have, and that change dtype or device."""
-
-
-def holds_full_weights(cfg: Config, *, trains: bool) -> bool:
-    """Whether the module's own parameters are its weights, in full, on every rank and every engine."""
-    if not trains:
-        return cfg.sharding.strategy not in ("full_shard", "hybrid_shard")
-    return cfg.sharding.strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
 
 
 class GuardedModule:
@@ -35,9 +26,10 @@ class GuardedModule:
     def __init__(
         self,
         module: nn.Module,
-        cfg: Config,
-        device: torch.device,
         *,
+        dtypes: set[torch.dtype],
+        devices: set[torch.device],
+        full: bool,
         class_name: str,
         trains: bool,
         require_no_gradients: Callable[[str], None],
@@ -47,8 +39,9 @@ class GuardedModule:
 
         Args:
             module: A prepared model.
-            cfg: The config.
-            device: Where this rank computes.
+            dtypes: Those to which a cast is allowed, as the weights have them.
+            devices: Those to which a move is allowed.
+            full: Whether the module's own parameters are its weights, in full.
             class_name: The model's class before it was sharded.
             trains: Whether the engine has an optimizer.
             require_no_gradients: Raises if the engine holds gradients that the named call would drop.
@@ -56,9 +49,7 @@ class GuardedModule:
         """
         self._module = module
         self._name = class_name
-        self._dtypes = {DTYPES[cfg.precision.compute], *([DTYPES[cfg.precision.master]] if trains else [])}
-        self._devices = {device, *([torch.device("cpu")] if cfg.offload.params != "none" else [])}
-        full = holds_full_weights(cfg, trains=trains)
+        self._dtypes, self._devices = dtypes, devices
         methods: dict[str, Callable[..., Any]] = {
             name: self._unless_nothing_changes(name) for name in (*_CASTS, "to_empty")
         }

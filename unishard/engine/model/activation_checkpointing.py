@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from unishard.config import Config
+from unishard.config import Sharding
 from unishard.contract.units import Unit
 from unishard.engine.model.kv_cache import without_cache
 from unishard.engine.model.units import find_blocks, find_classes
@@ -42,17 +42,17 @@ SAVED = (
 """Operations of `torch.ops.aten` whose outputs `selective` saves."""
 
 
-def find(model: nn.Module, cfg: Config) -> list[Unit]:
+def find(model: nn.Module, asked: str | list[str], sharding: Sharding) -> list[Unit]:
     """Find the modules to recompute in backward.
 
     Args:
         model: Any module, not yet sharded.
-        cfg: The config; `sharding.units` defines the blocks.
+        asked: `activation_checkpointing`.
+        sharding: The section; `units` defines the blocks.
 
     Raises:
         ModelError: A named class matches no module, there are no blocks, or the model already recomputes.
     """
-    asked = cfg.activation_checkpointing
     if asked == "none":
         return []
     for name, module in model.named_modules():
@@ -61,7 +61,7 @@ def find(model: nn.Module, cfg: Config) -> list[Unit]:
                 f"{_FIELD}: {name or 'the model'} already recomputes (gradient_checkpointing_enable); call "
                 f"model.gradient_checkpointing_disable(), or set {_FIELD} to none"
             )
-    return find_classes(model, asked, _FIELD) if isinstance(asked, list) else find_blocks(model, cfg.sharding, _FIELD)
+    return find_classes(model, asked, _FIELD) if isinstance(asked, list) else find_blocks(model, sharding, _FIELD)
 
 
 def apply(modules: Sequence[Unit], *, selective: bool) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from unishard import config
-from unishard.config import Config
 from unishard.contract.units import Unit
 from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
 from unishard.engine.model.units import find_blocks
@@ -28,23 +27,23 @@ __all__ = ["apply", "eager_modules", "find", "require_backend"]
 _logger = logging.getLogger("unishard")
 
 
-def find(model: nn.Module, cfg: Config) -> list[Unit]:
+def find(model: nn.Module, cfg: config.Compile, sharding: config.Sharding) -> list[Unit]:
     """Find the modules to compile: the blocks, or the model itself.
 
     Raises:
         ConfigError: torch has no such backend; lists the available ones.
         ModelError: The model has no blocks, or is already compiled.
     """
-    if cfg.compile.mode == "none":
+    if cfg.mode == "none":
         return []
-    require_backend(cfg.compile)
+    require_backend(cfg)
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise ModelError(
                 f"compile: {name or 'the model'} is already compiled (module.compile()); remove that, or set compile "
                 "to none"
             )
-    return [Unit("", model)] if cfg.compile.mode == "full" else find_blocks(model, cfg.sharding, "compile")
+    return [Unit("", model)] if cfg.mode == "full" else find_blocks(model, sharding, "compile")
 
 
 def require_backend(cfg: config.Compile) -> None:

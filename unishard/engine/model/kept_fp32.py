@@ -8,7 +8,7 @@ parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -30,6 +30,11 @@ class Kept(NamedTuple):
     buffers: tuple[str, ...] = ()
     elements: int = 0
     """Elements of the parameters."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of both."""
+        return (*self.parameters, *self.buffers)
 
 
 def find(model: nn.Module, cfg: Precision, *, train: bool = True) -> Kept:
@@ -116,9 +121,8 @@ def _problems(model: nn.Module, found: Kept, cfg: Precision, *, train: bool) -> 
         )
 
 
-def mark(model: nn.Module, found: Kept) -> None:
-    """Mark the tensors that are kept."""
-    names = {*found.parameters, *found.buffers}
+def mark(model: nn.Module, names: Collection[str]) -> None:
+    """Mark the parameters and buffers that are kept."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in names:
             setattr(tensor, _MARK, True)

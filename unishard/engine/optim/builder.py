@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.config import Config
+from unishard.config import Optimizer, Scheduler
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.engine.optim.kept_groups import separate
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
-from unishard.errors import ConfigError, Problem
 
 __all__ = ["OptimizerSetup"]
 
@@ -26,26 +25,34 @@ class OptimizerSetup:
 
     def __init__(
         self,
-        cfg: Config,
         model: nn.Module,
+        section: Optimizer,
+        schedule: Scheduler,
         optimizer: OptimizerFactory | torch.optim.Optimizer | None,
         scheduler: SchedulerFactory | LRScheduler | None,
+        *,
+        sharded: bool,
     ) -> None:
         """Check everything; build nothing.
 
+        Args:
+            model: Not sharded yet.
+            section: What is used if the caller has passed no optimizer.
+            schedule: What is used if the caller has passed no scheduler.
+            optimizer: What the caller has passed.
+            scheduler: What the caller has passed.
+            sharded: Whether the optimizer will step shards.
+
         Raises:
-            ConfigError: The optimizer or scheduler is set twice, or would not train the model as configured.
+            ConfigError: The optimizer or scheduler would not train the model as configured.
         """
-        problems = [
-            Problem(section, f"is in the config and was also passed to prepare; remove one of them: {section}={given}")
-            for section, given in (("optimizer", _class_name(optimizer)), ("scheduler", _class_name(scheduler)))
-            if given and section in cfg.model_fields_set
-        ]
-        if problems:
-            raise ConfigError(problems)
         if scheduler is not None:
             check(scheduler, optimizer)
-        self._build = _builder(cfg, model, optimizer)
+        self._build = _builder(model, section, optimizer, sharded=sharded)
+        self.from_caller = not (optimizer is scheduler is None)
+        """Whether what is built depends on the caller's code, too."""
+        self.schedule = schedule
+        """The section, which counts if the caller has passed no scheduler."""
         self.groups: list[list[str]] = []
         """Names of the parameters in each optimizer group, once the optimizer is built."""
         self._scheduler = scheduler
@@ -75,14 +82,11 @@ class OptimizerSetup:
         return optimizer
 
 
-def _class_name(given: object) -> str:
-    return "" if given is None else type(given).__name__
-
-
-def _builder(cfg: Config, model: nn.Module, given: OptimizerFactory | torch.optim.Optimizer | None) -> OptimizerBuilder:
-    sharded = cfg.sharding.strategy != "no_shard"
+def _builder(
+    model: nn.Module, section: Optimizer, given: OptimizerFactory | torch.optim.Optimizer | None, *, sharded: bool
+) -> OptimizerBuilder:
     if given is None:
-        return factory(cfg.optimizer, model)
+        return factory(section, model)
     if isinstance(given, torch.optim.Optimizer):
         return move_to_shards(given, model, sharded=sharded)
     return from_factory(given, sharded=sharded)

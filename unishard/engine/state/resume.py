@@ -85,7 +85,7 @@ def _global_batch(run: Run, manifest: Manifest) -> Iterator[str]:
     if not isinstance(training, Mapping) or not all(isinstance(training.get(field), int) for field in fields):
         return
     then = math.prod(training[field] for field in fields) * manifest.world_size
-    now = math.prod(getattr(run.cfg.training, field) for field in fields) * dist.get_world_size()
+    now = math.prod(getattr(run.training, field) for field in fields) * dist.get_world_size()
     if then != now:
         what = f"the global batch size was {then} and is now {now}"
         yield f"{what}; adjust training.gradient_accumulation_steps to the number of ranks"
@@ -153,7 +153,7 @@ def _resume_random_numbers(run: Run, manifest: Manifest, states: Mapping[str, Te
     if states:
         random_state.restore(states, run.adapter.device)
         return []
-    random_state.reseed(run.cfg.training.seed, manifest.step, dist.get_rank())
+    random_state.reseed(run.training.seed, manifest.step, dist.get_rank())
     saved_by = count_of(manifest.world_size, "rank")
     why = f"saved by {saved_by}" if manifest.world_size != dist.get_world_size() else "no random state was saved"
     return [f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unishard.config import Config
+from unishard.config import Checkpoint, Training
 from unishard.contract.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.state.tensors import StateTensors
+from unishard.observe.observer import Observers
 
 __all__ = ["Run"]
 
@@ -21,12 +22,18 @@ __all__ = ["Run"]
 class Run:
     """A run, to take a snapshot of or to restore a checkpoint into."""
 
-    cfg: Config
+    training: Training
+    checkpoint: Checkpoint
+    text: Mapping[str, Any]
+    """The config, for the manifest."""
+    packages: Sequence[str]
+    """Packages whose versions the manifest has."""
     adapter: InferenceAdapter
     order: CallOrder
     tensors: StateTensors
     buffers: Buffers
     batching: Batching
+    observers: Observers
     accumulation: Accumulation | None
     """None for inference."""
     model_class: str

@@ -27,7 +27,6 @@ from unishard.engine.state.restore import restore
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import take_snapshot
 from unishard.errors import CheckpointError, ContractError, RankMismatchError
-from unishard.observe.recorder import timed
 
 __all__ = ["SaveAndLoad"]
 
@@ -43,15 +42,15 @@ class SaveAndLoad:
     def __init__(self, run: Run) -> None:
         """Set up background and automatic saves. Collective."""
         self._run = run
-        self._cfg = run.cfg.checkpoint
-        self._plans = PlanCache(background=self._cfg.async_save)
-        self._background = Background(ready=self._cfg.async_save)
-        self._autosave = Autosave(self._cfg) if run.accumulation is not None else None
+        self._asked = run.checkpoint
+        self._plans = PlanCache(background=self._asked.async_save)
+        self._background = Background(ready=self._asked.async_save)
+        self._autosave = Autosave(self._asked) if run.accumulation is not None else None
         self._state_to_save: Callable[[], Any] | None = None
         self._dir = (
-            None if self._cfg.dir is None else Path(self._cfg.dir).absolute()
+            None if self._asked.dir is None else Path(self._asked.dir).absolute()
         )  # now: the script may change its directory later
-        self._lineage = Lineage(self._dir, self._cfg.on_existing)
+        self._lineage = Lineage(self._dir, self._asked.on_existing)
         self._owned: set[Path] = set()
         """The directories in which this run saves."""
         self._cleaned: set[Path] = set()
@@ -59,17 +58,20 @@ class SaveAndLoad:
         """The last load."""
         self._check_before_update()
 
-    @timed
     @deferred()
     @without_collections()
     def save(self, root: str | Path | None, *, state: Any, metric: Any = None) -> Path:
         """Save the run."""
+        with self._run.observers.saving():
+            return self._save(root, state, metric)
+
+    def _save(self, root: str | Path | None, state: Any, metric: Any) -> Path:
         order = self._run.order
         order.require_boundary("save")
         number = _number(metric)
         place = self._directory(root, "save")
         self._claim(place)
-        order.check_now("save", f", to {root or self._cfg.dir}")
+        order.check_now("save", f", to {root or self._asked.dir}")
         self._drop_average()
         group = process_group.host_group()
         _require_same(number, group)
@@ -84,8 +86,8 @@ class SaveAndLoad:
         snapshot = snapshot._replace(
             run=name.run, other_run_present=name.other_run_present, facts={**snapshot.facts, "metric": number}
         )
-        retention = Retention(self._cfg.keep_last, self._cfg.keep_every, self._cfg.keep_best, self._cfg.best)
-        if self._cfg.async_save:
+        retention = Retention(self._asked.keep_last, self._asked.keep_every, self._asked.keep_best, self._asked.best)
+        if self._asked.async_save:
             copy = self._background.stage(snapshot)
             self._background.start(lambda own: save(place, copy, retention, own, cache=self._plans))
             return place / finding.name_of(snapshot.step, name.run if name.other_run_present else "")
@@ -131,7 +133,7 @@ class SaveAndLoad:
             )
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
-        what = f"{which} of {self._cfg.dir}" if which else source
+        what = f"{which} of {self._asked.dir}" if which else source
         order.check_now("load", f", from {what}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self._background.wait()
@@ -144,8 +146,7 @@ class SaveAndLoad:
         self.resumed = restore(self._run, folder, group, strict=strict, verify=verify, data=data)
         if dist.get_rank() == 0:
             self._lineage.resumed(folder)
-        if self._run.accumulation is not None and self._run.accumulation.recorder is not None:
-            self._run.accumulation.recorder.resumed()
+        self._run.observers.on_load()
         self._check_before_update()
         return self.resumed
 
@@ -155,7 +156,7 @@ class SaveAndLoad:
             return finding.latest(place)
         if which is None:
             return finding.locate(place, "latest")
-        best = finding.best(place, self._cfg.best)
+        best = finding.best(place, self._asked.best)
         if best is None:
             raise CheckpointError(
                 f"{place}: no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)"
@@ -170,7 +171,7 @@ class SaveAndLoad:
     def _before_update(self) -> None:
         if self._dir is not None:
             on_first(process_group.host_group(), self._lineage.admit)
-            if self._cfg.automatic or self._cfg.on_signal:
+            if self._asked.automatic or self._asked.on_signal:
                 self._own(self._dir)
         self._drop_average()
 

@@ -14,7 +14,6 @@ from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
-from unishard.contract import registry
 from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.distributed.lazy_shards import lazy_shard_of
 from unishard.distributed.on_ranks import on_all
@@ -78,13 +77,11 @@ def _facts(run: Run) -> dict[str, Any]:
         accumulation.resolve_pending()
     ties = tensors.ties()
     shapes = {name.removeprefix(keys.PARAMETERS): list(shard.shape) for name, shard in tensors.model_shards().items()}
-    backend = registry.get(run.cfg.backend)
-    packages = dict.fromkeys(["torch", *backend.requires])
     return {
         "versions": {"python": platform.python_version(), "unishard": __version__}
-        | {name: version(name).partition("+")[0] for name in packages},
+        | {name: version(name).partition("+")[0] for name in run.packages},
         "world_size": dist.get_world_size(),
-        "config": run.cfg.model_dump(mode="json", exclude={"launch"}),
+        "config": run.text,
         "model": ModelRecord(
             class_name=run.model_class,
             fingerprint=fingerprint_of(shapes),

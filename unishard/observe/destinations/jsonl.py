@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from unishard.config import Config
+from unishard.contract.plan import ObserveSpec
 from unishard.errors import ConfigError, Problem
 from unishard.observe.destinations.writer import Values
 
@@ -27,8 +27,8 @@ class JsonLines:
     A new run sets the file of another one aside, as `log-1.jsonl`; a resumed run continues it.
     """
 
-    def __init__(self, cfg: Config) -> None:
-        self._path = Path(cfg.logging.dir or ".").absolute() / FILE  # now: the script may change its directory later
+    def __init__(self, spec: ObserveSpec) -> None:
+        self._path = Path(spec.logging.dir or ".").absolute() / FILE  # now: the script may change its directory later
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO | None = None
 

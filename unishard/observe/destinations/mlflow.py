@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unishard.config import Config, leaves, value_at
+from unishard.contract.plan import ObserveSpec
 from unishard.observe.destinations.run_file import RunFile
 from unishard.observe.destinations.writer import Values
 
@@ -21,15 +21,16 @@ files."""
 class MLflow:
     """One run, with the fields that the config sets as its parameters; started with the first record."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, spec: ObserveSpec) -> None:
         from mlflow.tracking import MlflowClient
 
-        self._cfg = cfg
-        self._directory = None if cfg.logging.dir is None else Path(cfg.logging.dir).absolute()
-        if cfg.logging.mlflow_uri is None and self._directory is not None:
+        self._asked, self._fields = spec.logging, spec.text.fields
+        asked = spec.logging
+        self._directory = None if asked.dir is None else Path(asked.dir).absolute()
+        if asked.mlflow_uri is None and self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
-        self._client: Any = MlflowClient(cfg.logging.mlflow_uri or f"sqlite:///{self._directory}/{FILE}")
-        self._file = RunFile(cfg, "mlflow")
+        self._client: Any = MlflowClient(asked.mlflow_uri or f"sqlite:///{self._directory}/{FILE}")
+        self._file = RunFile(asked.dir, "mlflow")
         self._run: str | None = None
         self._written = -1
         """The last step that an earlier run wrote."""
@@ -64,15 +65,14 @@ class MLflow:
     def _start(self) -> str:
         from mlflow.entities import Param
 
-        name = self._cfg.logging.project or "Default"
+        name = self._asked.project or "Default"
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             experiment = found.experiment_id
         else:  # beside the database, unless a server decides
-            place = None if self._cfg.logging.mlflow_uri else f"{self._directory}/mlartifacts"
+            place = None if self._asked.mlflow_uri else f"{self._directory}/mlartifacts"
             experiment = self._client.create_experiment(name, artifact_location=place)
-        run: str = self._client.create_run(experiment, run_name=self._cfg.logging.run_name).info.run_id
-        fields = {path: value_at(self._cfg, path) for path, _ in leaves(Config)}
-        self._client.log_batch(run, params=[Param(path, str(value)[:500]) for path, value in fields.items()])
+        run: str = self._client.create_run(experiment, run_name=self._asked.run_name).info.run_id
+        self._client.log_batch(run, params=[Param(path, str(value)[:500]) for path, value in self._fields.items()])
         self._file.write(run)
         return run

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from torch import Tensor
 
-from unishard.config import Config
+from unishard.contract.plan import ObserveSpec
 from unishard.distributed.on_ranks import ranks_of
 from unishard.errors import ConfigError, Problem
 from unishard.observe.destinations.table import open_writer
@@ -26,7 +26,7 @@ class Destinations:
     evaluation.
     """
 
-    def __init__(self, cfg: Config, rank: int) -> None:
+    def __init__(self, spec: ObserveSpec, rank: int) -> None:
         """Open the files. Collective.
 
         Raises:
@@ -37,9 +37,9 @@ class Destinations:
         self._logged: dict[str, tuple[float | Tensor, int]] = {}
         self._step = 0
         problems: list[Problem] = []
-        for name in cfg.logging.to if rank == 0 else ():
+        for name in spec.logging.to if rank == 0 else ():
             try:
-                self._writers[name] = open_writer(name, cfg)
+                self._writers[name] = open_writer(name, spec)
             except Exception as error:  # a library may raise anything
                 problems.append(Problem("logging.to", f"{name} cannot be started: {type(error).__name__}: {error}"))
         problems = ranks_of(None).gather(problems)[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from unishard.config import Config
+from unishard.contract.plan import ObserveSpec
 from unishard.observe.destinations.writer import Values
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ _NEVER = ("tflops", "sent_gib")
 class ProgressLine:
     """Shows step, values and the time left, if `scheduler.total_steps` says when the training ends."""
 
-    def __init__(self, cfg: Config, console: Console | None = None) -> None:
+    def __init__(self, spec: ObserveSpec, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._total = cfg.scheduler.total_steps
+        self._total = spec.total_steps
         self._first: tuple[float, int] | None = None
         self._live: Live | None = None
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unishard.config import Config
-
 __all__ = ["RunFile"]
 
 
 class RunFile:
     """A file with one line, the id; no file, and no memory, without `logging.dir`."""
 
-    def __init__(self, cfg: Config, tool: str) -> None:
-        self._path = None if cfg.logging.dir is None else Path(cfg.logging.dir) / f"{tool}-run-id"
+    def __init__(self, directory: str | None, tool: str) -> None:
+        self._path = None if directory is None else Path(directory) / f"{tool}-run-id"
 
     def read(self) -> str | None:
         """The id of the run before; None if there was none."""

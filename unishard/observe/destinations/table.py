@@ -7,7 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from unishard.config import Config
+from unishard.config import Logging
+from unishard.contract.plan import ObserveSpec
 from unishard.errors import ConfigError, Problem
 from unishard.observe.destinations.writer import Writer
 
@@ -18,7 +19,7 @@ class Destination(NamedTuple):
     """One row."""
 
     factory: str
-    """`module:function`; the function takes the config and returns a `Writer`."""
+    """`module:function`; the function takes an `ObserveSpec` and returns a `Writer`."""
     package: str = ""
     """The package that it needs; unishard's extra has the same name. Empty if it needs none."""
 
@@ -33,26 +34,26 @@ WRITERS: Mapping[str, Destination] = {
 """By the word in `logging.to`."""
 
 
-def require_installed(cfg: Config) -> None:
+def require_installed(asked: Logging) -> None:
     """Check that the packages of the destinations are installed.
 
     Raises:
         ConfigError: One is not. Lists all of them.
     """
-    problems = list(_missing(cfg))
+    problems = list(_missing(asked))
     if problems:
         raise ConfigError(problems)
 
 
-def open_writer(name: str, cfg: Config) -> Writer:
+def open_writer(name: str, spec: ObserveSpec) -> Writer:
     """Import a destination and start it."""
     module, _, function = WRITERS[name].factory.partition(":")
     factory: Callable[[Any], Writer] = getattr(import_module(module), function)
-    return factory(cfg)
+    return factory(spec)
 
 
-def _missing(cfg: Config) -> Iterator[Problem]:
-    for name in cfg.logging.to:
+def _missing(asked: Logging) -> Iterator[Problem]:
+    for name in asked.to:
         package = WRITERS[name].package
         if package and find_spec(package) is None:
             yield Problem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unishard.config import Config
+from unishard.contract.plan import ObserveSpec
 from unishard.observe.destinations.writer import Values
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ __all__ = ["TensorBoard"]
 class TensorBoard:
     """Scalars under `logging.dir`, read by `tensorboard --logdir`."""
 
-    def __init__(self, cfg: Config) -> None:
-        self._directory = cfg.logging.dir
+    def __init__(self, spec: ObserveSpec) -> None:
+        self._directory = spec.logging.dir
         self._writer: SummaryWriter = self._open(None)
 
     def write(self, step: int, values: Values) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unishard.config import Config
+from unishard.contract.plan import ObserveSpec
 from unishard.observe.destinations.run_file import RunFile
 from unishard.observe.destinations.writer import Values
 
@@ -17,12 +17,12 @@ class Wandb:
     it.
     """
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, spec: ObserveSpec) -> None:
         import wandb
 
         self._init = wandb.init
-        self._cfg = cfg
-        self._file = RunFile(cfg, "wandb")
+        self._asked, self._given = spec.logging, spec.text.given
+        self._file = RunFile(spec.logging.dir, "wandb")
         self._resumed: str | None = None
         self._run: Any = None
 
@@ -41,7 +41,7 @@ class Wandb:
             self._run.finish()
 
     def _start(self) -> Any:
-        logging = self._cfg.logging
+        logging = self._asked
         if logging.dir is not None:
             Path(logging.dir).mkdir(parents=True, exist_ok=True)
         run = self._init(
@@ -51,7 +51,7 @@ class Wandb:
             name=logging.run_name,
             mode=logging.wandb_mode,
             dir=logging.dir,
-            config=self._cfg.model_dump(exclude_unset=True),
+            config=self._given,
             id=self._resumed,
             resume="allow" if self._resumed else None,
         )

@@ -39,7 +39,7 @@ def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
     if cfg.backend in registry.available():
         yield from _refused_by_backend(cfg, topology)
     yield from _checkpoint_refusals(cfg.checkpoint)
-    yield from _raised_by(lambda: table.require_installed(cfg))
+    yield from _raised_by(lambda: table.require_installed(cfg.logging))
 
 
 def notes_on(cfg: Config, topology: Topology) -> Iterator[str]:

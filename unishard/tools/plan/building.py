@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.contract import registry
 from unishard.contract.footprint import ModelShape
+from unishard.contract.plan import EngineSpec
 from unishard.contract.private_api import CORE_PRIVATE_API
+from unishard.contract.translate import translate
 from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import units_of
 from unishard.errors import ConfigError, ModelError, Problem
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.tracing import trace
@@ -71,6 +76,20 @@ class BuiltModel:
         with FakeTensorMode():
             model = self.build().model
         return shape_of(model, cfg.sharding)
+
+    def engine(self, cfg: Config, backend: str, topology: Topology) -> EngineSpec:
+        """What an engine is built from.
+
+        Raises:
+            ConfigError: The model cannot be built, or the config does not fit the ranks.
+            ModelError: A class in the section `sharding` is not in it.
+        """
+        _FAKE.require()
+        with FakeTensorMode():
+            model = self.build().model
+        translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
+        shape, units = shape_of(model, cfg.sharding), units_of(model, cfg.sharding)
+        return registry.get(backend).spec(cfg, translation, topology, shape, units)
 
     def activations(self, cfg: Config, micro_batch_size: int, seq_len: int) -> Activations:
         """Run one micro-batch.

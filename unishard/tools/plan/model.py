@@ -16,6 +16,8 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.loading.document import text_of
+from unishard.config.nested import Native
+from unishard.config.topology import Topology
 from unishard.contract.footprint import ModelShape
 from unishard.errors import ConfigError, Problem
 from unishard.tools.plan import cache
@@ -75,6 +77,17 @@ class PlannedModel:
             return BuiltModel(self.name, self._folder).shape(self.cfg)
 
         return cache.shape(["shape", *self._key], make)
+
+    def native(self, backend: str, topology: Topology) -> Native:
+        """All that an engine is built from, in its own words.
+
+        Raises:
+            ConfigError: The model cannot be built, or the config does not fit the ranks.
+            ModelError: A class in the section `sharding` is not in it.
+        """
+        from unishard.tools.plan.building import BuiltModel
+
+        return BuiltModel(self.name, self._folder).engine(self.cfg, backend, topology).native
 
     def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
         """The activations of a micro-batch.

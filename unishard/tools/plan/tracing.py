@@ -119,9 +119,9 @@ def trace(
     """
     shape = shape_of(model, cfg.sharding)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    recomputed = activation_checkpointing.find(model, cfg)
+    recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
     activation_checkpointing.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
-    kept_fp32.mark(model, kept_fp32.find(model, cfg.precision, train=False))
+    kept_fp32.mark(model, kept_fp32.find(model, cfg.precision, train=False).names)
     with fake:
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
 
 import torch
+import torch.distributed as dist
 
-from unishard.config import Config
-from unishard.config.topology import Topology
-from unishard.contract.backend import Backend
-from unishard.contract.footprint import Footprint, ModelShape
+from unishard.contract.footprint import Footprint
+from unishard.contract.plan import MemorySpec
 from unishard.contract.results import Placement
 from unishard.errors import ConfigError
+from unishard.observe.observer import Observer
 
 __all__ = ["ExpectedMemory"]
 
@@ -23,38 +22,24 @@ _logger = logging.getLogger("unishard")
 _HOST = "can't allocate memory"
 """In torch 2.13's error of the CPU allocator (c10/core/impl/alloc_cpu.cpp); it has no class of its own."""
 
-_STRONGER = ("shard_optimizer", "shard_grad_op", "full_shard")
 
+class ExpectedMemory(Observer):
+    """Notes the plan on an out-of-memory error. Costs nothing until then."""
 
-class ExpectedMemory:
-    """A block in which an out-of-memory error gets a note with the plan. Costs nothing until then."""
+    def __init__(self, planned: MemorySpec) -> None:
+        self._planned = planned
 
-    def __init__(self, backend: Backend, shape: ModelShape, cfg: Config, topology: Topology) -> None:
-        """Hold what a footprint is computed from.
-
-        Args:
-            backend: The engine.
-            shape: The model before it was sharded.
-            cfg: What runs.
-            topology: The ranks, and this one.
-        """
-        self._backend, self._shape, self._cfg, self._topology = backend, shape, cfg, topology
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
-        """Add the note."""
+    def on_error(self, error: BaseException) -> None:
+        """Add the note to an out-of-memory error."""
         if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _HOST in str(error)):
             try:
                 error.add_note(self.note())
             except Exception:  # the error of the run must reach the user, whatever the plan says
                 _logger.debug("the plan of this run cannot be computed", exc_info=True)
-        return False
 
     @cached_property
     def _footprint(self) -> Footprint:
-        return self._backend.footprint(self._shape, self._cfg, self._topology)
+        return self._planned.footprint()
 
     def compare(self, placement: Placement, device: torch.device) -> None:
         """Log what was planned beside what is held, at level DEBUG. Not collective.
@@ -77,7 +62,7 @@ class ExpectedMemory:
             said.append(
                 f"{state:,} bytes of state planned on the device, {torch.cuda.memory_allocated(device):,} allocated"
             )
-        _logger.debug("rank %d: %s", self._topology.rank, "; ".join(said))
+        _logger.debug("rank %d: %s", dist.get_rank(), "; ".join(said))
 
     def sent_bytes(self) -> int:
         """What this rank sends to others in an optimizer step; 0 if it cannot be planned."""
@@ -112,21 +97,12 @@ class ExpectedMemory:
 
     def _changes(self, activations: int) -> Iterator[tuple[int, str]]:
         """Changes of the config and the bytes that they save, activations by rule of thumb."""
-        cfg, training = self._cfg, self._cfg.training
-        if cfg.activation_checkpointing == "none":
-            yield activations * 3 // 4, "unishard set CFG activation_checkpointing=full"
-        if training.micro_batch_size > 1 and training.micro_batch_size % 2 == 0:
-            sizes = f"micro_batch_size={training.micro_batch_size // 2}"
-            windows = f"gradient_accumulation_steps={2 * training.gradient_accumulation_steps}"
-            yield activations // 2, f"unishard set CFG training.{sizes} training.{windows}"
-        strategy, now = cfg.sharding.within_group, _most(self._footprint)
-        after = _STRONGER[_STRONGER.index(strategy) + 1 :] if strategy in _STRONGER else _STRONGER
-        alternatives = [f"sharding.strategy={name}" for name in after if not cfg.sharding.hybrid]
-        if cfg.offload.optimizer == "none" and strategy != "no_shard":
-            alternatives.append("offload.optimizer=cpu")
-        for change in alternatives:
+        for change, part in self._planned.of_activations.items():
+            yield int(activations * part), f"unishard set CFG {change}"
+        now = _most(self._footprint)
+        for change in self._planned.of_state:
             try:
-                other = self._backend.footprint(self._shape, cfg.override(change), self._topology)
+                other = self._planned.footprint(change)
             except ConfigError:
                 continue
             if (saved := now - _most(other)) > 0:

@@ -1,0 +1,198 @@
+"""What a config makes of a run, decided once: a frozen part for each part of the run, which gets nothing else.
+
+Where a section of the config is all that its owner needs, it is the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unishard.config import (
+    Checkpoint,
+    Communication,
+    Compile,
+    Logging,
+    Offload,
+    Precision,
+    Profile,
+    Scheduler,
+    Training,
+)
+from unishard.config.nested import Native
+from unishard.config.topology import Topology
+from unishard.contract.footprint import Footprint, ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from unishard.contract.backend import Backend
+    from unishard.contract.units import ModelUnits, Unit
+
+__all__ = [
+    "ConfigText",
+    "EngineSpec",
+    "ExpectedPlacement",
+    "GuardSpec",
+    "MemorySpec",
+    "ModelPlan",
+    "ObserveSpec",
+    "OptimizerPlan",
+    "RunPlan",
+]
+
+
+class EngineSpec(Protocol):
+    """What an engine is built from, complete: a backend's own frozen type."""
+
+    @property
+    def engine(self) -> str:
+        """Class that must run the model, such as `DeepSpeedEngine`; `prepare` checks that it does."""
+        ...
+
+    @property
+    def native(self) -> Native:
+        """The settings in the engine's own words."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What is done to the model before it is sharded."""
+
+    classes: Mapping[str, str]
+    """The class of each module by name; sharding may change them."""
+    shape: ModelShape
+    precision: Precision
+    offload: Offload
+    kept: Sequence[str]
+    """Names of the parameters and of the buffers that stay in fp32 in a 16-bit run."""
+    units: ModelUnits
+    recomputed: Sequence[Unit]
+    """Modules that run their forward again in backward."""
+    selective: bool
+    """Whether they keep the outputs of costly operations."""
+    compiled: Sequence[Unit]
+    compile: Compile
+
+    @property
+    def name(self) -> str:
+        """The model's class."""
+        return self.classes[""]
+
+    @property
+    def casting(self) -> dict[str, nn.Module]:
+        """The units that cast their inputs, by what errors call them, such as `layers.0 (LlamaDecoderLayer)`."""
+        return {f"{unit.name} ({self.classes[unit.name]})": unit.module for unit in self.units.casting}
+
+
+class OptimizerPlan(Protocol):
+    """Builds the optimizer, once, from pairs of name and trainable parameter: an `OptimizerBuilder`."""
+
+    schedule: Scheduler
+    """The section, which counts if the caller has passed no scheduler."""
+    from_caller: bool
+    """Whether what is built depends on the caller's code, too."""
+    optimizer: Optimizer | None
+    """What was built, or the caller's own object."""
+    scheduler: LRScheduler | None
+    """The caller's scheduler, once the optimizer is built."""
+    groups: list[list[str]]
+    """Names of the parameters in each optimizer group, once the optimizer is built."""
+    description: dict[str, Any]
+    """What was built, in what must be equal on all ranks: classes, groups, rates."""
+
+    def __call__(self, named: Iterable[tuple[str, Any]]) -> Optimizer:
+        """The optimizer over these parameters."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigText:
+    """The config as plain data, to be written down."""
+
+    fields: Mapping[str, Any]
+    """Each field by its dotted path."""
+    given: Mapping[str, Any]
+    """The sections with what a file or a script has set."""
+    saved: Mapping[str, Any]
+    """All sections but `launch`, as JSON, for the manifest of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySpec:
+    """What a rank was planned to hold, and what would take less."""
+
+    footprint: Callable[..., Footprint]
+    """Plans this rank after changes of the config, such as `offload.optimizer=cpu`."""
+    of_activations: Mapping[str, float]
+    """Changes that save this part of the activations, by rule of thumb."""
+    of_state: Sequence[str]
+    """Changes after which the engine may hold less."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveSpec:
+    """What is measured and traced, and where it goes."""
+
+    logging: Logging
+    profile: Profile
+    total_steps: int | None
+    """Optimizer steps of the training, if that is known."""
+    compute: str
+    """`precision.compute`, in which a device has its peak."""
+    text: ConfigText
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPlacement:
+    """What an engine must hold on a rank, to be compared with its `Placement`."""
+
+    engine: str
+    units: Sequence[str]
+    has_units: bool
+    """Whether it must have units; else it may have none."""
+    master_dtypes: frozenset[str]
+    master_numel: int
+    """At most so many elements on this rank."""
+    all_masters: int
+    """At least so many on all ranks."""
+    param_bytes: int
+    """At most so many bytes on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSpec:
+    """What is watched for what would go wrong in silence."""
+
+    communication: Communication
+    full_weights: bool
+    """Whether the module's own parameters are its weights, in full, on every rank and every engine."""
+    gathers: bool
+    """Whether parameters are gathered for each forward and backward."""
+    shards: bool
+    """Whether anything is sharded."""
+    placement: ExpectedPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All that is known of a run before its engine is built."""
+
+    topology: Topology
+    backend: Backend
+    engine: EngineSpec | None
+    """None where each rank holds the full model without a sharding engine: inference under a strategy that shards no
+    parameters."""
+    model: ModelPlan
+    optimizer: OptimizerPlan | None
+    """None for inference."""
+    loop: Training
+    checkpoint: Checkpoint
+    observe: ObserveSpec
+    memory: MemorySpec
+    guard: GuardSpec
+    text: ConfigText

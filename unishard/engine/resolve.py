@@ -1,0 +1,227 @@
+"""Decide once what a config makes of a run. Nothing behind it reads the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from unishard.config import Config, leaves, value_at
+from unishard.config.shard_groups import shard_group_size
+from unishard.config.topology import Topology
+from unishard.contract import registry, tested_versions
+from unishard.contract.backend import Backend, OptimizerFactory
+from unishard.contract.footprint import ModelShape
+from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
+from unishard.contract.translate import translate
+from unishard.engine.model import (
+    activation_checkpointing,
+    compilation,
+    input_casts,
+    kept_fp32,
+    matmul,
+    zero3_of_transformers,
+)
+from unishard.engine.model.empty_parameters import freeze_empty
+from unishard.engine.model.facts import description_of, facts_of
+from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import units_of
+from unishard.engine.optim import optimizers
+from unishard.engine.optim.builder import OptimizerSetup
+from unishard.engine.optim.schedulers import SchedulerFactory
+from unishard.engine.verify import expected_placement
+from unishard.errors import BackendError, ConfigError, Problem
+from unishard.observe.destinations.table import require_installed
+
+__all__ = ["Fingerprint", "fingerprint_of", "observe_spec", "resolve", "setup_of", "text_of"]
+
+_SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
+"""The strategies that shard parameters, so that they also apply to inference."""
+_STRONGER = ("shard_optimizer", "shard_grad_op", "full_shard")
+
+
+class Fingerprint(NamedTuple):
+    """What the ranks compare before a plan is made, so that what it refuses is refused on every rank."""
+
+    configs: dict[str, Any]
+    models: dict[str, Any]
+    optimizers: dict[str, Any]
+
+
+def fingerprint_of(model: nn.Module, cfg: Config, topology: Topology, optimizer: object, *, train: bool) -> Fingerprint:
+    """What must be equal on all ranks. Raises nothing."""
+    said = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # by host
+    return Fingerprint(
+        said | {"ranks that share one copy": shard_group_size(cfg, topology)},
+        {"train": train} | description_of(model),
+        optimizers.description_of(optimizer, model),
+    )
+
+
+def resolve(
+    model: nn.Module,
+    cfg: Config,
+    topology: Topology,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+    scheduler: SchedulerFactory | LRScheduler | None = None,
+    *,
+    train: bool = True,
+) -> RunPlan:
+    """Check everything and plan a run; needs no process group. Only freezes parameters without elements.
+
+    The arguments and errors are those of `prepare`.
+    """
+    backend, strategy = _backend(cfg, topology), cfg.sharding.strategy
+    zero3_of_transformers.check()
+    full = (
+        strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
+        if train
+        else strategy not in _SHARDS_PARAMETERS
+    )
+    facts = facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
+    freeze_empty(model)
+    kept = kept_fp32.find(model, cfg.precision, train=train)
+    units = units_of(model, cfg.sharding)
+    input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
+    recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
+    compiled = compilation.find(model, cfg.compile, cfg.sharding)
+    setup = setup_of(cfg, model, optimizer, scheduler) if train else None
+    translation = translate(cfg, topology=topology).check(strict=cfg.strict)
+    matmul.check(cfg.precision)
+    if train:
+        require_installed(cfg.logging)
+    else:
+        _require_none(optimizer=optimizer, scheduler=scheduler)
+    shape, text = shape_of(model, cfg.sharding), text_of(cfg)
+    replicated = not train and strategy not in _SHARDS_PARAMETERS
+    return RunPlan(
+        topology=topology,
+        backend=backend,
+        engine=None if replicated else backend.spec(cfg, translation, topology, shape, units),
+        model=ModelPlan(
+            classes={name: type(module).__name__ for name, module in model.named_modules()},
+            shape=shape,
+            precision=cfg.precision,
+            offload=cfg.offload,
+            kept=kept.names,
+            units=units,
+            recomputed=recomputed if train else [],
+            selective=cfg.activation_checkpointing == "selective",
+            compiled=compiled,
+            compile=cfg.compile,
+        ),
+        optimizer=setup,
+        loop=cfg.training,
+        checkpoint=cfg.checkpoint,
+        observe=observe_spec(cfg, text),
+        memory=_memory(backend, shape, cfg, topology),
+        guard=GuardSpec(
+            communication=cfg.communication,
+            full_weights=full,
+            gathers=strategy in _SHARDS_PARAMETERS,
+            shards=strategy != "no_shard",
+            placement=expected_placement(
+                facts,
+                cfg.precision,
+                engine=type(model).__name__ if replicated else translation.engine,
+                units=[] if replicated else [unit.name for unit in units.gathered],
+                strategy=cfg.sharding.within_group,
+                ranks=topology.world_size,
+                group_size=shard_group_size(cfg, topology),
+                kept=kept.elements,
+            ),
+        ),
+        text=text,
+    )
+
+
+def _backend(cfg: Config, topology: Topology) -> Backend:
+    backend = registry.get(cfg.backend)
+    if install := registry.missing(backend):
+        raise BackendError(f"backend {cfg.backend!r} needs packages that are not installed; {install}")
+    tested_versions.warn_if_untested(backend, topology.rank)
+    return backend
+
+
+def setup_of(
+    cfg: Config,
+    model: nn.Module,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None,
+    scheduler: SchedulerFactory | LRScheduler | None,
+) -> OptimizerSetup:
+    """Plan the optimizer and the scheduler.
+
+    Raises:
+        ConfigError: One is set twice, or would not train the model as configured.
+    """
+    problems = [
+        Problem(
+            name, f"is in the config and was also passed to prepare; remove one of them: {name}={type(given).__name__}"
+        )
+        for name, given in (("optimizer", optimizer), ("scheduler", scheduler))
+        if given is not None and name in cfg.model_fields_set
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return OptimizerSetup(
+        model,
+        cfg.optimizer,
+        cfg.scheduler,
+        optimizer,
+        scheduler,
+        sharded=cfg.sharding.strategy != "no_shard",
+    )
+
+
+def _require_none(**given: object) -> None:
+    problems = [
+        Problem(name, "was passed to prepare with train=False, which does no updates; remove it")
+        for name, value in given.items()
+        if value is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def text_of(cfg: Config) -> ConfigText:
+    """The config as plain data."""
+    return ConfigText(
+        fields={path: value_at(cfg, path) for path, _ in leaves(Config)},
+        given=cfg.model_dump(exclude_unset=True),
+        saved=cfg.model_dump(mode="json", exclude={"launch"}),
+    )
+
+
+def observe_spec(cfg: Config, text: ConfigText) -> ObserveSpec:
+    """What is measured, traced and written."""
+    return ObserveSpec(cfg.logging, cfg.profile, cfg.scheduler.total_steps, cfg.precision.compute, text)
+
+
+def _memory(backend: Backend, shape: ModelShape, cfg: Config, topology: Topology) -> MemorySpec:
+    return MemorySpec(
+        footprint=lambda *changes: backend.footprint(shape, cfg.override(*changes) if changes else cfg, topology),
+        of_activations=dict(_saving_activations(cfg)),
+        of_state=list(_saving_state(cfg)),
+    )
+
+
+def _saving_activations(cfg: Config) -> Iterator[tuple[str, float]]:
+    training = cfg.training
+    if cfg.activation_checkpointing == "none":
+        yield "activation_checkpointing=full", 3 / 4
+    if training.micro_batch_size > 1 and training.micro_batch_size % 2 == 0:
+        sizes = f"micro_batch_size={training.micro_batch_size // 2}"
+        windows = f"gradient_accumulation_steps={2 * training.gradient_accumulation_steps}"
+        yield f"training.{sizes} training.{windows}", 1 / 2
+
+
+def _saving_state(cfg: Config) -> Iterator[str]:
+    strategy = cfg.sharding.within_group
+    after = _STRONGER[_STRONGER.index(strategy) + 1 :] if strategy in _STRONGER else _STRONGER
+    if not cfg.sharding.hybrid:
+        yield from (f"sharding.strategy={name}" for name in after)
+    if cfg.offload.optimizer == "none" and strategy != "no_shard":
+        yield "offload.optimizer=cpu"
