@@ -362,19 +362,3 @@ def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
         directory.begin(tmp_path / "file" / "below", 1)
     with pytest.raises(CheckpointError, match=r"cannot be read"):
         directory.checkpoints(tmp_path / "file")
-
-
-def test_a_full_disk_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    former(tmp_path)
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(
-            CheckpointError, match=r"cannot write the manifest \(No space left on device\); free disk space"
-        ):
-            save(tmp_path, 40)
-    assert content(directory.latest(tmp_path)) == b"old"
-    assert steps(tmp_path) == [10, 20, 30]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from unishard.distributed import arrival, lifeline
+from unishard.failures import arrival, monitor_client
 
 
 class InPython(dist.ProcessGroup):
@@ -29,7 +29,7 @@ def joined(monkeypatch):
     def join(kind):
         lines, group = [], kind(dist.HashStore())
         monkeypatch.setattr(arrival, "_world", None)
-        monkeypatch.setattr(lifeline, "current", lambda: None)
+        monkeypatch.setattr(monitor_client, "current", lambda: None)
         monkeypatch.setattr(arrival.second_signal, "install", lambda: None)
         monkeypatch.setattr(arrival, "_line", lambda store, *_: lines.append(store))
         started = SimpleNamespace(group=SimpleNamespace(WORLD=group), get_world_size=group.size, get_rank=group.rank)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unishard.failures.call_log import Call, CallLog, RecentCalls
+from unishard.failures.call_log import CallLog, RecentCalls
 from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, different_calls, status_of
 
 FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
@@ -25,11 +25,6 @@ def tail(*places: str, units: tuple[str, ...] = ()) -> RecentCalls:
 def status(doing: str, *places: str, inside: bool = True, seconds: float = 12.0, place: str = "") -> Any:
     where = place or places[-1]
     return json.loads(json.dumps(status_of(tail(*places), doing, where, inside=inside, seconds=seconds, patience=10.0)))
-
-
-def test_ranks_in_different_calls_are_named_whatever_they_do() -> None:
-    verdict = Judge()({0: status(MEETS, "a", SAVE, seconds=2.0), 1: status(BUSY, "a", FORWARD, seconds=2.0)}).verdict
-    assert verdict == f"ranks made different calls and would deadlock: rank 0 {SAVE}; rank 1 {FORWARD}"
 
 
 def test_a_difference_of_before_is_told_with_what_to_do() -> None:
@@ -80,21 +75,6 @@ def test_ranks_in_collectives_of_different_calls_are_waited_for_longer_than_one_
     assert verdict(2, 2) == "", "all may have joined it"
 
 
-def test_parameters_that_differ_are_told_with_the_field_that_allows_it() -> None:
-    def text(first: Call, second: Call) -> str:
-        return different_calls({rank: RecentCalls(0, 1, (call,)) for rank, call in enumerate((first, second))}, {})
-
-    skipped = text(Call(FORWARD, skipped="left (Expert), tower.weight (Tower)"), Call(FORWARD))
-    assert (
-        f"rank 0 {FORWARD}, without gradients for left (Expert), tower.weight (Tower); rank 1 {FORWARD}; all ranks must"
-        in skipped
-    )
-    assert "except those of the classes in sharding.conditional_modules: add Expert, Tower there" in skipped
-    assert "all ranks must run the same modules in the same order" in text(
-        Call(FORWARD, order="1a"), Call(FORWARD, order="2b")
-    )
-
-
 def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> None:
     judge = Judge()
     late = status(BUSY, "a", inside=False, place="is at train.py:33 in load, outside unishard")
@@ -105,12 +85,6 @@ def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> Non
     )
     assert judge(statuses) == Judgement(late={1: said})
     assert judge(statuses) == Judgement()
-
-
-def test_modules_that_differ_are_told_with_the_field_that_allows_it() -> None:
-    text = different_calls({0: tail(FORWARD, units=("left (Expert)",)), 1: tail(FORWARD, units=("right (Other)",))}, {})
-    assert f"rank 0 enters left (Expert) and {FORWARD}; rank 1 enters right (Other) and {FORWARD}" in text
-    assert "except those of the classes in sharding.conditional_modules: add Expert, Other there" in text
 
 
 def test_a_rank_that_is_gone_is_told_with_its_error_or_with_its_last_call() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
+
+import pytest
 
 import unishard
 from unishard.config import Config
@@ -66,6 +69,24 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank} raised {outcome.error[0]}: {outcome.error[1]}"
     return [outcome.value for outcome in outcomes]
+
+
+def on_ranks(scenario: Scenario, *arguments: Any, world: int = 2) -> list[Any]:
+    """What every rank returned of a scenario that is played alone."""
+    return values(play(((scenario, arguments),), world)[scenario, arguments])
+
+
+def raised(scenario: Scenario, *arguments: Any, world: int = 2) -> str:
+    """`Type: message` that every rank raised in a scenario that is played alone."""
+    return error(play(((scenario, arguments),), world)[scenario, arguments])
+
+
+def in_turn(test: Callable[..., None]) -> Any:
+    """Parametrize a test of what no engine decides by the backend: it takes one of them, `--deep` the other too."""
+    first = zlib.crc32(test.__name__.encode()) % len(BACKENDS)
+    marks = [[], [pytest.mark.deep]]
+    chosen = [pytest.param(each, marks=marks[number != first]) for number, each in enumerate(BACKENDS)]
+    return pytest.mark.parametrize("backend", chosen)(test)
 
 
 def error(outcomes: list[Outcome]) -> str:

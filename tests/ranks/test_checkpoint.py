@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from playing import checked, config, my_rank, own_share, play, prepare, refused, train, values
+from playing import config, in_turn, my_rank, on_ranks, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.checkpoint import finding, manifest, writing
+from unishard.checkpoint import finding, manifest
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.testing import RankFailure, run_ranks
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
-everywhere = pytest.mark.parametrize("backend", BACKENDS)
 ADAMW = {"name": "adamw", "lr": 1e-2}
 
 
@@ -142,9 +137,9 @@ def misused(backend, root):
     return told
 
 
-@everywhere
+@in_turn
 def test_misuse_is_one_clear_error_and_the_engine_trains_on(backend, root):
-    for told in values(play(tuple((misused, (each, root)) for each in BACKENDS))[misused, (backend, root)]):
+    for told in on_ranks(misused, backend, root):
         assert told["in a window"].startswith(
             "ContractError: save was called inside an accumulation window; call it when"
         )
@@ -184,9 +179,9 @@ def unfit(backend, root):
     return told
 
 
-@everywhere
+@in_turn
 def test_what_does_not_fit_or_is_damaged_is_named_before_anything_changes(backend, root):
-    for told in values(play(tuple((unfit, (each, root)) for each in BACKENDS))[unfit, (backend, root)]):
+    for told in on_ranks(unfit, backend, root):
         assert "0.weight: not in the checkpoint" in told["model"]
         assert "or pass strict=False" in told["model"]
         assert told["unchanged"]
@@ -195,63 +190,6 @@ def test_what_does_not_fit_or_is_damaged_is_named_before_anything_changes(backen
         assert "__1_0.distcp" in told["flipped"]
         assert "unishard checkpoint list" in told["flipped"]
         assert "__1_0.distcp" in told["bits"]
-
-
-def alone(backend, root, sampled):
-    """One rank saves while the other trains on."""
-    with prepare(checked(backend)) as engine:
-        train(engine, own_share(12 if sampled else 1))
-        start = time.monotonic()
-        try:
-            if my_rank() == 0:
-                engine.save(f"{root}/alone")
-            else:
-                train(engine, own_share(1))
-        except Exception as problem:
-            return f"{type(problem).__name__}: {problem}", time.monotonic() - start
-    return "nothing", time.monotonic() - start
-
-
-@everywhere
-def test_a_save_on_one_rank_alone_is_an_error_and_no_hang(backend, root):
-    told, seconds = run_ranks(2, alone, backend, root, False)[0]
-    assert told.startswith("RankMismatchError: ")
-    assert "engine.save" in told
-    assert seconds < 10
-    assert finding.checkpoints(Path(root) / "alone") == []
-
-
-def full_disk(backend, root):
-    """The second save meets a full disk on one rank."""
-    with prepare(config(backend)) as engine:
-        train(engine, own_share(1))
-        first = engine.save(f"{root}/full-{backend}")
-        train(engine, own_share(1))
-        envelope_of = writing.envelope_of
-        if my_rank() == 1:
-
-            def no_space(values):
-                raise OSError(28, "No space left on device")
-
-            writing.envelope_of = no_space
-        told = refused(engine.save, f"{root}/full-{backend}")
-        writing.envelope_of = envelope_of
-        names = sorted(path.name for path in Path(f"{root}/full-{backend}").iterdir())
-        dist.barrier()
-        train(engine, own_share(1))
-        return told, names, first, engine.save(f"{root}/full-{backend}")
-
-
-@everywhere
-def test_a_full_disk_on_one_rank_is_told_by_all_and_the_former_checkpoint_stays(backend, root):
-    for told, names, first, last in values(
-        play(tuple((full_disk, (each, root)) for each in BACKENDS))[full_disk, (backend, root)]
-    ):
-        assert told.startswith("CheckpointError: ")
-        assert "rank 1" in told
-        assert "No space left on device" in told
-        assert names == [".owner", "latest", "step-00000001"]
-        assert [found.path for found in finding.checkpoints(first.parent)] == [first, last]
 
 
 # -- in the background, by itself, and before the end
@@ -282,11 +220,9 @@ def in_background(backend, root):
     return same, told, later
 
 
-@everywhere
+@in_turn
 def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
-    for same, told, later in values(
-        play(tuple((in_background, (each, root)) for each in BACKENDS))[in_background, (backend, root)]
-    ):
+    for same, told, later in on_ranks(in_background, backend, root):
         assert same == {"step-00000003": True, "step-00000004": True}
         assert "nothing" in (told, later)
         assert f"{told}{later}".replace("nothing", "").startswith("CheckpointError: ")
@@ -310,9 +246,9 @@ def two_at_once(backend, root):
         ]
 
 
-@everywhere
+@in_turn
 def test_engines_that_save_in_the_background_do_not_get_into_each_others_way(backend, root):
-    for steps in values(play(tuple((two_at_once, (each, root)) for each in BACKENDS))[two_at_once, (backend, root)]):
+    for steps in on_ranks(two_at_once, backend, root):
         assert steps == [3, 6]
 
 
@@ -329,39 +265,11 @@ def by_itself(backend, root):
         return engine.load()
 
 
-@everywhere
+@in_turn
 def test_the_config_says_when_to_save_and_what_to_keep(backend, root):
-    for resumed in values(play(tuple((by_itself, (each, root)) for each in BACKENDS))[by_itself, (backend, root)]):
+    for resumed in on_ranks(by_itself, backend, root):
         assert [found.step for found in finding.checkpoints(Path(root) / f"auto-{backend}")] == [4, 8, 10]
         assert (resumed.step, resumed.state) == (10, {"losses": 9})
-
-
-def interrupted(backend, root):
-    """One rank gets the signal that a batch system sends before it ends a job."""
-    cfg = config(backend, checkpoint={"dir": f"{root}/signal-{backend}", "on_signal": ["USR1"]})
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        with prepare(cfg) as engine:
-            started = engine.load()
-            for at, micro_batch in enumerate(engine.batches(own_share(9))):
-                engine.backward(engine(**micro_batch).loss)
-                if at == 3 and my_rank() == 1:
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                engine.step()
-    except SystemExit as end:
-        return started, end.code, signal.getsignal(signal.SIGUSR1) == before
-    return started, "it went on", False
-
-
-@everywhere
-def test_a_signal_to_one_rank_saves_at_the_end_of_the_update_and_ends_all_with_the_documented_code(backend, root):
-    for started, code, restored in values(
-        play(tuple((interrupted, (each, root)) for each in BACKENDS))[interrupted, (backend, root)]
-    ):
-        assert started is None
-        assert code == 85
-        assert restored
-        assert [found.step for found in finding.checkpoints(Path(root) / f"signal-{backend}")] == [4]
 
 
 # -- learning rates, trainability, evaluation
@@ -393,49 +301,15 @@ def changed(backend, root):
     return by_hand, by_config, (evaluated, same)
 
 
-@everywhere
+@in_turn
 def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root):
-    for by_hand, by_config, evaluated in values(
-        play(tuple((changed, (each, root)) for each in BACKENDS))[changed, (backend, root)]
-    ):
+    for by_hand, by_config, evaluated in on_ranks(changed, backend, root):
         assert by_hand[1:] == (0.5, False, True)
         assert by_hand[0].notes == ()
         assert by_config[1] == 1e-3
         assert "group 0 of the optimizer: peak lr was 0.01; using 0.001 of the config" in by_config[0].notes
         assert any("weight_decay was 0.01; using 0.3 of the config" in note for note in by_config[0].notes)
         assert evaluated[1]
-
-
-def test_a_killed_rank_leaves_the_former_checkpoint(root):
-    with pytest.raises(RankFailure):
-        run_ranks(2, _killed, root, grace=5.0)
-    found = finding.latest(Path(root) / "killed")
-    assert found is not None
-    assert found.name == "step-00000001"
-    (resumed,) = run_ranks(1, _resumed, root)
-    assert resumed[0] == 1
-    assert (
-        "saved by 2 ranks, so random generators (dropout and others) are seeded from training.seed, step and rank"
-        in resumed[1]
-    )
-    assert [path.name for path in (Path(root) / "killed").iterdir() if path.name.startswith(".")] == [".owner"]
-
-
-def _killed(root):
-    with prepare(config("fsdp")) as engine:
-        train(engine, own_share(1))
-        engine.save(f"{root}/killed")
-        train(engine, own_share(1))
-        if my_rank() == 1:
-            writing.envelope_of = lambda values: os.kill(os.getpid(), signal.SIGKILL)
-        engine.save(f"{root}/killed")
-
-
-def _resumed(root):
-    with prepare(config("deepspeed", "shard_grad_op")) as engine:
-        resumed = engine.load(f"{root}/killed")
-        engine.save(f"{root}/killed")
-        return resumed.step, resumed.notes
 
 
 def other_batch(backend, root):
@@ -447,9 +321,9 @@ def other_batch(backend, root):
         return engine.load(folder, data=False).notes
 
 
-@everywhere
+@in_turn
 def test_another_global_batch_is_noted(backend, root):
-    for notes in values(play(tuple((other_batch, (each, root)) for each in BACKENDS))[other_batch, (backend, root)]):
+    for notes in on_ranks(other_batch, backend, root):
         (note,) = notes
         assert (
             note

@@ -11,25 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from playing import config, my_rank, own_share, play, prepare, refused, train, values
+from playing import config, in_turn, my_rank, on_ranks, own_share, prepare, refused, train
 
 from unishard.checkpoint import directory, finding, lease, manifest, writing
 from unishard.checkpoint.export import writing as exporting
 from unishard.engine.state import autosave
-from unishard.testing.cells import BACKENDS
 
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
-everywhere = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("counts"))
-
-
-def played(scenario, backend, root):
-    """What every rank returned; both engines are played in the same ranks."""
-    return values(play(tuple((scenario, (each, root)) for each in BACKENDS))[scenario, (backend, root)])
 
 
 def steps(folder):
@@ -51,9 +44,9 @@ def resumed(backend, root):
         return trainable, engine.load().step
 
 
-@everywhere
+@in_turn
 def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
-    assert played(resumed, backend, root) == [(True, 9)] * 2
+    assert on_ranks(resumed, backend, root) == [(True, 9)] * 2
     assert steps(f"{root}/{backend}-every") == [3, 4, 6, 9]
 
 
@@ -66,9 +59,9 @@ def decoupled(backend, root):
         return engine.load(folder).notes
 
 
-@everywhere
+@in_turn
 def test_another_optimizer_with_the_same_state_is_told(backend, root):
-    for notes in played(decoupled, backend, root):
+    for notes in on_ranks(decoupled, backend, root):
         assert "the optimizer was Adam; using AdamW of the config" in notes
 
 
@@ -87,9 +80,9 @@ def scaled(backend, root):
         return after, engine.loss_scale, expected
 
 
-@everywhere
+@in_turn
 def test_a_loss_scale_goes_on_with_its_value_and_its_count(backend, root):
-    assert played(scaled, backend, root) == [(16.0, 32.0, 32.0)] * 2
+    assert on_ranks(scaled, backend, root) == [(16.0, 32.0, 32.0)] * 2
 
 
 def by_the_clock(backend, root):
@@ -108,9 +101,9 @@ def by_the_clock(backend, root):
         autosave.time.monotonic = true
 
 
-@everywhere
+@in_turn
 def test_minutes_count_from_the_last_save(backend, root):
-    played(by_the_clock, backend, root)
+    on_ranks(by_the_clock, backend, root)
     assert steps(f"{root}/{backend}-clock") == [2, 3, 5, 7]
 
 
@@ -133,9 +126,9 @@ def replaced(backend, root):
         return state, again, refused(engine.load, folder), refused(engine.load, folder, verify="bits")
 
 
-@everywhere
+@in_turn
 def test_the_second_save_of_a_step_counts_and_wrong_bits_are_found(backend, root):
-    for state, again, files, bits in played(replaced, backend, root):
+    for state, again, files, bits in on_ranks(replaced, backend, root):
         assert state == again == "second"
         assert files == "nothing"
         assert "tensors differ from what was saved, such as model.inp.weight" in bits
@@ -185,9 +178,9 @@ def failing(backend, root):
     return told, heard.lines
 
 
-@everywhere
+@in_turn
 def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_once(backend, root):
-    for rank, (told, lines) in enumerate(played(failing, backend, root)):
+    for rank, (told, lines) in enumerate(on_ranks(failing, backend, root)):
         assert "rank 1 could not write its shards" in told["closed"]
         assert "rank 1 could not write its shards" in told["waited"][0]
         assert told["waited"][1:] == ("nothing", "nothing")
@@ -208,9 +201,9 @@ def elsewhere(backend, root):
         return str(engine.save(mine)), engine.load(mine).step, refused(engine.load, f"{root}/none{my_rank()}")
 
 
-@everywhere
+@in_turn
 def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root):
-    for folder, step, told in played(elsewhere, backend, root):
+    for folder, step, told in on_ranks(elsewhere, backend, root):
         assert folder == f"{root}/{backend}-elsewhere0/step-00000001"
         assert step == 1
         assert f"{root}/none0" in told
@@ -261,9 +254,9 @@ def interrupted(backend, root):
     return told, left
 
 
-@everywhere
+@in_turn
 def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backend, root):
-    first, second = [told for told, _ in played(interrupted, backend, root)]
+    first, second = [told for told, _ in on_ranks(interrupted, backend, root)]
     assert first["tensors"] == first["export"] == "KeyboardInterrupt: "
     assert second["tensors"].startswith("CheckpointError: ")
     assert second["tensors"].endswith("rank 0 could not write its shards: KeyboardInterrupt")
@@ -273,7 +266,7 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backen
     )
     assert second["export"] == "CheckpointError: rank 0: interrupted by KeyboardInterrupt"
     assert (first["load"], second["load"]) == ("CheckpointError: rank 1: interrupted by SystemExit", "SystemExit: 3")
-    assert [left for _, left in played(interrupted, backend, root)] == [[], []]
+    assert [left for _, left in on_ranks(interrupted, backend, root)] == [[], []]
     assert not list(Path(root).glob("*-pressed-export"))
     assert steps(f"{root}/{backend}-pressed") == [0]
 
@@ -306,9 +299,9 @@ def pressed(backend, root):
         signal.signal(signal.SIGINT, before)
 
 
-@everywhere
+@in_turn
 def test_ctrl_c_waits_for_the_save_unless_it_is_pressed_twice(backend, root):
-    (first, state, _), (second, _, restored) = played(pressed, backend, root)
+    (first, state, _), (second, _, restored) = on_ranks(pressed, backend, root)
     assert first[0] == "nothing"
     assert second == ["KeyboardInterrupt: "] * 2
     assert first[1].endswith("rank 1 could not write its shards: KeyboardInterrupt")

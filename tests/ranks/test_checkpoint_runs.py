@@ -9,25 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, my_rank, own_share, play, prepare, refused, train, values
+from playing import config, in_turn, my_rank, on_ranks, own_share, prepare, refused, train
 
 from unishard.checkpoint import finding, manifest
-from unishard.testing.cells import BACKENDS
 
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
-everywhere = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("runs"))
-
-
-def played(scenario, backend, root):
-    """What every rank returned; all scenarios of both engines are played in the same ranks."""
-    return values(
-        play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)]
-    )
 
 
 def names(root):
@@ -52,9 +43,9 @@ def resumed(backend, root):
     return found, sorted(set(runs(f"{root}/{backend}-resumed").values()))
 
 
-@everywhere
+@in_turn
 def test_the_config_alone_resumes_the_newest_checkpoint_and_its_run(backend, root):
-    for found, ids in played(resumed, backend, root):
+    for found, ids in on_ranks(resumed, backend, root):
         assert found == [None, (4, {"by": "the run"}), (8, {"by": "the run"})]
         assert len(ids) == 1
         assert len(ids[0]) == 8
@@ -90,9 +81,9 @@ def begun_beside(backend, root):
     )
 
 
-@everywhere
+@in_turn
 def test_a_new_run_beside_an_older_one_replaces_and_deletes_nothing_of_it(backend, root):
-    for resumed, newest, both, (older, then), same, latest, left in played(begun_beside, backend, root):
+    for resumed, newest, both, (older, then), same, latest, left in on_ranks(begun_beside, backend, root):
         assert resumed is None
         first, second = both["step-00000002"], both[newest]
         assert first != second
@@ -127,9 +118,9 @@ def branched(backend, root):
     return told, names(folder)
 
 
-@everywhere
+@in_turn
 def test_loading_from_another_directory_is_a_new_run(backend, root):
-    for told, left in played(branched, backend, root):
+    for told, left in on_ranks(branched, backend, root):
         assert told["error"] == (1, "nothing", "nothing")
         assert told["again"] == "nothing", "it has saved there itself"
         for kind in ("resume", "error, before a save"):
@@ -157,9 +148,9 @@ def elsewhere(backend, root):
         return saved, engine.load(folder).path.name
 
 
-@everywhere
+@in_turn
 def test_a_save_into_the_directory_of_another_run_replaces_nothing(backend, root):
-    for saved, newest in played(elsewhere, backend, root):
+    for saved, newest in on_ranks(elsewhere, backend, root):
         assert saved[0] == saved[1] == "step-00000001"
         assert saved[2] == saved[3] == newest
         assert newest.startswith("step-00000001-")
@@ -186,9 +177,9 @@ def without_runs(backend, root):
     return told, step, names(folder)
 
 
-@everywhere
+@in_turn
 def test_a_run_of_an_earlier_version_is_resumed_as_one_run(backend, root):
-    for told, step, left in played(without_runs, backend, root):
+    for told, step, left in on_ranks(without_runs, backend, root):
         assert "holds checkpoints of another run, the newest of step 3" in told
         assert step == 3
         assert left == ["step-00000003", "step-00000004"]
@@ -213,9 +204,9 @@ def judged(backend, root):
         return told, left, best, engine.load("best").step, engine.load("latest").step
 
 
-@everywhere
+@in_turn
 def test_the_best_checkpoint_is_kept_and_loaded(backend, root):
-    for told, left, best, highest, latest in played(judged, backend, root):
+    for told, left, best, highest, latest in on_ranks(judged, backend, root):
         assert "no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)" in told["none"]
         assert (
             told["word"]
@@ -235,10 +226,7 @@ def unreadable(backend, root):
         return refused(train, engine, own_share(1))
 
 
-@everywhere
+@in_turn
 def test_a_directory_that_is_none_is_told_before_the_first_update(backend, root):
-    for told in played(unreadable, backend, root):
+    for told in on_ranks(unreadable, backend, root):
         assert "cannot be read (Not a directory); give the folder that holds checkpoints" in told
-
-
-SCENARIOS = (resumed, begun_beside, branched, elsewhere, without_runs, judged, unreadable)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import checked, config, my_rank, own_share, play, prepare, refused, train, values
+from playing import checked, config, in_turn, my_rank, on_ranks, own_share, prepare, refused, train
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
@@ -24,11 +24,9 @@ from unishard.checkpoint.export.offline import export_checkpoint
 from unishard.checkpoint.hashing import hash_of
 from unishard.checkpoint.verifying import damaged, hashes_of
 from unishard.engine.state import snapshot
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
 OTHER = {"fsdp": "deepspeed", "deepspeed": "fsdp"}
-everywhere = pytest.mark.parametrize("backend", BACKENDS)
 ADAMW = {"name": "adamw", "lr": 1e-2}
 PURE = {"compute": "bf16", "master": "bf16"}
 
@@ -36,11 +34,6 @@ PURE = {"compute": "bf16", "master": "bf16"}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("situations"))
-
-
-def played(scenario, backend, root):
-    """What every rank returned; both engines are played in the same ranks."""
-    return values(play(tuple((scenario, (each, root)) for each in BACKENDS))[scenario, (backend, root)])
 
 
 # -- several engines in one process
@@ -63,9 +56,9 @@ def two_engines(backend, root):
         return told, again.load().step, refused(again.save)
 
 
-@everywhere
+@in_turn
 def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, root):
-    for told, step, again in played(two_engines, backend, root):
+    for told, step, again in on_ranks(two_engines, backend, root):
         assert "another engine of this process saves in" in told
         assert step == 4
         assert again == "nothing"
@@ -91,9 +84,9 @@ def signalled(backend, root):
     return code, signal.getsignal(signal.SIGUSR1) == before
 
 
-@everywhere
+@in_turn
 def test_a_signal_reaches_every_engine_and_is_given_back_in_any_order(backend, root):
-    assert played(signalled, backend, root) == [(85, True)] * 2
+    assert on_ranks(signalled, backend, root) == [(85, True)] * 2
 
 
 def teacher(backend, root):
@@ -108,9 +101,9 @@ def teacher(backend, root):
         return torch.equal(expected, torch.rand(1))
 
 
-@everywhere
+@in_turn
 def test_a_load_of_a_model_that_does_not_train_leaves_the_random_numbers_alone(backend, root):
-    assert all(played(teacher, backend, root))
+    assert all(on_ranks(teacher, backend, root))
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------
@@ -150,9 +143,9 @@ def pure(backend, root):
     return notes, manifest.read(folder).tensors, manifest.read(again).tensors
 
 
-@everywhere
+@in_turn
 def test_pure_bf16_with_wide_moments_is_the_same_to_the_bit_on_the_other_engine(backend, root):
-    for notes, before, after in played(pure, backend, root):
+    for notes, before, after in on_ranks(pure, backend, root):
         assert notes == ()
         assert before["optim.state.inp.weight.moment"].dtype == "float32"
         assert {name: facts for name, facts in before.items() if not name.startswith("rng.")} == {
@@ -169,9 +162,9 @@ def to_fp16(backend, root):
         return before, engine.loss_scale
 
 
-@everywhere
+@in_turn
 def test_a_run_in_bf16_that_goes_on_in_fp16_begins_with_a_scale(backend, root):
-    for before, after in played(to_fp16, backend, root):
+    for before, after in on_ranks(to_fp16, backend, root):
         assert after == before > 1
 
 
@@ -184,9 +177,9 @@ def empty(backend, root):
         return engine.load(folder).state
 
 
-@everywhere
+@in_turn
 def test_a_saved_tensor_without_elements_comes_back(backend, root):
-    for state in played(empty, backend, root):
+    for state in on_ranks(empty, backend, root):
         assert (state["none"].shape, state["none"].dtype, state["raw"]) == ((3, 0), torch.int16, b"")
 
 
@@ -255,10 +248,10 @@ def odd(backend, root):
     return wrong, resumed.notes, str(folder)
 
 
-@everywhere
+@in_turn
 def test_every_dtype_and_layout_is_saved_loaded_exported_and_converted(backend, root, tmp_path):
-    assert [(wrong, notes) for wrong, notes, _ in played(odd, backend, root)] == [([], ())] * 2
-    folder = Path(played(odd, backend, root)[0][2])
+    assert [(wrong, notes) for wrong, notes, _ in on_ranks(odd, backend, root)] == [([], ())] * 2
+    folder = Path(on_ranks(odd, backend, root)[0][2])
     facts = manifest.read(folder)
     assert damaged(folder, facts) == hashes_of(folder, facts) == []
     assert not compare(folder, folder).values
@@ -290,9 +283,9 @@ def strange_state(backend, root):
         return [*told, refused(engine.save, f"{root}/{backend}-strange")]
 
 
-@everywhere
+@in_turn
 def test_state_that_cannot_be_saved_is_named_at_the_call(backend, root):
-    for mask, quarters in played(strange_state, backend, root):
+    for mask, quarters in on_ranks(strange_state, backend, root):
         assert "state.mask is torch.sparse_coo" in mask
         assert "quarters is torch.uint4, which cannot be saved" in quarters
     assert not (Path(root) / f"{backend}-strange").exists()
@@ -326,9 +319,9 @@ def nonsense(backend, root):
         return told
 
 
-@everywhere
+@in_turn
 def test_a_manifest_that_does_not_fit_together_is_one_error_on_every_rank(backend, root):
-    for told in played(nonsense, backend, root):
+    for told in on_ranks(nonsense, backend, root):
         assert told.pop() == 1, "a config that cannot be read is not needed"
         for message, part in zip(told, NONSENSE, strict=False):
             assert message.startswith("CheckpointError: ")
@@ -375,9 +368,9 @@ class Odd:
         return 1.0
 
 
-@everywhere
+@in_turn
 def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backend, root):
-    for told in played(scheduled, backend, root):
+    for told in on_ranks(scheduled, backend, root):
         notes, expected, again = told["cycle"]
         assert notes == ()
         assert again == pytest.approx(expected, rel=1e-5)
@@ -426,9 +419,9 @@ def grown(backend, root):
     return [(notes, same, sorted(steps)) for notes, same, steps, _ in told]
 
 
-@everywhere
+@in_turn
 def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backend, root):
-    for (more, kept, steps), (less, kept_too, fewer) in played(grown, backend, root):
+    for (more, kept, steps), (less, kept_too, fewer) in on_ranks(grown, backend, root):
         assert kept
         assert kept_too
         assert "layers.1.weight: not in the checkpoint" in more[0]
@@ -469,9 +462,9 @@ def at_odd_times(backend, root):
     return told
 
 
-@everywhere
+@in_turn
 def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_stays(backend, root):
-    for told in played(at_odd_times, backend, root):
+    for told in on_ranks(at_odd_times, backend, root):
         for call, problem in zip(("save", "load"), told["frozen"], strict=True):
             assert problem.startswith(f"ContractError: {call} was called inside engine.frozen()")
         assert told["graph"].startswith(

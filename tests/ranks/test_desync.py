@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from playing import checked as config
 from playing import own_share, play, prepare, train
 
-import unishard
 from unishard.failures import collective_check
 from unishard.testing import RankFailure, run_ranks
 from unishard.testing.cells import BACKENDS
@@ -74,11 +72,6 @@ def evaluation_on_one_rank(engine, rank, batch):
     engine.backward(engine(**batch).loss)
 
 
-def other_clipping(engine, rank, batch):
-    engine.backward(engine(**batch).loss)
-    engine.step(clip_grad_norm=1.0 + rank)
-
-
 def leaves_the_loop(engine, rank, batch):
     for index, _ in enumerate(engine.batches(iter([batch] * 3))):
         if rank == 1 and index == 1:
@@ -107,10 +100,6 @@ MISUSE = {
         "rank 1 is in engine.forward " + UPDATE,
     ),
     evaluation_on_one_rank: ("rank 0 is in engine.eval (update 2", "rank 1 is in engine.forward " + UPDATE),
-    other_clipping: (
-        "rank 0 is in engine.step (update 2, micro-batch 1 of 1, clip_grad_norm=1.0)",
-        "clip_grad_norm=2.0)",
-    ),
     leaves_the_loop: ("rank 0 is in engine.forward (update 3", "rank 1 is in engine.mean (update 3"),
     prepares_again: ("rank 0 is in engine.forward " + UPDATE, "rank 1 is in unishard.prepare"),
 }
@@ -148,54 +137,12 @@ def test_different_calls_are_one_error_on_every_rank(cell):
 # -------------------------------------------------------------------------------------
 
 
-def fails_alone(backend):
-    """The error of rank 1 is its own; rank 0 is told of it."""
-    try:
-        with prepare(config(backend)) as engine:
-            batch = own_share(1)[0]
-            train(engine, [batch])
-            if dist.get_rank() == 1:
-                raise ValueError("a broken sample")
-            engine(**batch)
-    except ValueError as error:
-        time.sleep(1)  # it need not end for the others to learn of it
-        return 0.0, "ValueError", str(error)
-    except unishard.UnishardError as error:
-        return 0.0, type(error).__name__, str(error)
-
-
 def closes_early(backend):
     with prepare(config(backend)) as engine:
         train(engine, own_share(1))
         if dist.get_rank() == 1:
             return None
         return outcome(lambda: engine(**own_share(1)[0]))
-
-
-def dies(backend):
-    """Rank 1 ends without a word, as one does that is out of memory; the others live on."""
-    engine = prepare(config(backend))
-    train(engine, own_share(2))
-    if dist.get_rank() == 1:
-        os._exit(3)
-    first = outcome(lambda: engine(**own_share(1)[0]))
-    for seconds, kind, message in (first, outcome(lambda: engine.mean(1.0))):
-        assert seconds < LIMIT
-        assert kind == "RankMismatchError"
-        assert "rank 1 is gone or gave no answer, last seen in engine.step (update 2" in message
-
-
-def waits_elsewhere(backend):
-    """A call of unishard on one rank, a barrier of torch on the other: neither can ever end."""
-    engine = prepare(config(backend, communication={"desync_timeout": 3.0}))
-    train(engine, own_share(1))
-    if dist.get_rank() == 1:
-        dist.barrier()
-    start = time.monotonic()
-    try:
-        engine.mean(1.0)
-    finally:
-        assert time.monotonic() - start < 3.0 + 2
 
 
 def waits_inside(backend):
@@ -260,18 +207,6 @@ def answers(scenario, backend, world=2):
     return run_ranks(world, scenario, backend, timeout=60)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_error_of_one_rank_is_told_to_the_others(backend):
-    other, own = answers(fails_alone, backend)
-    assert own[1:] == ("ValueError", "a broken sample")
-    assert other[1] == "RankMismatchError"
-    assert re.match(
-        r"rank 1 raised ValueError: a broken sample \(test_desync.py:\d+ in \w+\) and has closed the engine; rank 0 is",
-        other[2],
-    )
-    assert "rank 0 is in engine.forward (update 2" in other[2]
-
-
 def test_a_rank_that_returns_from_the_loop_is_named():
     scenario = (closes_early, ("fsdp",))
     seconds, kind, message = play((scenario,), world=3)[scenario][2].value
@@ -279,24 +214,6 @@ def test_a_rank_that_returns_from_the_loop_is_named():
     assert kind == "RankMismatchError"
     assert "ranks 0, 2 are in engine.forward (update 2" in message
     assert "rank 1 has closed the engine" in message
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_dies_is_named_by_the_others_which_do_not_hang(backend):
-    with pytest.raises(RankFailure) as failure:
-        answers(dies, backend, world=3)
-    assert {rank: found.type for rank, found in failure.value.errors.items()} == {1: "Died"}
-    assert failure.value.finished == (0, 2)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_waits_in_a_collective_of_torch_is_found(backend):
-    with pytest.raises(RankFailure) as failure:
-        answers(waits_elsewhere, backend)
-    error = failure.value.errors[0]
-    assert error.type == "RankMismatchError"
-    assert "rank 0 is in engine.mean" in error.message
-    assert "rank 1 waits in torch.distributed at test_desync.py" in error.message
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

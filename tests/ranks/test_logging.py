@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from playing import config, error, my_rank, own_share, play, prepare, refused, train, values
+from playing import config, in_turn, my_rank, on_ranks, own_share, prepare, raised, refused, train
 
 from unishard.config.topology import Topology
 from unishard.contract import registry
@@ -25,15 +25,6 @@ everywhere = pytest.mark.parametrize("backend", BACKENDS)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("logs"))
-
-
-def outcomes(scenario, backend, root):
-    """Of every rank; all scenarios of both engines are played in the same ranks."""
-    return play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)]
-
-
-def played(scenario, backend, root):
-    return values(outcomes(scenario, backend, root))
 
 
 def logging(backend, root, name, every=1, to=("jsonl",)):
@@ -63,7 +54,7 @@ def measured(backend, root):
 
 @everywhere
 def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, root):
-    logged, plain = played(measured, backend, root)[0]
+    logged, plain = on_ranks(measured, backend, root)[0]
     assert logged == plain
     found = lines(backend, root, "measured")
     assert [line["step"] for line in found] == [2, 4]
@@ -98,7 +89,7 @@ def modules(backend, root):
 
 @everywhere
 def test_modules_are_measured_and_training_stays_bit_equal(backend, root):
-    measured, plain, *_ = played(modules, backend, root)[0]
+    measured, plain, *_ = on_ranks(modules, backend, root)[0]
     assert measured == plain
     rows = [json.loads(line) for line in Path(root, f"{backend}-modules", "modules.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {2}
@@ -110,6 +101,7 @@ def test_modules_are_measured_and_training_stays_bit_equal(backend, root):
     )
     norms = [row["gradient_norm"] for row in rows if "parameter" in row]
     assert close(sum(norm**2 for norm in norms) ** 0.5, measured[3][1].grad_norm)
+    on_ranks(modules, BACKENDS[0], root)
     other = [
         json.loads(line) for line in Path(root, f"{BACKENDS[0]}-modules", "modules.jsonl").read_text().splitlines()
     ]
@@ -144,9 +136,9 @@ def weighted(backend, root):
         return sums
 
 
-@everywhere
+@in_turn
 def test_a_loss_over_items_is_their_mean(backend, root):
-    sums = played(weighted, backend, root)[0]
+    sums = on_ranks(weighted, backend, root)[0]
     found = lines(backend, root, "weighted")
     assert [line["step"] for line in found] == [1, 2]
     for line, (total, items) in zip(found, sums, strict=True):
@@ -160,9 +152,9 @@ def skipped(backend, root):
             engine.step()
 
 
-@everywhere
+@in_turn
 def test_skipped_updates_are_counted(backend, root):
-    played(skipped, backend, root)
+    on_ranks(skipped, backend, root)
     found = lines(backend, root, "skipped")
     assert [line["skipped_updates"] for line in found] == [0, 1, 1]
     assert found[1]["loss"] is None
@@ -185,9 +177,9 @@ def paused(backend, root):
             engine.train()
 
 
-@everywhere
+@in_turn
 def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root):
-    played(paused, backend, root)
+    on_ranks(paused, backend, root)
     assert [0.1 < line["samples_per_second"] < 1e5 for line in lines(backend, root, "paused") if "loss" in line] == [
         True,
         True,
@@ -201,9 +193,9 @@ def tokens(backend, root):
         return flops_per_token(engine._adapter)
 
 
-@everywhere
+@in_turn
 def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend, root):
-    flops = played(tokens, backend, root)[0]
+    flops = on_ranks(tokens, backend, root)[0]
     model = __import__("unishard.testing.models", fromlist=["MODELS"]).MODELS["llama"].build()
     head = model.get_output_embeddings().weight
     tables = {model.get_input_embeddings().weight} - {head}
@@ -237,9 +229,9 @@ def own_values(backend, root):
         return refused(engine.log, loss=1.0), refused(engine.log, word="x"), refused(engine.log, many=loss.new_zeros(2))
 
 
-@everywhere
+@in_turn
 def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
-    answers = played(own_values, backend, root)
+    answers = on_ranks(own_values, backend, root)
     assert answers[0] == answers[1]
     assert answers[0] == (
         "ContractError: log: loss is a value that the engine logs itself; choose another name, such as my_loss",
@@ -270,9 +262,9 @@ def resumed(backend, root):
             train(engine, own_share(count))
 
 
-@everywhere
+@in_turn
 def test_a_resumed_run_has_each_step_once(backend, root):
-    played(resumed, backend, root)
+    on_ranks(resumed, backend, root)
     found = [line["step"] for line in lines(backend, root, "resumed") if "loss" in line]
     assert found == list(range(1, 12))
 
@@ -302,9 +294,9 @@ def unasked(backend, root):
     return called
 
 
-@everywhere
+@in_turn
 def test_a_step_without_logging_calls_nothing_of_it(backend, root):
-    assert played(unasked, backend, root) == [[], []]
+    assert on_ranks(unasked, backend, root) == [[], []]
 
 
 def missing(backend, root):
@@ -320,13 +312,10 @@ def unwritable(backend, root):
     prepare(config(backend, logging={"to": ["jsonl"], "dir": f"{root}/{backend}-file/logs"}))
 
 
-@everywhere
+@in_turn
 def test_what_cannot_be_written_is_an_error_of_prepare(backend, root):
     needs = "tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove tensorboard"
-    assert error(outcomes(missing, backend, root)) == f"ConfigError: logging.to: {needs}"
-    assert error(outcomes(unwritable, backend, root)).startswith(
+    assert raised(missing, backend, root) == f"ConfigError: logging.to: {needs}"
+    assert raised(unwritable, backend, root).startswith(
         "ConfigError: logging.to: jsonl cannot be started: NotADirectoryError"
     )
-
-
-SCENARIOS = (measured, modules, weighted, skipped, paused, tokens, own_values, resumed, unasked, missing, unwritable)

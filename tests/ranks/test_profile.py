@@ -6,23 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from playing import config, own_share, play, prepare, train, values
-
-from unishard.testing.cells import BACKENDS
-
-everywhere = pytest.mark.parametrize("backend", BACKENDS)
+from playing import config, in_turn, on_ranks, own_share, prepare, train
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("traces"))
-
-
-def played(scenario, backend, root):
-    """What every rank returned; all scenarios of both engines are played in the same ranks."""
-    return values(
-        play(tuple((each, (kind, root)) for each in SCENARIOS for kind in BACKENDS))[scenario, (backend, root)]
-    )
 
 
 def traced(backend, root):
@@ -62,9 +51,9 @@ def steps_in(path):
     return sorted({name for name in names if name.startswith("ProfilerStep#")})
 
 
-@everywhere
+@in_turn
 def test_a_trace_holds_the_chosen_steps(backend, root):
-    played(traced, backend, root)
+    on_ranks(traced, backend, root)
     folder = Path(root, backend)
     files = [
         f"steps-{steps}.rank{rank}.{kind}.json"
@@ -81,18 +70,15 @@ def test_a_trace_holds_the_chosen_steps(backend, root):
         assert max(size for _, size in points) > 0
 
 
-@everywhere
+@in_turn
 def test_steps_that_do_not_come_leave_no_file(backend, root):
-    played(untraced, backend, root)
+    on_ranks(untraced, backend, root)
     assert not Path(root, f"{backend}-none").exists()
 
 
-@everywhere
+@in_turn
 def test_steps_that_do_not_end_are_not_written_and_harm_nothing(backend, root):
-    played(ended, backend, root)
+    on_ranks(ended, backend, root)
     (trace,) = Path(root, f"{backend}-ended").iterdir()
     assert trace.name == "steps-1-1.rank0.trace.json"
     assert steps_in(trace) == ["ProfilerStep#1"]
-
-
-SCENARIOS = (ended, traced, untraced)

@@ -20,23 +20,6 @@ from unishard.tools.compare.text import distances, lines_of
 from unishard.tools.launch.command import Script
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train.py"], "train.py: there is no such script; give its path, or -m with the name of a module"),
-        (["--backends", "fsdp,zero", "-m", "x"], "--backends: 'zero' is unknown; write deepspeed or fsdp"),
-        (["--strategies", "full", "-m", "x"], "--strategies: "),
-        (["--set", "training.sed=1", "-m", "x"], "override: training.sed"),
-    ],
-)
-def test_one_clear_error(config: Path, arguments: list[str], said: str) -> None:
-    config.write_text("backend: fsdp\n")
-    result = run("compare", "c.yaml", *arguments)
-    assert result.exit_code == 1
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith(said)
-
-
 def test_the_own_backend_comes_first() -> None:
     cfg = unishard.load({"backend": "fsdp", "sharding": "zero2"})
     assert candidates_of(cfg, None, None) == [("fsdp", "shard_grad_op"), ("deepspeed", "shard_grad_op")]

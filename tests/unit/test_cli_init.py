@@ -74,21 +74,6 @@ def test_without_a_terminal_it_says_so(config: Path) -> None:
     assert result.stderr.startswith("cannot ask questions without a terminal; add --yes")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("training.sed=1", "unknown field"),
-        ("backend=horovod", "no backend named 'horovod'"),
-        ("offload.params=nvme", "offload.nvme_path: is required with nvme"),
-    ],
-)
-def test_what_cannot_be_set_writes_nothing(config: Path, change: str, said: str) -> None:
-    result = run("init", "--yes", "-o", "c.yaml", "--set", change)
-    assert (result.exit_code, config.exists()) == (1, False)
-    assert said in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_what_the_engine_cannot_have_writes_nothing(config: Path) -> None:
     result = run("init", "--yes", "-o", "c.yaml", "--set", "precision=bf16", "--set", "precision.accumulate=bf16")
     assert (result.exit_code, config.exists()) == (1, False)

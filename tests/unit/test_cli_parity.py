@@ -19,36 +19,6 @@ from unishard.tools.compare.measuring import Measured, Task
 RECORDS = tuple({"step": step, "loss": 2.0 / step, "grad_norm": 1.0, "lr": 0.1, "samples": 8} for step in range(1, 5))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--golden", "a", "--write-golden", "b", "-m", "x"],
-            "--golden compares with a file and --write-golden writes one",
-        ),
-        (["--golden", "a", "-m", "x"], "a: cannot be opened"),
-        (["--golden", "empty", "-m", "x"], "empty: has no losses; write it with --write-golden"),
-        (
-            ["--golden", "g", "--backends", "fsdp,deepspeed", "-m", "x"],
-            "--backends: a golden file is of one engine's run; give one",
-        ),
-        (
-            ["--backends", "fsdp", "-m", "x"],
-            "--backends: one engine has nothing to be compared with; give two, or --golden FILE",
-        ),
-        (["train.py"], "train.py: there is no such script"),
-    ],
-)
-def test_one_clear_error(config: Path, arguments: list[str], said: str) -> None:
-    config.write_text("backend: fsdp\n")
-    Path("empty").write_text("{}\n")
-    Path("g").write_text('{"step": 1, "loss": 2.0}\n')
-    result = run("parity", "c.yaml", *arguments)
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith(said)
-
-
 def test_a_golden_file_keeps_records_and_config(tmp_path: Path) -> None:
     cfg = unishard.load({"backend": "fsdp", "training": {"seed": 3}})
     (tmp_path / "g").write_text(golden_text(RECORDS, cfg))

@@ -162,41 +162,6 @@ def test_the_recommendation_is_written_in_place(project: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--model", "nowhere"],
-            "--model: nowhere is no folder; write a folder with config.json (nothing is downloaded), or module:factory",
-        ),
-        (
-            ["--model", "."],
-            "--model: . has no config.json; write a folder as save_pretrained writes it, or module:factory",
-        ),
-        (["--model", "nothing:build"], "--model: nothing:build: there is no module 'nothing'"),
-        (["--model", "factories:nothing"], "--model: factories:nothing: factories has no function 'nothing'"),
-        (
-            ["--model", "factories:wrong"],
-            "--model: factories:wrong returned int; it must return a torch.nn.Module, or (model, batch)",
-        ),
-        (["--model", "factories:bare"], "its inputs are not known; let the factory return (model, batch)"),
-        (
-            ["--model", "factories:logits"],
-            "its forward returns a tensor of shape [2, 5]; let a factory return (model, batch, loss)",
-        ),
-        (["--model", "factories:build", "--device", "h100"], "--device: no device 'h100'; did you mean h100-80g?"),
-        (["--model", "factories:build", "--memory", "much"], "--memory: 'much' is no size"),
-        (["--model", "factories:build", "--set", "sharding.units=[Nothing]"], "no module of class Nothing"),
-        (["--model", "factories:build", "--memory", "1KiB", "--write"], "--write: nothing fits into 1.0 KiB"),
-    ],
-)
-def test_one_clear_error(project: Path, arguments: list[str], said: str) -> None:
-    result = run("plan", "cfg.yaml", "--seq-len", "256", *arguments)
-    assert result.exit_code == 1
-    assert len(result.stderr.splitlines()) == 1
-    assert said in result.stderr
-
-
 def test_a_forward_that_returns_no_loss_is_planned_with_one(project: Path) -> None:
     found = json.loads(run("plan", "cfg.yaml", "--model", "factories:with_loss", "--json").stdout)
     assert found["activations"]["none"] > 0

@@ -64,26 +64,6 @@ def gives(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 ASK = ("tune", "c.yaml", "--model", "factories:build", "--seq-len", "64", "--processes-per-node", "2")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "there is nothing to run; give SCRIPT, or --model MODEL for random data"),
-        (["train.py"], "train.py: there is no such script"),
-        (["--model", "nothing"], "--model: nothing is no folder"),
-        (
-            ["--backends", "zero", "--model", "factories:build"],
-            "--backends: 'zero' is unknown; write deepspeed or fsdp",
-        ),
-        (["--set", "training.global_batch_size=5", "-m", "x"], "override: training.global_batch_size: is 5, but"),
-        (["--set", "training.seed=1", "--write", "-m", "x"], "--write edits the file, which --set does not"),
-    ],
-)
-def test_one_clear_error(project: Path, arguments: list[str], said: str) -> None:
-    result = run("tune", "c.yaml", *arguments)
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].startswith(said)
-
-
 def test_what_does_not_fit_is_not_measured(gives: Any) -> None:
     asked = gives(lambda trial: 1.0)
     result = run(*ASK, "--memory", "192KiB", "--most", "100", "--json")

@@ -203,67 +203,6 @@ def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
     assert shlex.split(as_json["line"])[1:] == as_json["command"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["c.yaml", "none.py"], "none.py: there is no such script; give its path, or -m with the name of a module"),
-        (["--json", "c.yaml", "train.py"], "--json describes what --dry-run prints; add --dry-run"),
-        (
-            ["c.yaml", "--slurm", "--kubernetes", "train.py"],
-            "--slurm and --kubernetes are ways to start the ranks; give one",
-        ),
-        (
-            ["c.yaml", "-o", "job", "train.py"],
-            "-o writes a job, but on this host there is none; add --slurm, --kubernetes or --to-hostfile HOSTS",
-        ),
-        (["c.yaml", "--nodes", "2", "train.py"], "launch.endpoint: is needed for several hosts; write HOST:PORT"),
-        (
-            ["c.yaml", "--node-rank", "1", "--slurm", "train.py"],
-            "--node-rank numbers this host, but the job system numbers its nodes",
-        ),
-        (
-            ["c.yaml", "--nodes", "2", "--endpoint", "a", "--node-rank", "1", "train.py"],
-            "launch.rendezvous: c10d numbers the hosts itself; leave out --node-rank, or write static",
-        ),
-        (
-            ["c.yaml", "--nodes", "2", "--endpoint", "a", "--set", "launch.rendezvous=static", "train.py"],
-            "launch.rendezvous: static needs the number of this host; add --node-rank N, or write c10d",
-        ),
-        (
-            ["c.yaml", "--slurm", "--set", "launch.rendezvous=static", "train.py"],
-            "launch.rendezvous: one srun starts torchrun on all nodes",
-        ),
-        (
-            ["c.yaml", "--kubernetes", "train.py"],
-            "launch.kubernetes: has no image; write kubernetes: {image: registry/name:tag}",
-        ),
-        (
-            ["c.yaml", "--slurm", "train.py"],
-            "sbatch is not on the PATH; submit on a login node of the cluster, or write the script",
-        ),
-        (
-            ["c.yaml", "--ray", "none.py"],
-            "none.py: there is no such script; give its path, or -m with the name of a module",
-        ),
-        (
-            ["c.yaml", "--ray", "--set", "launch.processes_per_node=null", "train.py"],
-            "launch.processes_per_node: is needed to ask Ray for as many workers; write a number",
-        ),
-        (
-            ["ds.json", "train.py"],
-            "is a config of deepspeed, but this command needs a unishard config; translate it first",
-        ),
-    ],
-)
-def test_one_clear_error(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
-    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}')
-    monkeypatch.setenv("PATH", "/nowhere")
-    result = run("launch", *arguments)
-    assert result.exit_code == 1, result.output
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_hostfile_of_deepspeed_says_where(project: Path) -> None:
     Path("hosts").write_text("# two of them\nworker-1 slots=4\nworker-2 slots=4  # the other\n\n")
     words = shlex.split(run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py").stdout)
