@@ -64,13 +64,13 @@ class Stretch(NamedTuple):
 class Snapshot(NamedTuple):
     """As a save stages."""
 
-    stretches: dict[str, Stretch]
+    shards: dict[str, Stretch]
 
 
 def background_save() -> None:
     weights = torch.ones(8, device=DEVICE)
     staged = Background().stage(Snapshot({"w": Stretch(lambda start, end: weights[start:end], 0, 8)}))  # type: ignore[arg-type]
-    staged.stretches["w"].read(0, 8).clone()
+    staged.shards["w"].read(0, 8).clone()
 
 
 PIECES = {"host-read": host_read, "host-optimizer": host_optimizer, "background-save": background_save}

@@ -278,9 +278,7 @@ def unasked(backend, root):
     called = []
 
     def profile(frame, event, argument):
-        if event == "call" and (
-            "/engine/metrics/" in frame.f_code.co_filename or "/integrations/" in frame.f_code.co_filename
-        ):
+        if event == "call" and "/unishard/observe/" in frame.f_code.co_filename:
             called.append(frame.f_code.co_name)
 
     with prepare(config(backend)) as engine:
