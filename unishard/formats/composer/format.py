@@ -205,11 +205,11 @@ def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: boo
     rows = {key: deferred(row) for key, row in KEYS.items()} | dict(_of_this_file(written, shaped))
     found = interpret(rows, _without_engine(shaped), tool=_TOOL, defaults=_defaults(shaped), topology=topology)
     entries = [*found, *engine(shaped, topology), *_default_clipping(shaped), *open_end(found, ("max_duration",))]
-    placed = together([placed(entry, written, places) for entry in entries], written)
+    inner = together([placed(entry, written, places) for entry in entries], written)
     if nested:
-        placed = [entry.at("parameters", *entry.path) for entry in placed]
+        inner = [entry.at("parameters", *entry.path) for entry in inner]
     order = {key: number for number, key in enumerate(written)}
-    return sorted(placed, key=lambda entry: order.get(entry.path[nested], len(order)))
+    return sorted(inner, key=lambda entry: order.get(entry.path[nested], len(order)))
 
 
 def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:
