@@ -10,7 +10,7 @@ from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.field_rows import copied, exact, left_to_script, row
+from unishard.contract.field_rows import asked, copied, exact, row
 from unishard.contract.key_rows import number, refuses, sets
 from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
 from unishard.formats.names import names
@@ -260,9 +260,7 @@ OPTIMIZING: Mapping[str, Rule] = {
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),
     "optimizer.betas": exact("adam_beta1, adam_beta2", to=_betas),
     "optimizer.eps": exact("adam_epsilon, optim_args", to=_eps),
-    "optimizer.amsgrad": left_to_script(
-        f"{_PASS} torch.optim.AdamW(..., amsgrad=True)", lambda cfg: not cfg.optimizer.amsgrad, "false"
-    ),
+    **asked(Fit.NEEDS_INPUT, SCRIPT, {"optimizer.amsgrad": f"{_PASS} torch.optim.AdamW(..., amsgrad=True)"}),
     "optimizer.momentum": exact("optim_args", to=_written_arguments),
     "optimizer.nesterov": exact("optim_args"),
     "optimizer.weight_decay": copied("optimizer.weight_decay", "weight_decay"),
@@ -279,12 +277,14 @@ OPTIMIZING: Mapping[str, Rule] = {
             f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
         ),
     ),
-    "optimizer.groups": left_to_script(_GROUPS, lambda cfg: not cfg.optimizer.groups, "empty"),
+    **asked(Fit.NEEDS_INPUT, SCRIPT, {"optimizer.groups": _GROUPS}),
     "scheduler.name": exact("lr_scheduler_type", to=_schedule),
     "scheduler.warmup_steps": copied("scheduler.warmup_steps", "warmup_steps"),
-    "scheduler.warmup_type": left_to_script(_CLIMB, lambda cfg: cfg.scheduler.warmup_type == "linear", "linear"),
-    "scheduler.warmup_start_ratio": left_to_script(_CLIMB, lambda cfg: not cfg.scheduler.warmup_start_ratio, "0"),
-    "scheduler.delay_steps": left_to_script(_CLIMB, lambda cfg: not cfg.scheduler.delay_steps, "0"),
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {"scheduler.warmup_type": _CLIMB, "scheduler.warmup_start_ratio": _CLIMB, "scheduler.delay_steps": _CLIMB},
+    ),
     "scheduler.total_steps": exact("max_steps", to=_steps),
     "scheduler.min_lr_ratio": exact("lr_scheduler_kwargs"),
 }
