@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from unishard.config.topology import Topology
-from unishard.formats.launch_line import LaunchLine, launch_lines
+from unishard.formats.launch_line import LaunchLine, launch_lines, script_arguments, value_of_word
 from unishard.formats.launching import launch_of
-from unishard.formats.script_arguments import script_arguments, value_of_word
 
 
 def only(text: str) -> LaunchLine:

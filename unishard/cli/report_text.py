@@ -15,7 +15,7 @@ from unishard.errors import in_one_line
 
 if TYPE_CHECKING:
     from unishard.formats import Change, Item, Outcome
-    from unishard.formats.filling import Filling
+    from unishard.formats.sidecar.filling import Filling
 
 __all__ = ["LOUD", "key_value", "listed", "needs_input", "value_of", "write_text"]
 

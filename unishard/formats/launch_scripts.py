@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats.following import names, recipe_named
 from unishard.formats.launch_line import LaunchLine, launch_lines
 from unishard.formats.shell_words import Word
-from unishard.formats.supplying import PAGES, script_text
+from unishard.formats.sidecar.following import names, recipe_named
+from unishard.formats.sidecar.sidecar import PAGES, script_text
 from unishard.formats.translating import Outcome, translate
 
 __all__ = ["LaunchScripts"]

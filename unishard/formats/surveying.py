@@ -14,8 +14,8 @@ from unishard.errors import ConfigError, UnishardError
 from unishard.formats import catalog
 from unishard.formats.checking import check
 from unishard.formats.launch_scripts import LaunchScripts
-from unishard.formats.launcher_config import engine_is_open
 from unishard.formats.other_tools import named
+from unishard.formats.sidecar.launcher import engine_is_open
 from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, translate
 

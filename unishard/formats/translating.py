@@ -18,15 +18,14 @@ from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
 from unishard.formats.format import Format
-from unishard.formats.items import Item, item_of
+from unishard.formats.items import Item, carried, described, item_of, with_files
 from unishard.formats.readback import Change, changes, differences, read_back, refusals, to_write_out, with_differences
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.roundtrip import untouched
-from unishard.formats.saves import carried, described, with_files
 from unishard.formats.source import Source, open_source
 
 if TYPE_CHECKING:
-    from unishard.formats.filling import Filling
+    from unishard.formats.sidecar.filling import Filling
 
 __all__ = ["Outcome", "read", "translate"]
 
@@ -120,7 +119,7 @@ def translate(
     reading, dropped = _read_without(source, from_, overrides, topology, drop)
     filling = None
     if with_ is not None:
-        from unishard.formats.filling import filled  # few translations need it
+        from unishard.formats.sidecar.filling import filled  # few translations need it
 
         left = [pattern for pattern in drop if pattern not in {one.pattern for one in dropped}]
         reading, filling, further = filled(reading, with_, overrides=overrides, topology=topology, to=to, drop=left)

@@ -14,8 +14,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import copied, exact, left_to_script, no_key, row, rows, when_default
-from unishard.contract.rules import Fit, Rule, When, unless
+from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row, rows, when_default
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
@@ -113,7 +113,7 @@ _SHARDING: Mapping[str, Rule] = {
         ),
         (unless("auto", lambda cfg: cfg.sharding.units == "auto"),),
     ),
-    "sharding.min_unit_params": no_key("ZeRO has no units", lambda cfg: not cfg.sharding.min_unit_params, "0"),
+    **asked(Fit.IGNORED, NO_KEY, {"sharding.min_unit_params": "ZeRO has no units"}),
     "sharding.conditional_modules": exact(
         "deepspeed_config.deepspeed_moe_layer_cls_names",
         when_default("sharding.conditional_modules"),
@@ -145,9 +145,7 @@ _PRECISION: Mapping[str, Rule] = {
         "that of compute, or no accumulation",
         Fit.APPROXIMATE,
     ),
-    "precision.buffers": no_key(
-        f"the dtype of buffers {_FILE}", lambda cfg: cfg.precision.buffers == "keep", "keep", Fit.APPROXIMATE
-    ),
+    **asked(Fit.APPROXIMATE, NO_KEY, {"precision.buffers": f"the dtype of buffers {_FILE}"}),
     "precision.loss_scale": _mixed_scale(
         f"DeepSpeed's default is a dynamic scale; another one {_FILE}",
         "dynamic, or not fp16",
@@ -168,19 +166,12 @@ _PRECISION: Mapping[str, Rule] = {
 _LOOP: Mapping[str, Rule] = {
     "offload.params": _device("params", "offload_param_device"),
     "offload.optimizer": _device("optimizer", "offload_optimizer_device"),
-    "offload.pin_memory": no_key(
-        f"affects only time and memory; it {_FILE}", lambda cfg: cfg.offload.pin_memory, "true"
-    ),
-    "offload.nvme_path": no_key(
-        f"Accelerate 1.15.0 drops the path; it {_FILE}",
-        lambda cfg: cfg.offload.nvme_path is None,
-        "null",
-        Fit.UNSUPPORTED,
-    ),
-    "activation_checkpointing": left_to_script(
-        "model.gradient_checkpointing_enable(); Accelerate has no key for it",
-        lambda cfg: cfg.activation_checkpointing == "none",
-        "none",
+    **asked(Fit.IGNORED, NO_KEY, {"offload.pin_memory": f"affects only time and memory; it {_FILE}"}),
+    **asked(Fit.UNSUPPORTED, NO_KEY, {"offload.nvme_path": f"Accelerate 1.15.0 drops the path; it {_FILE}"}),
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {"activation_checkpointing": "model.gradient_checkpointing_enable(); Accelerate has no key for it"},
     ),
     "training.gradient_accumulation_steps": copied(
         "training.gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps", auto=True
@@ -205,10 +196,10 @@ _LOOP: Mapping[str, Rule] = {
     "communication.reduce_bucket_size": no_key(f"affects only time; it {_FILE}"),
     "communication.prefetch_bucket_size": no_key(f"affects only time; it {_FILE}"),
     "communication.overlap": no_key(f"affects only time: DeepSpeed overlaps at stage 3 without being told; it {_FILE}"),
-    "compile.mode": left_to_script(
-        "export ACCELERATE_DYNAMO_BACKEND; Accelerate 1.15.0 drops dynamo_config here",
-        lambda cfg: cfg.compile.mode == "none",
-        "none",
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {"compile.mode": "export ACCELERATE_DYNAMO_BACKEND; Accelerate 1.15.0 drops dynamo_config here"},
     ),
     "compile.backend": left_to_script(
         "ACCELERATE_DYNAMO_BACKEND before the launch", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"

@@ -16,8 +16,7 @@ from unishard.formats.accelerate.keys import KEYS
 from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.script import launch_of
-from unishard.formats.accelerate.trainer_arguments import for_trainer
-from unishard.formats.accelerate.writing import expressed, text_of
+from unishard.formats.accelerate.writing import expressed, for_trainer, text_of
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument

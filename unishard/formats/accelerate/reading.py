@@ -12,8 +12,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Unreadable, interpret
 from unishard.contract.key_rows import integer, listed
 from unishard.contract.rules import Fit
-from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries
-from unishard.formats.accelerate.deepspeed_file import file_entries
+from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries, file_entries
 from unishard.formats.accelerate.entries import KINDS, TOOL, block_of, dropped, kind_of, precision_of, refused
 from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
 from unishard.formats.accelerate.keys import KEYS

@@ -18,10 +18,9 @@ from unishard.contract.field_rows import (
     BUFFERS,
     FALLBACKS,
     RESHARDS_TO_ALL,
+    asked,
     exact,
-    left_to_script,
     moved_together,
-    no_key,
     nonfinite_unchecked,
     noted,
     row,
@@ -139,11 +138,10 @@ _SHARDING: Mapping[str, Rule] = {
         "with class names, FSDP has no minimum unit size; the same math, other units",
         when_default("sharding.min_unit_params"),
     ),
-    "sharding.conditional_modules": no_key(
-        "no key; every rank must use all parameters of these modules in each step",
-        lambda cfg: not cfg.sharding.conditional_modules,
-        "empty",
+    **asked(
         Fit.APPROXIMATE,
+        NO_KEY,
+        {"sharding.conditional_modules": "no key; every rank must use all parameters of these modules in each step"},
     ),
 }
 
@@ -228,15 +226,13 @@ _LOOP: Mapping[str, Rule] = {
         ),
         to=lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
     ),
-    "training.gradient_accumulation_steps": left_to_script(
-        "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)",
-        lambda cfg: cfg.training.gradient_accumulation_steps == 1,
-        "1",
-    ),
-    "training.gradient_clipping": left_to_script(
-        "accelerator.clip_grad_norm_(...) where accelerator.sync_gradients",
-        lambda cfg: cfg.training.gradient_clipping is None,
-        "null",
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {
+            "training.gradient_accumulation_steps": "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)",
+            "training.gradient_clipping": "accelerator.clip_grad_norm_(...) where accelerator.sync_gradients",
+        },
     ),
     "training.nonfinite": nonfinite_unchecked(
         Fit.APPROXIMATE,

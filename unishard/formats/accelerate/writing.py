@@ -8,15 +8,52 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
-from unishard.contract.render import FieldResult, Rendered, render
+from unishard.contract.entries import Path
+from unishard.contract.render import AUTO, FieldResult, Rendered, render
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import ConfigError, Problem
+from unishard.formats.accelerate.deepspeed import FILE, NAMES, NO_FILE, opened
 from unishard.formats.accelerate.deepspeed_rules import DEEPSPEED_RULES, SAVE, SAVE_KEY
+from unishard.formats.accelerate.entries import block_of, kind_of, precision_of
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
+from unishard.formats.source import Source
 
-__all__ = ["TABLES", "expressed", "text_of"]
+__all__ = ["expressed", "for_trainer", "text_of"]
+
+
+def for_trainer(source: Source) -> tuple[Mapping[str, Any], Path | None]:
+    """The arguments, and where in the file DeepSpeed's own config is named."""
+    match kind_of(source.data).engine:
+        case "fsdp":
+            version = block_of(source.data, "fsdp_config").get("fsdp_version", 1)
+            return {"fsdp": True, "fsdp_config": {"version": version}}, None
+        case "deepspeed":
+            return _of_deepspeed(source)
+    return {}, None
+
+
+def _of_deepspeed(source: Source) -> tuple[Mapping[str, Any], Path | None]:
+    block = block_of(source.data, "deepspeed_config")
+    if (name := block.get(FILE[-1])) not in NO_FILE:
+        try:
+            document = opened(name, source.folder)
+        except ConfigError:
+            document = None
+        return ({}, None) if document is None else ({"deepspeed": document}, FILE)
+    # Accelerate itself builds this one; what it leaves open is filled in.
+    word = precision_of(source.data)
+    return {
+        "deepspeed": {
+            "zero_optimization": {"stage": block.get("zero_stage", 2)},
+            "train_micro_batch_size_per_gpu": AUTO,
+            "gradient_accumulation_steps": block.get("gradient_accumulation_steps", AUTO),
+            NAMES["gradient_clipping"]: AUTO,
+            **({word: {"enabled": True}} if word in ("bf16", "fp16") else {}),
+        }
+    }, None
+
 
 TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_RULES, "deepspeed": DEEPSPEED_RULES}
 """Rows by engine."""

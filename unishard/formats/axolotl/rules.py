@@ -11,16 +11,16 @@ from unishard.config.nested import Native, merge
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
-from unishard.contract.field_rows import exact, keeps_more, left_to_script, started_elsewhere, when_default
+from unishard.contract.field_rows import asked, exact, keeps_more, started_elsewhere, when_default
 from unishard.contract.key_rows import number, text
 from unishard.contract.render import FieldResult, Rendered, render
-from unishard.contract.rules import Fit, Rule, When, unless
+from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
 from unishard.formats.hf.accepted_values import VALUES
-from unishard.formats.hf.lengths import lengths_of
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.rules import RULES as ARGUMENTS
 from unishard.formats.hf.rules import decided_of, engine_of
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
+from unishard.formats.hf.scheduling import lengths_of
 from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
 
@@ -126,15 +126,13 @@ SAVING: Mapping[str, Rule] = {
         When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, "all are kept"),
         to=_kept,
     ),
-    "checkpoint.every_minutes": left_to_script(
-        "an axolotl plugin whose TrainerCallback sets control.should_save",
-        lambda cfg: cfg.checkpoint.every_minutes is None,
-        "null",
-    ),
-    "checkpoint.on_signal": left_to_script(
-        "an axolotl plugin whose TrainerCallback sets should_save and should_training_stop",
-        lambda cfg: not cfg.checkpoint.on_signal,
-        "empty",
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {
+            "checkpoint.every_minutes": "an axolotl plugin whose TrainerCallback sets control.should_save",
+            "checkpoint.on_signal": "an axolotl plugin whose TrainerCallback sets should_save and should_training_stop",
+        },
     ),
 }
 """How a field is said, where TrainingArguments say it otherwise."""

@@ -1,29 +1,137 @@
-"""Reads YAML of llm-foundry, also as the `parameters` of a MosaicML run file and in Composer's older
-shapes.
-"""
+"""Reads YAML of llm-foundry, also as the `parameters` of a MosaicML run file and in Composer's older shapes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Key, KeyEffect, interpret
+from unishard.contract.entries import Entry, Key, KeyEffect, Path, interpret
 from unishard.contract.key_rows import drops, refuses
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
-from unishard.formats.composer import shapes
 from unishard.formats.composer.fsdp_keys import ARGUMENTS, DEEPSPEED, engine, trains
 from unishard.formats.composer.keys import KEYS, RUN, deferred
 from unishard.formats.composer.optimization_keys import defaults_of
-from unishard.formats.composer.shapes import named, resolved
+from unishard.formats.engine_block import Spot, combined
 from unishard.formats.format import Format
-from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
+from unishard.formats.undecided import open_end
 
-__all__ = ["FORMAT"]
+__all__ = ["FORMAT", "named", "resolved"]
+
+_NAME = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_DEEP = 16
+"""Interpolations within interpolations that are followed; a circle ends here and stays text."""
+
+
+def resolved(value: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """A value with the interpolations in it replaced by what `root` holds."""
+    if isinstance(value, Mapping):
+        return {key: resolved(item, root, depth) for key, item in value.items()}
+    if isinstance(value, list):
+        return [resolved(item, root, depth) for item in value]
+    if not isinstance(value, str) or depth > _DEEP:
+        return value
+    whole = _NAME.fullmatch(value)
+    if whole:
+        found = _at(root, whole.group(1))
+        return value if found is None else resolved(found, root, depth + 1)
+    return _NAME.sub(lambda match: _inline(match, root, depth), value)
+
+
+def named(value: Any) -> set[str]:
+    """The top-level keys that the interpolations in a value name."""
+    if isinstance(value, Mapping):
+        return {name for item in value.values() for name in named(item)}
+    if isinstance(value, list):
+        return {name for item in value for name in named(item)}
+    return {name.partition(".")[0] for name in _NAME.findall(value)} if isinstance(value, str) else set()
+
+
+def _inline(match: re.Match[str], root: Mapping[str, Any], depth: int) -> str:
+    found = _at(root, match.group(1))
+    whole = match.group()
+    return whole if found is None or isinstance(found, Mapping | list) else str(resolved(found, root, depth + 1))
+
+
+def _at(root: Mapping[str, Any], name: str) -> Any:
+    value: Any = root
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def current_keys(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path, Path]]:
+    """The file in today's shape, and where what was moved came from: prefix by prefix."""
+    shaped: dict[str, Any] = dict(data)
+    places: dict[Path, Path] = {}
+    parallel = shaped.get("parallelism_config")
+    if isinstance(parallel, Mapping) and isinstance(parallel.get("fsdp"), Mapping) and "fsdp_config" not in shaped:
+        rest = dict(shaped.pop("parallelism_config"))
+        shaped["fsdp_config"] = rest.pop("fsdp")
+        places[("fsdp_config",)] = ("parallelism_config", "fsdp")
+        if rest:
+            shaped["parallelism_config"] = rest
+    for old, new in (
+        ("optimizers", "optimizer"),
+        ("schedulers", "scheduler"),
+        ("optimizer", "optimizer"),
+        ("scheduler", "scheduler"),
+    ):
+        _unwrap(shaped, places, old, new)
+    return shaped, places
+
+
+def _unwrap(shaped: dict[str, Any], places: dict[Path, Path], old: str, new: str) -> None:
+    """`optimizers: {decoupled_adamw: {...}}` and `schedulers: [{name: {...}}]` as a mapping with a name."""
+    value = shaped.get(old)
+    single = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if not isinstance(single, Mapping) or len(single) != 1 or (old != new and new in shaped):
+        return
+    ((name, settings),) = single.items()
+    if not isinstance(settings, Mapping):
+        return
+    at: Path = (old, "0", str(name)) if isinstance(value, list) else (old, str(name))
+    shaped.pop(old)
+    shaped[new] = {"name": name, **settings}
+    places[(new, "name")] = at
+    places[(new,)] = at
+
+
+def placed(entry: Entry, written: Mapping[str, Any], places: Mapping[Path, Path]) -> Entry:
+    """The entry at the place where the file has it, with the value as it stands there."""
+    path = entry.path
+    if path in places:
+        path = places[path]
+    elif path[:1] in places:
+        path = (*places[path[:1]], *path[1:])
+    value: Any = written
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    shown = entry.value if value is None or entry.assumed or entry.path in places else value
+    return Entry(path, shown, entry.effect, entry.assumed)
+
+
+def together(entries: list[Entry], written: Mapping[str, Any]) -> list[Entry]:
+    """One entry for each list, such as the older `schedulers`, since a list is one value."""
+    lists = {
+        name: [entry for entry in entries if entry.path[0] == name and entry.path[1:] and not entry.assumed]
+        for name in written
+    }
+    for name, parts in lists.items():
+        if parts and isinstance(written[name], list):
+            entries = [
+                combined(Spot((name,), written[name]), [part.effect for part in parts]),
+                *(entry for entry in entries if entry not in parts),
+            ]
+    return entries
+
 
 _TOOL = "Composer 0.32 with llm-foundry 0.22"
 _WHOLE = ("global_train_batch_size", "train_batch_size")
@@ -93,15 +201,15 @@ def _ranks(around: Mapping[str, Any]) -> Topology | None:
 
 def _inner(written: Mapping[str, Any], topology: Topology | None, *, nested: bool) -> list[Entry]:
     """Entries of a training YAML, each at the place where it is written, with the value that is written there."""
-    shaped, places = shapes.current_keys(resolved(written, written))
+    shaped, places = current_keys(resolved(written, written))
     rows = {key: deferred(row) for key, row in KEYS.items()} | dict(_of_this_file(written, shaped))
     found = interpret(rows, _without_engine(shaped), tool=_TOOL, defaults=_defaults(shaped), topology=topology)
     entries = [*found, *engine(shaped, topology), *_default_clipping(shaped), *open_end(found, ("max_duration",))]
-    placed = shapes.together([shapes.placed(entry, written, places) for entry in entries], written)
+    inner = together([placed(entry, written, places) for entry in entries], written)
     if nested:
-        placed = [entry.at("parameters", *entry.path) for entry in placed]
+        inner = [entry.at("parameters", *entry.path) for entry in inner]
     order = {key: number for number, key in enumerate(written)}
-    return sorted(placed, key=lambda entry: order.get(entry.path[nested], len(order)))
+    return sorted(inner, key=lambda entry: order.get(entry.path[nested], len(order)))
 
 
 def _without_engine(shaped: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
 from unishard.contract.render import Rendered, render
-from unishard.formats.defaults import without_unishards
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.roundtrip import without_unishards
 from unishard.formats.source import Source
 
 __all__ = ["FORMAT"]

@@ -12,7 +12,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
-from unishard.contract.field_rows import copied, exact, keeps_more, left_to_script, row, when_default
+from unishard.contract.field_rows import asked, copied, exact, keeps_more, row, when_default
 from unishard.contract.key_rows import boolean, integer, number, text
 from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard.formats.hf.accepted_values import VALUES
@@ -147,9 +147,7 @@ SAVING: Mapping[str, Rule] = {
         when_default("checkpoint.every_steps"),
         to=_interval,
     ),
-    "checkpoint.every_minutes": left_to_script(
-        f"{_FLAG} after so many minutes", lambda cfg: cfg.checkpoint.every_minutes is None, "null"
-    ),
+    **asked(Fit.NEEDS_INPUT, SCRIPT, {"checkpoint.every_minutes": f"{_FLAG} after so many minutes"}),
     "checkpoint.keep_last": exact(
         "save_total_limit", When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL), to=_kept
     ),

@@ -22,10 +22,9 @@ from unishard.contract.field_rows import (
     when_default,
 )
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
-from unishard.formats.lightning.launch_rules import LAUNCHING
 from unishard.formats.lightning.precision_rules import PRECISION
 from unishard.formats.lightning.saving import SAVING
-from unishard.formats.lightning.trainer_rules import MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
+from unishard.formats.lightning.trainer_rules import LAUNCHING, MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 
 __all__ = ["CLASSES", "FSDP", "strategy"]
 

@@ -12,9 +12,9 @@ from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided, Unreadable
-from unishard.contract.field_rows import exact, keeps_more, left_to_script, row, when_default
+from unishard.contract.field_rows import asked, exact, keeps_more, row, when_default
 from unishard.contract.key_rows import integer, number, text
-from unishard.contract.rules import Fit, Rule, When
+from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard.formats.lightning.shape import Built, built, short
 
 __all__ = ["SAVING", "minutes_of", "saving_entries"]
@@ -181,10 +181,10 @@ SAVING: Mapping[str, Rule] = {
         ),
         to=_callbacks,
     ),
-    "checkpoint.on_signal": left_to_script(
-        "SLURMEnvironment(requeue_signal=...), or a handler that sets trainer.should_stop",
-        lambda cfg: not cfg.checkpoint.on_signal,
-        "empty",
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {"checkpoint.on_signal": "SLURMEnvironment(requeue_signal=...), or a handler that sets trainer.should_stop"},
     ),
 }
 """How each field is said."""

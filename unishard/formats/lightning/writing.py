@@ -11,11 +11,11 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.render import AUTO, KEPT_AUTO, FieldResult, Rendered, render
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule
-from unishard.formats.defaults import without_unishards
 from unishard.formats.lightning.rules import FSDP, strategy
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.trainer_rules import MODULE, TRAINING, trainer
 from unishard.formats.reading import ReadDocument
+from unishard.formats.roundtrip import without_unishards
 
 __all__ = ["expressed"]
 

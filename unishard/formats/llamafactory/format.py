@@ -9,7 +9,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
 from unishard.contract.render import AUTO, Rendered
 from unishard.formats.hf.dialects import LLAMAFACTORY
-from unishard.formats.hf.script import ScriptFormat
+from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.shipped import shipped_config, told
 from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.reading import ReadDocument

@@ -11,7 +11,7 @@ from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.formats.hf.dialects import swift
-from unishard.formats.hf.script import ScriptFormat
+from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.shipped import shipped
 from unishard.formats.hf.switches import DEEPSPEED as DEEPSPEED_ARGUMENT
 from unishard.formats.hf.switches import FSDP as FSDP_ARGUMENT

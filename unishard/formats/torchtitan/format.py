@@ -12,10 +12,10 @@ from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable, interp
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.format import Format
-from unishard.formats.schedules import open_end
 from unishard.formats.source import Source
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.torchtitan.older_keys import current_keys, of_a_fork, own_of, placed
+from unishard.formats.undecided import open_end
 
 __all__ = ["FORMAT"]
 

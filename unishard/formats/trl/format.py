@@ -8,8 +8,8 @@ from typing import Any
 from unishard.contract.entries import Key
 from unishard.contract.key_rows import drops
 from unishard.formats.hf.dialects import DIALECT
+from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
-from unishard.formats.hf.script import ScriptFormat
 from unishard.formats.names import names
 
 __all__ = ["FORMAT"]

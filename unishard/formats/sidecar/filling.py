@@ -1,11 +1,9 @@
-"""Fills what a document leaves open with what a launch script or TrainingArguments say, and says where each value comes
-from.
-"""
+"""Which of the values that are read beside a document count: those that it leaves open, and none that it decides."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -18,17 +16,115 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, drop_entries
-from unishard.formats.fills import fills, same_value
-from unishard.formats.following import missing
 from unishard.formats.format import Format
-from unishard.formats.launcher_config import clashes, decided, deciding, engine_is_open, staying
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.sidecar.following import missing
+from unishard.formats.sidecar.launcher import clashes, decided, deciding, engine_is_open, staying
+from unishard.formats.sidecar.sidecar import TRAINER, Sidecar, open_sidecar, trainer
 from unishard.formats.source import Source
-from unishard.formats.supplied import TRAINER, Supplied, trainer
-from unishard.formats.supplying import supplied
 
-__all__ = ["Filling", "filled"]
+__all__ = ["Filling"]
+
+_COMPUTE, _REDUCE = "precision.compute", "precision.reduce"
+
+
+def fills(
+    own: Sequence[Entry], given: Sequence[Entry], reading: ReadDocument, changed: Collection[str], *, same: bool
+) -> Iterator[Entry]:
+    """The entries of the arguments that decide what a document leaves open, and those that contradict it.
+
+    Args:
+        own: What the document says.
+        given: What the arguments say.
+        reading: The document.
+        changed: Fields that overrides decide.
+        same: Whether the document is written in its own format, where only what it names is filled.
+    """
+    holders = dict(_holders(own))
+    open_ = {
+        field
+        for entry in own
+        for field, value in entry.effect.fields.items()
+        if isinstance(value, Undecided) or entry.place
+    }
+    refused = {field for entry in own if entry.effect.fit is Fit.UNSUPPORTED for field in entry.effect.decides}
+    written = {field for entry in given if not entry.assumed for field in entry.effect.fields}
+    for entry in given:
+        if entry.effect.unknown or (entry.assumed and written.issuperset(entry.effect.fields)):
+            continue
+        if entry.effect.fit is Fit.IGNORED and entry.effect.notable and not entry.assumed:
+            yield entry._replace(effect=KeyEffect(Fit.IGNORED, entry.effect.note))
+            continue
+        if entry.effect.fit is Fit.UNSUPPORTED:
+            settled = any(field in holders or field in changed for field in entry.effect.decides)
+            if not (entry.assumed or settled or (same and not open_.intersection(entry.effect.decides))):
+                yield entry
+            continue
+        clashes = [
+            holders[field]
+            for field, value in entry.effect.fields.items()
+            if _clashes(entry, field, value, holders, changed)
+        ]
+        if clashes:
+            yield _contradicting(entry, clashes[0], reading)
+            continue
+        fields = {
+            field: value
+            for field, value in entry.effect.fields.items()
+            if field not in changed
+            and field not in refused
+            and _fills_in(entry, field, value, holders)
+            and (not same or field in open_)
+        }
+        if _COMPUTE in fields and _REDUCE in open_:
+            fields = {_REDUCE: fields[_COMPUTE], **fields}  # DeepSpeed reduces in the dtype of compute
+        if fields:
+            yield entry._replace(effect=KeyEffect(entry.effect.fit, entry.effect.note, fields))
+
+
+def _holders(own: Iterable[Entry]) -> Iterator[tuple[str, Entry]]:
+    """The entry that decides each field: a written one before an assumed one."""
+    for entry in sorted(own, key=lambda entry: not entry.assumed):
+        for field, value in entry.effect.fields.items():
+            if not isinstance(value, Undecided):
+                yield field, entry
+
+
+def _clashes(entry: Entry, field: str, value: Any, holders: Mapping[str, Entry], changed: Collection[str]) -> bool:
+    holder = holders.get(field)
+    if holder is None or holder.assumed or entry.assumed or field in changed or isinstance(value, Undecided):
+        return False
+    return not same_value(holder.effect.fields[field], value)
+
+
+def _fills_in(entry: Entry, field: str, value: Any, holders: Mapping[str, Entry]) -> bool:
+    holder = holders.get(field)
+    if holder is None:
+        return True
+    if isinstance(value, Undecided):
+        return False
+    return (holder.assumed and not entry.assumed) or (
+        not holder.assumed and same_value(holder.effect.fields[field], value)
+    )
+
+
+def _contradicting(entry: Entry, other: Entry, reading: ReadDocument) -> Entry:
+    place = str(reading.source.origins.of(other.path))
+    where = f" ({place})" if place else ""
+    note = f"contradicts {other.key}, which is {shown(other.value)}{where}; make them equal, or leave one out"
+    return entry.but(Fit.UNSUPPORTED, note)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are equal, as numbers if both are."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return bool(one == other)
+
 
 _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 """Arguments in which a script names the engine's config, which is the document itself."""
@@ -91,11 +187,11 @@ def filled(
     """
     drop, overrides = tuple(drop), tuple(overrides)
     format_, same = catalog.get(reading.format), reading.format == to
-    beside, dropped = _with_recipe(supplied(with_), reading).without(drop)
+    beside, dropped = _with_recipe(open_sidecar(with_), reading).without(drop)
     ranks = topology or _one_of(format_.ranks(reading.source), beside.topology, reading, beside) or reading.topology
     if reading.format in TRAINER and beside.format not in TRAINER:
         beside = beside._replace(values={} if beside.format == "accelerate" else beside.values, format=reading.format)
-    told = _Told(beside, ranks)
+    told = _Arguments(beside, ranks)
     own, given = (
         _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
     )
@@ -116,7 +212,7 @@ def filled(
     return Filled(found, Filling(beside.name, whose, unknown, launch), [*dropped, *further])
 
 
-def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
+def _with_recipe(beside: Sidecar, reading: ReadDocument) -> Sidecar:
     """What is beside a document, with the recipe that a launch line names; a document that is a recipe itself must be
     that one.
     """
@@ -127,7 +223,7 @@ def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
     return beside._replace(missing=(*beside.missing, missing(beside.recipe, beside.name, _OTHER)))
 
 
-def _starts(beside: Supplied, reading: ReadDocument) -> bool:
+def _starts(beside: Sidecar, reading: ReadDocument) -> bool:
     """Whether a launch line hands the document to its script, so that its own words count more than those of the
     document.
     """
@@ -138,7 +234,7 @@ def _starts(beside: Supplied, reading: ReadDocument) -> bool:
     )
 
 
-def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Supplied) -> Topology | None:
+def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Sidecar) -> Topology | None:
     if reading.format == "accelerate" and other:
         return other  # `accelerate launch --num_processes` takes precedence over its file
     if own and other and own.world_size != other.world_size:
@@ -155,15 +251,15 @@ def _changed(overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(field for field in _FIELDS if any(field == path or field.startswith(f"{path}.") for path in paths))
 
 
-class _Told(NamedTuple):
+class _Arguments(NamedTuple):
     """What is supplied, and the ranks."""
 
-    supplied: Supplied
+    sidecar: Sidecar
     ranks: Topology | None
 
     def entries(self, data: Mapping[str, Any], source: Source) -> list[Entry]:
         """What arguments say, with the defaults of the tool that takes them, where that is known."""
-        name = self.supplied.format
+        name = self.sidecar.format
         document = source._replace(data=data)
         if name:
             return list(catalog.get(name).entries(document, self.ranks))
@@ -173,23 +269,23 @@ class _Told(NamedTuple):
     @property
     def default(self) -> str:
         """Where a value that is not in the file comes from."""
-        tool = catalog.get(self.supplied.format).tool
-        return f"default of {f'TrainingArguments ({tool})' if self.supplied.format == _PLAIN else tool}"
+        tool = catalog.get(self.sidecar.format).tool
+        return f"default of {f'TrainingArguments ({tool})' if self.sidecar.format == _PLAIN else tool}"
 
     def placed(self, entry: Entry) -> Entry:
         """The entry with where it comes from."""
         return entry._replace(
-            place=self.default if entry.assumed else self.supplied.place(entry.path[0]), from_sidecar=True
+            place=self.default if entry.assumed else self.sidecar.place(entry.path[0]), from_sidecar=True
         )
 
 
-def _merged(reading: ReadDocument, format_: Format, told: _Told, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+def _merged(reading: ReadDocument, format_: Format, told: _Arguments, *, same: bool) -> tuple[list[Entry], list[Entry]]:
     """A document that is a file of arguments itself: both are read as one.
 
     A line that hands the file to its script counts more.
     """
-    data, more = reading.source.data, told.supplied.values
-    starts = _starts(told.supplied, reading)
+    data, more = reading.source.data, told.sidecar.values
+    starts = _starts(told.sidecar, reading)
     twice = [
         key for key in data if key in more and (starts or key not in _ENGINES) and not same_value(more[key], data[key])
     ]
@@ -198,33 +294,33 @@ def _merged(reading: ReadDocument, format_: Format, told: _Told, *, same: bool) 
     found = format_.entries(reading.source._replace(data={**more, **kept}), told.ranks)
     own = [entry for entry in found if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
     own += [
-        Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{told.supplied.place(key)} says {shown(more[key])}"))
+        Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{told.sidecar.place(key)} says {shown(more[key])}"))
         for key in yielding
     ]
     given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
     return own, [*given, *((_stays if starts else _clash)(key, reading, told) for key in twice if key not in yielding)]
 
 
-def _stays(key: str, reading: ReadDocument, told: _Told) -> Entry:
+def _stays(key: str, reading: ReadDocument, told: _Arguments) -> Entry:
     effect = KeyEffect(Fit.IGNORED, "counts more than the file, and stays on the launch line", notable=True)
-    return Entry((key,), told.supplied.values[key], effect, place=told.supplied.place(key), from_sidecar=True)
+    return Entry((key,), told.sidecar.values[key], effect, place=told.sidecar.place(key), from_sidecar=True)
 
 
-def _clash(key: str, reading: ReadDocument, told: _Told) -> Entry:
-    place, value = str(reading.source.origins.of((key,))), told.supplied.values[key]
+def _clash(key: str, reading: ReadDocument, told: _Arguments) -> Entry:
+    place, value = str(reading.source.origins.of((key,))), told.sidecar.values[key]
     note = f"is {shown(reading.source.data[key])} in {place or 'the config'}; make them equal, or leave one out"
-    return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=told.supplied.place(key), from_sidecar=True)
+    return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=told.sidecar.place(key), from_sidecar=True)
 
 
-def _beside(reading: ReadDocument, format_: Format, told: _Told) -> tuple[list[Entry], list[Entry]]:
+def _beside(reading: ReadDocument, format_: Format, told: _Arguments) -> tuple[list[Entry], list[Entry]]:
     """A document for an engine or a launcher: its engine's config is what the arguments would name."""
     engine, where = format_.for_trainer(reading.source)
-    values = {key: value for key, value in told.supplied.values.items() if key not in _ENGINES}
-    whole = told.supplied.format in TRAINER
-    found = told.entries({**values, **(engine if whole or not told.supplied.format else {})}, reading.source)
+    values = {key: value for key, value in told.sidecar.values.items() if key not in _ENGINES}
+    whole = told.sidecar.format in TRAINER
+    found = told.entries({**values, **(engine if whole or not told.sidecar.format else {})}, reading.source)
     given = [told.placed(entry) for entry in found if entry.path[0] not in _ENGINES]
     given = [
-        _of_the_loop(entry, of_launcher=not whole and bool(told.supplied.format))
+        _of_the_loop(entry, of_launcher=not whole and bool(told.sidecar.format))
         for entry in given
         if whole or not entry.assumed
     ]
@@ -251,14 +347,14 @@ def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
     return entry._replace(effect=effect._replace(fields=fields, native={}))
 
 
-def _again(entry: Entry, filled_in: Entry, told: _Told, where: Path) -> Entry:
+def _again(entry: Entry, filled_in: Entry, told: _Arguments, where: Path) -> Entry:
     """The entry as it is once transformers has filled in the engine's config."""
     if entry.effect.fit is Fit.UNSUPPORTED:
         return entry
     refused = filled_in.effect.fit is Fit.UNSUPPORTED and not entry.assumed
     names = trainer().filled_from(".".join(entry.path[len(where) :]))
-    named = next((name for name in names if name in told.supplied.values), None)
-    place = (told.supplied.place(named) if named else told.default) if names else ""
+    named = next((name for name in names if name in told.sidecar.values), None)
+    place = (told.sidecar.place(named) if named else told.default) if names else ""
     if refused and place:
         what, _, instead = filled_in.effect.note.partition(";")
         return entry._replace(effect=filled_in.effect._replace(note=f"{what} ({place});{instead}"))

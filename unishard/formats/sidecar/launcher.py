@@ -12,9 +12,9 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.formats import catalog
-from unishard.formats.following import LAUNCHER
 from unishard.formats.reading import ReadDocument
-from unishard.formats.supplied import Supplied
+from unishard.formats.sidecar.following import LAUNCHER
+from unishard.formats.sidecar.sidecar import Sidecar
 
 __all__ = ["clashes", "decided", "deciding", "engine_is_open", "staying"]
 
@@ -35,7 +35,7 @@ def _leaves_engine(entry: Entry) -> bool:
     return entry.assumed and entry.path[-1] == "fsdp" and entry.value is False
 
 
-def decided(own: list[Entry], given: Iterable[Entry], beside: Supplied, ranks: Topology | None) -> list[Entry]:
+def decided(own: list[Entry], given: Iterable[Entry], beside: Sidecar, ranks: Topology | None) -> list[Entry]:
     """TrainingArguments with the launcher's engine, where there is one.
 
     Args:
@@ -76,7 +76,7 @@ def deciding(entry: Entry) -> Entry:
     return entry._replace(effect=KeyEffect(Fit.UNSUPPORTED, f"{what}: {_ABSENT}", decides=_DECIDED))
 
 
-def staying(beside: Supplied) -> list[Entry]:
+def staying(beside: Sidecar) -> list[Entry]:
     """The line that says, where TrainingArguments are written again, that the launcher keeps the strategy."""
     if beside.launcher is None:
         return []
@@ -91,7 +91,7 @@ def staying(beside: Supplied) -> list[Entry]:
     ]
 
 
-def clashes(reading: ReadDocument, beside: Supplied) -> Iterator[Entry]:
+def clashes(reading: ReadDocument, beside: Sidecar) -> Iterator[Entry]:
     """The options of a launch line that say something else than the config of Accelerate that is translated."""
     own = dict(flat(reading.source.data))
     for key, value in flat(beside.launcher.data) if beside.launcher else ():

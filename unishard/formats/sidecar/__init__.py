@@ -1,0 +1,1 @@
+"""What stands beside a config and decides what it leaves open: a launch script, or TrainingArguments."""
