@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unishard import BackendError, Config, Topology
+from unishard import BackendError, Topology
 from unishard_deepspeed import shards, start
 from unishard_deepspeed.private import updates
 
@@ -123,9 +123,8 @@ def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkey
     monkeypatch.setattr(shards.shards, "reduce_gradients", lambda *_: calls.append("reduce"))
     monkeypatch.setattr(shards.shards, "gradient_shards", lambda *_: calls.append("read") or {})
     monkeypatch.setattr(shards.shards, "drop_gradients", lambda *_: calls.append("drop"))
-    sections = {"training": {"micro_batch_size": 1}, "offload": {"optimizer": offload}}
-    cfg = Config.model_validate({"backend": "deepspeed", "sharding": "shard_grad_op", **sections})
-    window = shards.Shards(cfg, SimpleNamespace(optimizer=None), None)
+    spec = SimpleNamespace(kind="stages-1-2", offloads_optimizer=offload != "none")
+    window = shards.Shards(spec, SimpleNamespace(optimizer=None), None)
     window.reduce()
     window.drop()
     between = ["synchronize"] if waits else []
