@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -104,6 +108,28 @@ def refused(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     except unishard.UnishardError as problem:
         return f"{type(problem).__name__}: {problem}"
     return "nothing"
+
+
+@contextlib.contextmanager
+def heard(logger: str = "unishard", level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What a logger says in the block."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def run_script(path: str | Path, *words: str) -> None:
+    """Be a script, in this process: importing costs more than the rest."""
+    sys.argv = [str(path), *words]
+    exec(
+        compile(Path(path).read_text(encoding="utf-8"), str(path), "exec"),
+        {"__name__": "__main__", "__file__": str(path)},
+    )
 
 
 def config(backend: str, strategy: str = "full_shard", **sections: Any) -> Config:

@@ -3,14 +3,13 @@ both engines."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-from playing import STRATEGIES, config, my_rank, play, values
+from playing import STRATEGIES, config, heard, my_rank, play, values
 from recording import Countable, Recorder
 from torch import nn
 from torch.nn import functional
@@ -171,15 +170,9 @@ def read_within_a_window(backend):
 def costs(backend):
     """What collectives move: at the first evaluation, at the next without training between them, and without buffers;
     and the log."""
-    heard = []
-    listening = logging.Handler()
-    listening.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("unishard").addHandler(listening)
-    recorder, engines = (
-        Recorder(),
-        [unishard.prepare(model, config(backend, "no_shard")) for model in (built(), Countable())],
-    )
-    logging.getLogger("unishard").removeHandler(listening)
+    with heard() as lines:
+        recorder = Recorder()
+        engines = [unishard.prepare(model, config(backend, "no_shard")) for model in (built(), Countable())]
     trained(engines[0])
     with recorder:
         for recorder.phase, engine in (("first", engines[0]), ("second", engines[0]), ("none", engines[1])):
@@ -191,7 +184,7 @@ def costs(backend):
         phase: [(event.kind, event.numel, event.dtype) for event in recorder.events if event.phase == phase]
         for phase in ("first", "second", "none")
     }
-    return moved, heard
+    return moved, lines
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from playing import config, in_turn, my_rank, on_ranks, own_share, prepare, refused, train
+from playing import config, heard, in_turn, my_rank, on_ranks, own_share, prepare, refused, train
 
 from unishard.checkpoint import directory, finding, lease, manifest, writing
 from unishard.checkpoint.export import writing as exporting
@@ -135,22 +135,9 @@ def test_the_second_save_of_a_step_counts_and_wrong_bits_are_found(backend, root
     assert steps(f"{root}/{backend}-twice") == [0]
 
 
-class Heard(logging.Handler):
-    """Keeps what was logged as an error."""
-
-    def __init__(self):
-        super().__init__(logging.ERROR)
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def failing(backend, root):
     """A save in the background fails on one rank, and the engine is closed, waited for, or used for something else."""
-    heard, record = Heard(), writing.envelope_of
-    logging.getLogger("unishard").addHandler(heard)
-    told = {}
+    record, told = writing.envelope_of, {}
 
     def no_space(values):
         raise OSError(28, "No space left on device")
@@ -166,16 +153,14 @@ def failing(backend, root):
 
     if my_rank():
         writing.envelope_of = no_space
-    try:
+    with heard(level=logging.ERROR) as lines:
         told["closed"] = refused(closed)
         engine = begun()
         told["waited"] = refused(engine.wait), refused(engine.wait), refused(engine.close)
         engine = begun()
         told["exported"] = refused(engine.export, f"{root}/{backend}-export"), refused(engine.close)
-    finally:
-        writing.envelope_of = record
-        logging.getLogger("unishard").removeHandler(heard)
-    return told, heard.lines
+    writing.envelope_of = record
+    return told, lines
 
 
 @in_turn

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from playing import play, values
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding
@@ -69,13 +70,6 @@ def shares() -> dict[int, list[list[list[list[int]]]]]:
         world: run_ranks(world, share, config(micro=4, accumulate=4 // world), {"drop_last": True})
         for world in (1, 2, 4)
     }
-
-
-def test_shares_are_disjoint_and_cover_the_data() -> None:
-    ranks = run_ranks(2, share, config(micro=5), {})
-    for epoch in (0, 1):
-        seen = flat(flat(rank[epoch]) for rank in ranks)
-        assert sorted(seen) == list(range(SAMPLES))
 
 
 def test_global_batches_are_the_same_for_any_number_of_ranks(shares: dict[int, Any]) -> None:
@@ -137,23 +131,6 @@ def test_resumes_in_the_middle_of_an_epoch(workers: int) -> None:
     assert ids(fresh(fresh().state_dict())) == first, "a state saved before the first batch begins the first one"
 
 
-def resume(cfg: Config, state: dict[str, Any]) -> list[list[int]]:
-    loader = unishard.dataloader(range(SAMPLES), cfg, drop_last=True)
-    loader.load_state_dict(state)
-    return ids(loader)
-
-
-def test_resumes_on_another_number_of_ranks() -> None:
-    loader = unishard.dataloader(range(SAMPLES), config(), drop_last=True)
-    reading = iter(loader)
-    for _ in range(4):
-        next(reading)
-    state = loader.state_dict()
-    rest = ids(reading)
-    two = run_ranks(2, resume, config(), state)
-    assert updates(two, 1) == [rest[at] + rest[at + 1] for at in range(0, 8, 2)]
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -206,31 +183,33 @@ def unsized(batches: list[int]) -> Any:
     return (batch for batch in batches)
 
 
-def windows_of(counts: list[int], length: int, drop: bool, sized: bool) -> list[list[int]]:
+def windows_of(counts: tuple[int, ...], length: int, drop: bool, sized: bool) -> list[list[int]]:
     """The windows of a loader with as many batches as `counts` says for this rank."""
     lifetime.ensure(unishard.Topology.from_environment())
     batches = list(range(counts[dist.get_rank()]))
     return [list(window) for window in windows(batches if sized else unsized(batches), repeat(length), CPU, drop=drop)]
 
 
-@pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize(
-    ("count", "length", "drop", "expected"),
-    [
-        (5, 2, False, [[0, 1], [2, 3], [4]]),
-        (5, 2, True, [[0, 1], [2, 3]]),
-        (4, 2, False, [[0, 1], [2, 3]]),
-        (4, 2, True, [[0, 1], [2, 3]]),
-        (1, 3, False, [[0]]),
-        (1, 3, True, []),
-        (0, 3, False, []),
-    ],
-)
-def test_the_last_window(count: int, length: int, drop: bool, sized: bool, expected: list[list[int]]) -> None:
-    assert run_ranks(2, windows_of, [count, count], length, drop, sized, timeout=60) == [expected, expected]
+WINDOWS = {
+    (5, 2, False): [[0, 1], [2, 3], [4]],
+    (5, 2, True): [[0, 1], [2, 3]],
+    (4, 2, False): [[0, 1], [2, 3]],
+    (4, 2, True): [[0, 1], [2, 3]],
+    (1, 3, False): [[0]],
+    (1, 3, True): [],
+    (0, 3, False): [],
+}
+"""By number of batches, length, and whether a short window is dropped."""
 
 
-def mismatch_of(counts: list[int], length: int, sized: list[bool]) -> tuple[list[list[int]], str]:
+def test_the_last_window() -> None:
+    cases = {((count, count), *how, sized): WINDOWS[count, *how] for count, *how in WINDOWS for sized in (True, False)}
+    played = play(tuple((windows_of, case) for case in cases))
+    for case, expected in cases.items():
+        assert values(played[windows_of, case]) == [expected, expected], case
+
+
+def mismatch_of(counts: tuple[int, ...], length: int, sized: tuple[bool, ...]) -> tuple[list[list[int]], str]:
     """What this rank got before the error, and the error."""
     lifetime.ensure(unishard.Topology.from_environment())
     rank = dist.get_rank()
@@ -246,22 +225,18 @@ def mismatch_of(counts: list[int], length: int, sized: list[bool]) -> tuple[list
     return got, ""
 
 
-def test_uneven_loaders_are_refused_on_every_rank_before_the_first_batch() -> None:
-    for got, message in run_ranks(2, mismatch_of, [7, 4], 2, [True, True], timeout=60):
-        assert got == []
-        assert "len(loader): rank 0 has 7, rank 1 has 4" in message
+MISMATCHES: dict[Any, tuple[list[list[int]], str]] = {
+    ((7, 4), 2, (True, True)): ([], "len(loader): rank 0 has 7, rank 1 has 4"),
+    ((7, 4), 2, (False, False)): ([[0, 1], [2, 3]], "batches after 4: rank 0 has 2, rank 1 has 0"),
+    ((4, 4), 2, (True, False)): ([], "rank 0 has 4, rank 1 has None"),
+}
 
 
-def test_uneven_streams_are_refused_on_every_rank_at_the_window_that_differs() -> None:
-    for got, message in run_ranks(2, mismatch_of, [7, 4], 2, [False, False], timeout=60):
-        assert got == [[0, 1], [2, 3]]
-        assert "batches after 4: rank 0 has 2, rank 1 has 0" in message
-
-
-def test_a_stream_beside_a_sized_loader_is_refused_on_every_rank() -> None:
-    for got, message in run_ranks(2, mismatch_of, [4, 4], 2, [True, False], timeout=60):
-        assert got == []
-        assert "rank 0 has 4, rank 1 has None" in message
+@pytest.mark.parametrize("case", MISMATCHES, ids=str)
+def test_uneven_loaders_are_refused_on_every_rank_before_the_window_that_differs(case: Any) -> None:
+    for got, message in values(play(tuple((mismatch_of, each) for each in MISMATCHES))[mismatch_of, case]):
+        assert got == MISMATCHES[case][0]
+        assert MISMATCHES[case][1] in message
 
 
 def test_the_length_of_an_iterable_dataset_is_not_believed() -> None:

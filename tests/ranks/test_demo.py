@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from forking import completed, in_a_fork
+from playing import run_script
 from rich.console import Console
 from rich.status import Status
 
@@ -50,16 +51,12 @@ def test_both_engines_draw_the_same_curve(tmp_path: Path) -> None:
     assert "of the loss) at step" in done.stdout
 
 
-def run_script(*calls: tuple[str, ...]) -> list[str]:
+def run_scripts(*calls: tuple[str, ...]) -> list[str]:
     """What the script prints for each list of arguments; in one process, since importing costs more than the rest."""
     printed = []
     for arguments in calls:
-        sys.argv = [str(SCRIPT), *arguments]
         with redirect_stdout(io.StringIO()) as out:
-            exec(
-                compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"),
-                {"__name__": "__main__", "__file__": str(SCRIPT)},
-            )
+            run_script(SCRIPT, *arguments)
         printed.append(out.getvalue())
     return printed
 
@@ -71,13 +68,13 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
 
     saving = f"checkpoint.dir={tmp_path / 'run'}", "checkpoint.on_existing=resume"
     ((whole, again),) = run_ranks(
-        1, run_script, arguments("fsdp", *saving, "checkpoint.every_steps=2"), arguments("fsdp", *saving)
+        1, run_scripts, arguments("fsdp", *saving, "checkpoint.every_steps=2"), arguments("fsdp", *saving)
     )
     assert "after 4 updates" in whole
     assert "holds a finished run" in again
     for newest in (tmp_path / "run").glob("step-*4"):
         shutil.rmtree(newest)
-    run_ranks(1, run_script, arguments("deepspeed", *saving))
+    run_ranks(1, run_scripts, arguments("deepspeed", *saving))
     one, other = (TrainingCurve.read(tmp_path / f"{backend}.json").losses for backend in ("fsdp", "deepspeed"))
     assert other == pytest.approx(one[2:], rel=1e-6)
 

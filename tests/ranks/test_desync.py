@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from playing import checked as config
-from playing import own_share, play, prepare, train
+from playing import heard, own_share, play, prepare, train
 
 from unishard.failures import collective_check
 from unishard.testing import RankFailure, run_ranks
@@ -158,21 +157,9 @@ def waits_inside(backend):
         assert time.monotonic() - start < 3.0 + 3
 
 
-@contextmanager
-def warnings_of_unishard():
-    """What the logger `unishard` writes in the block."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("unishard").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("unishard").removeHandler(handler)
-
-
 def is_late(backend):
     """A rank that is busy on its own for longer than the timeout is waited for."""
-    with prepare(config(backend, communication={"desync_timeout": 1.0})) as engine, warnings_of_unishard() as said:
+    with prepare(config(backend, communication={"desync_timeout": 1.0})) as engine, heard() as said:
         train(engine, own_share(1))
         if dist.get_rank() == 1:
             reads_elsewhere()
@@ -187,7 +174,7 @@ def reads_elsewhere():
 def takes_long_updates(backend):
     """Healthy updates that together take longer than the time after which one long call is named, none of them
     checked."""
-    with prepare(config(backend, communication={"desync_timeout": 0.5})) as engine, warnings_of_unishard() as said:
+    with prepare(config(backend, communication={"desync_timeout": 0.5})) as engine, heard() as said:
         train(engine, own_share(10))
         engine.module.blocks[0].register_forward_hook(lambda *_: time.sleep(0.4))
         for batch in own_share(9):

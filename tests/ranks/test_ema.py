@@ -3,11 +3,9 @@ and exports."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-from playing import config, error, everyones, own_share, play, prepare, refused, train, values
+from playing import config, everyones, heard, in_turn, on_ranks, own_share, play, prepare, refused, train, values
 from safetensors.torch import load_file
 
 from unishard.testing import oracle
@@ -103,7 +101,7 @@ def of_plain_torch(world):
     return flat(average)
 
 
-def on_ranks(world):
+def cells_of(world):
     cells = SPANNING if world == 2 else ()
     return tuple((averaged, (backend, *cell)) for backend in BACKENDS for cell in (("full_shard", "fp32"), *cells))
 
@@ -111,8 +109,8 @@ def on_ranks(world):
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_average_is_that_of_plain_torch(backend, world):
-    wanted = values(play(((of_plain_torch, (world,)),), 1)[of_plain_torch, (world,)])[0]
-    for found in values(play(on_ranks(world), world)[averaged, (backend, "full_shard", "fp32")]):
+    (wanted,) = on_ranks(of_plain_torch, world, world=1)
+    for found in values(play(cells_of(world), world)[averaged, (backend, "full_shard", "fp32")]):
         assert found["average"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
@@ -122,7 +120,7 @@ def test_the_average_is_that_of_plain_torch(backend, world):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(backend, cell):
     world, strategy, how = cell
-    outcomes = values(play(on_ranks(world), world)[averaged, (backend, strategy, how)])
+    outcomes = values(play(cells_of(world), world)[averaged, (backend, strategy, how)])
     for found in outcomes:
         assert found["average"] == pytest.approx(found["wanted"], rel=1e-6, abs=1e-7)
         rounded = torch.tensor(found["average"]).bfloat16().tolist() if how == PURE else found["average"]
@@ -150,20 +148,13 @@ def saved(backend, strategy, folder):
 
 def resumed(backend, strategy, folder, keeps):
     """The average after a load, and what the log says."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("unishard").addHandler(handler)
-    try:
-        with prepare(configured(backend, strategy, checkpoint={"dir": f"{folder}/run"})) as engine:
-            ema = engine.ema(DECAY) if keeps == "before" else None
-            engine.load(verify="bits")
-            ema = engine.ema(DECAY) if keeps == "after" else ema
-            found = read(engine, ema) if ema else masters(engine)
-            train(engine, own_share(1))
-            return found, masters(engine) != found, [line for line in lines if "moving average" in line]
-    finally:
-        logging.getLogger("unishard").removeHandler(handler)
+    with heard() as lines, prepare(configured(backend, strategy, checkpoint={"dir": f"{folder}/run"})) as engine:
+        ema = engine.ema(DECAY) if keeps == "before" else None
+        engine.load(verify="bits")
+        ema = engine.ema(DECAY) if keeps == "after" else ema
+        found = read(engine, ema) if ema else masters(engine)
+        train(engine, own_share(1))
+        return found, masters(engine) != found, [line for line in lines if "moving average" in line]
 
 
 def saved_without(backend, folder):
@@ -183,8 +174,7 @@ def saved_without(backend, folder):
     ],
 )
 def test_a_checkpoint_and_an_export_hold_the_average_for_any_engine(there, here, world, tmp_path):
-    scenario = (saved, (*there, str(tmp_path)))
-    wanted = values(play((scenario,))[scenario])[0]
+    wanted = on_ranks(saved, *there, str(tmp_path))[0]
     exported = load_file(tmp_path / "averages/model.safetensors")
     assert flat(exported[name] for name, _ in mlp().named_parameters()) == wanted
     again = [(resumed, (*here, str(tmp_path), when)) for when in ("before", "after")]
@@ -219,19 +209,14 @@ def went_on(backend, strategy, folder):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_that_prepare_resumes_continues_its_average(backend, tmp_path):
-    scenario = (went_on, (backend, "full_shard", str(tmp_path)))
-    for (same, other), whole in values(play((scenario,))[scenario]):
+    for (same, other), whole in on_ranks(went_on, backend, "full_shard", str(tmp_path)):
         assert same == whole
         assert other == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
 def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path):
-    scenario, again = (
-        (saved_without, ("fsdp", str(tmp_path))),
-        (resumed, ("deepspeed", "full_shard", str(tmp_path), "before")),
-    )
-    wanted = values(play((scenario,))[scenario])[0]
-    found, _, said = values(play((again,), 1)[again])[0]
+    wanted = on_ranks(saved_without, "fsdp", str(tmp_path))[0]
+    ((found, _, said),) = on_ranks(resumed, "deepspeed", "full_shard", str(tmp_path), "before", world=1)
     assert found == wanted
     assert [line.partition(": ")[2] for line in said] == [
         "it lacks a moving average of the weights; they start at the loaded weights"
@@ -249,6 +234,7 @@ MISUSE = {
     "edit inside": "ContractError: set_parameter was called inside ema.weights()...",
     "train inside": "ContractError: forward was called in training mode inside ema.weights(); call engine.eval() "
     "first, or train...",
+    "closed": "ContractError: ema was called on a closed engine; build a new model and prepare it",
     "no such name": "ContractError: ema.parameter: 'nothing' is not the first name of a parameter that was trainable "
     "in prepare",
 }
@@ -267,24 +253,12 @@ def misused(backend):
             said["save inside"] = refused(engine.save, "nowhere")
             said["edit inside"] = refused(engine.set_parameter, "head.bias", torch.zeros(11))
             said["train inside"] = refused(engine, **own_share(1)[0])
-        return said
+        engine.close()
+        return said | {"closed": refused(engine.ema)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 def test_misuse_is_one_clear_error(backend):
-    for said in values(play(tuple((misused, (each,)) for each in BACKENDS))[misused, (backend,)]):
+    for said in on_ranks(misused, backend):
         for name, wanted in MISUSE.items():
             assert said[name].startswith(wanted.partition("...")[0]), name
-
-
-def inference(backend):
-    with prepare(configured(backend, "full_shard")) as engine:
-        engine.close()
-        engine.ema()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_closed_engine_keeps_no_average(backend):
-    assert error(play(tuple((inference, (each,)) for each in BACKENDS))[inference, (backend,)]) == (
-        "ContractError: ema was called on a closed engine; build a new model and prepare it"
-    )

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from counting import begin, counted, peak_of
-from playing import PRECISIONS, SPANNING, STRATEGIES, config, play, values
+from playing import PRECISIONS, SPANNING, STRATEGIES, config, heard, play, values
 from recording import ACCUMULATION, Countable
 from test_collectives import OPTIONS, TABLE
 from torch import nn
@@ -84,6 +84,15 @@ def _key(cell):
     return model, repr(sections)
 
 
+def _in_turns(cells):
+    """What both engines have, on one of them in turn; `--deep` counts all."""
+    turns = {}
+    for model, sections in cells:
+        engines = turns.setdefault((model, repr(sections | {"backend": ""})), [])
+        engines.append((model, sections))
+    return tuple(engines[number % len(engines)] for number, engines in enumerate(turns.values()))
+
+
 def _build(model):
     return lora(torch.bfloat16) if model == "lora" else MODELS[model].build()
 
@@ -128,8 +137,8 @@ def measured(model, text):
 
 
 @pytest.mark.parametrize("world", CELLS)
-def test_planned_state_is_held(world):
-    scenarios = tuple((measured, _key(cell)) for cell in CELLS[world])
+def test_planned_state_is_held(world, deep):
+    scenarios = tuple((measured, _key(cell)) for cell in (CELLS[world] if deep else _in_turns(CELLS[world])))
     wrong = []
     for scenario, outcomes in play(scenarios, world).items():
         for rank, (expected, held) in enumerate(values(outcomes)):
@@ -270,28 +279,17 @@ def out_of_memory(backend):
 def logged(backend):
     """The lines about the plan that `prepare` logs at levels DEBUG and INFO, and the two numbers that they should
     hold."""
-    logger, lines, handler = logging.getLogger("unishard"), {}, logging.Handler()
-    before, cfg = logger.level, config(backend, precision="bf16")
-    logger.addHandler(handler)
-    try:
-        for level in (logging.DEBUG, logging.INFO):
-            logger.setLevel(level)
-            said = lines.setdefault(logging.getLevelName(level), [])
-            handler.emit = lambda record, said=said: said.append(record.getMessage())
-            model = MODELS["mlp"].build()
-            planned = registry.get(backend).footprint(
-                shape_of(model, cfg.sharding), cfg, unishard.Topology.from_environment()
-            )
-            with unishard.prepare(model, cfg) as engine:
-                held = engine.placement().param_bytes
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-    return (
-        {level: [line for line in said if "planned" in line] for level, said in lines.items()},
-        planned.parameters.total,
-        held,
-    )
+    logger, lines, cfg = logging.getLogger("unishard"), {}, config(backend, precision="bf16")
+    before, topology = logger.level, unishard.Topology.from_environment()
+    for level in ("DEBUG", "INFO"):
+        logger.setLevel(level)
+        model = MODELS["mlp"].build()
+        planned = registry.get(backend).footprint(shape_of(model, cfg.sharding), cfg, topology)
+        with heard() as said, unishard.prepare(model, cfg) as engine:
+            held = engine.placement().param_bytes
+        lines[level] = [line for line in said if "planned" in line]
+    logger.setLevel(before)
+    return lines, planned.parameters.total, held
 
 
 NOTES = tuple((scenario, (name,)) for scenario in (out_of_memory, logged) for name in BACKENDS)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 
 import pytest
+from playing import run_script
 from ruamel.yaml import YAML
 
 import unishard
@@ -38,17 +38,8 @@ def train(folder, backend, *changes):
         f"logging.dir={folder}/runs/logs",
     ]
     for own in changes:
-        sys.argv = [
-            str(SCRIPT),
-            *SMALL,
-            "--text",
-            f"{folder}/text",
-            *(word for change in (*every, *own) for word in ("--set", change)),
-        ]
-        exec(
-            compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"),
-            {"__name__": "__main__", "__file__": str(SCRIPT)},
-        )
+        changes = [word for change in (*every, *own) for word in ("--set", change)]
+        run_script(SCRIPT, *SMALL, "--text", f"{folder}/text", *changes)
 
 
 @cache

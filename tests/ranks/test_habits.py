@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 
 import pytest
 import torch
 from mistakes.habits import ACCUMULATION, clip_each_micro_batch
 from playing import checked as config
-from playing import error, own_share, play, prepare, train, values
+from playing import error, heard, own_share, play, prepare, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -83,23 +81,9 @@ DIVIDED = {
 }
 
 
-@contextlib.contextmanager
-def logged():
-    """What unishard logs in the block."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("unishard")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
 def divided(backend, how):
     """What is logged in two windows."""
-    with logged() as lines, prepare(config(backend, training={"gradient_accumulation_steps": 4})) as engine:
+    with heard() as lines, prepare(config(backend, training={"gradient_accumulation_steps": 4})) as engine:
         for batch in engine.batches(own_share(8)):
             engine.backward(DIVIDED[how](engine(**batch).loss))
             engine.step()
@@ -137,7 +121,7 @@ MEANS = {
 
 def averaged(backend, how):
     """What is logged of two losses that are passed with the number of their items."""
-    with logged() as lines, prepare(config(backend, precision="bf16")) as engine:
+    with heard() as lines, prepare(config(backend, precision="bf16")) as engine:
         for batch in own_share(2):
             engine.backward(MEANS[how](engine(**batch), batch["labels"]), num_items=len(batch["labels"]))
             engine.step()
@@ -162,10 +146,10 @@ def test_a_mean_with_num_items_is_named_once(backend, how):
 def trained_in_vain(backend, strategy):
     """What is logged of three updates under a schedule of two, and of eight with NaN after one that is finite."""
     schedule = {"name": "linear", "total_steps": 2}
-    with logged() as lines, prepare(config(backend, strategy, scheduler=schedule)) as engine:
+    with heard() as lines, prepare(config(backend, strategy, scheduler=schedule)) as engine:
         train(engine, own_share(4))
     first = [line.split(":")[0] for line in lines if "learning rate" in line]
-    with logged() as lines, prepare(config(backend, strategy)) as engine:
+    with heard() as lines, prepare(config(backend, strategy)) as engine:
         for number, batch in enumerate(own_share(9)):
             scale = 1.0 if number in (0, 4) else float("nan")
             engine.backward(engine(**batch).loss * scale)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, curve, play, train, values
+from playing import SPANNING, STRATEGIES, config, curve, heard, play, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -137,25 +137,14 @@ def marked(backend, strategy, precision):
         return found
 
 
-class Listening(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.heard = []
-
-    def emit(self, record):
-        self.heard.append(record.getMessage())
-
-
 def listened(strategy):
     """What DeepSpeed has to say about a model without units."""
     with unishard.prepare(mlp(), config("deepspeed")):
         pass  # brings DeepSpeed's logger up
-    listening = Listening()
-    logging.getLogger("DeepSpeed").addHandler(listening)
-    with unishard.prepare(nn.Sequential(nn.Linear(4, 4)), config("deepspeed", strategy)):
+    model = nn.Sequential(nn.Linear(4, 4))
+    with heard("DeepSpeed", logging.WARNING) as lines, unishard.prepare(model, config("deepspeed", strategy)):
         logging.getLogger("DeepSpeed").warning("something else")
-    logging.getLogger("DeepSpeed").removeHandler(listening)
-    return listening.heard
+    return lines
 
 
 def flagged(strategy):
@@ -189,5 +178,5 @@ def test_what_is_set_on_a_parameter_reaches_the_optimizer_factory(cell):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deepspeed_says_nothing_about_a_model_without_units_and_keeps_its_other_warnings(strategy):
-    for heard in values(play(AROUND)[listened, (strategy,)]):
-        assert heard == ["something else"]
+    for lines in values(play(AROUND)[listened, (strategy,)]):
+        assert lines == ["something else"]

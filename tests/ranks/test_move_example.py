@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from playing import run_script
 from transformers import AutoModelForCausalLM
 
 from unishard.checkpoint.tensor_reader import Tensors
@@ -51,14 +52,10 @@ def parsed(line):
     return Command(ranks, words[at], arguments)
 
 
-def run_script(script, *calls):
+def run_scripts(script, *calls):
     sys.path.insert(0, str(EXAMPLES))  # as python does for a script
     for arguments in calls:
-        sys.argv = [script, *arguments]
-        exec(
-            compile(Path(script).read_text(encoding="utf-8"), script, "exec"),
-            {"__name__": "__main__", "__file__": script},
-        )
+        run_script(script, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +67,10 @@ def out(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     first, second, third, stayed, drawing = map(parsed, done.stdout.splitlines())
     assert (first.ranks, first.script) == (stayed.ranks, stayed.script)
-    run_ranks(first.ranks, run_script, first.script, first.arguments, stayed.arguments)
-    run_ranks(second.ranks, run_script, second.script, second.arguments)
-    run_ranks(third.ranks, run_script, third.script, third.arguments)
-    run_ranks(1, run_script, drawing.script, drawing.arguments)
+    run_ranks(first.ranks, run_scripts, first.script, first.arguments, stayed.arguments)
+    run_ranks(second.ranks, run_scripts, second.script, second.arguments)
+    run_ranks(third.ranks, run_scripts, third.script, third.arguments)
+    run_ranks(1, run_scripts, drawing.script, drawing.arguments)
     return folder / "out"
 
 
@@ -113,9 +110,7 @@ def drawn(folder):
     said = []
     for stayed, moved in (("two", "one"), ("two", "empty"), ("missing", "two"), ("two", "broken")):
         try:
-            run_script(
-                str(EXAMPLES / "draw_move.py"), [f"{folder}/{stayed}", f"{folder}/{moved}", f"{folder}/picture.png"]
-            )
+            run_scripts(EXAMPLES / "draw_move.py", [f"{folder}/{each}" for each in (stayed, moved, "picture.png")])
         except SystemExit as end:
             said.append(str(end))
     return said

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, own_share, play, prepare, refused, train, values
+from playing import config, heard, own_share, play, prepare, refused, train, values
 from small_saves import content_of, snapshot, start
 
 from unishard.checkpoint import finding, plan_cache
@@ -62,14 +62,13 @@ def watched(root):
             return before(self, chunk, everyone)
 
         patch.setattr(kind, "plan", plan)
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: run.warnings.append(record.getMessage())
-    logging.getLogger("unishard").addHandler(handler)
-    return run, patch, handler
+    listening = heard(level=logging.WARNING)
+    run.warnings = listening.__enter__()
+    return run, patch, listening
 
 
-def closed(run, patch, handler):
-    logging.getLogger("unishard").removeHandler(handler)
+def closed(run, patch, listening):
+    listening.__exit__(None, None, None)
     patch.undo()
     run.cache.close()
 
@@ -77,7 +76,7 @@ def closed(run, patch, handler):
 def undisturbed(root):
     """Two saves, and the first one without the child; then the disk is full, and the child is killed between two
     saves."""
-    run, patch, handler = watched(root)
+    run, patch, listening = watched(root)
     outcomes = [run.save(), run.save()]
     save(Path(f"{root} plain"), snapshot(1, 1, run.rank), Retention(), run.group)
     folders = [each / finding.name_of(1) for each in (run.root, Path(f"{root} plain"))]
@@ -93,7 +92,7 @@ def undisturbed(root):
     run.notes.append("killed")
     run.only_first(lambda: (os.kill(process.pid, signal.SIGKILL), process._process.wait()))
     outcomes += [run.save(), run.save()]
-    closed(run, patch, handler)
+    closed(run, patch, listening)
     return same, outcomes, run.notes, run.warnings
 
 
@@ -104,7 +103,7 @@ def _limit(process, size):
 
 def killed(root):
     """The child is killed while the ranks write their shards, after one save."""
-    run, patch, handler = watched(root)
+    run, patch, listening = watched(root)
     outcomes = [run.save()]
     finish = PlanningProcess.finish
 
@@ -114,7 +113,7 @@ def killed(root):
 
     patch.setattr(PlanningProcess, "finish", kill)
     outcomes += [run.save(), run.save(), run.save()]
-    closed(run, patch, handler)
+    closed(run, patch, listening)
     return outcomes, run.notes, run.warnings
 
 

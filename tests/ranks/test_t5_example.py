@@ -10,18 +10,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from forking import completed
+from playing import run_script
 
 from unishard.testing import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "finetune_t5_lora.py"
-
-
-def fine_tune(arguments):
-    sys.argv = [str(SCRIPT), *arguments]
-    exec(
-        compile(SCRIPT.read_text(encoding="utf-8"), str(SCRIPT), "exec"),
-        {"__name__": "__main__", "__file__": str(SCRIPT)},
-    )
 
 
 WHOLE, SHORT = 55, 15
@@ -32,7 +25,8 @@ WHOLE, SHORT = 55, 15
 def tuned(backend, steps):
     with TemporaryDirectory() as folder:
         out = Path(folder, "run.json")
-        run_ranks(2, fine_tune, ["--set", f"backend={backend}", "--steps", str(steps), "--out", str(out)], timeout=200)
+        words = ["--set", f"backend={backend}", "--steps", str(steps), "--out", str(out)]
+        run_ranks(2, run_script, SCRIPT, *words, timeout=200)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -77,7 +71,7 @@ def read_badly(folder):
     said = {}
     for name in [*BAD, "missing.csv", "no_such_dataset"]:
         try:
-            fine_tune(["--data", str(Path(folder, name))])
+            run_script(SCRIPT, "--data", str(Path(folder, name)))
         except SystemExit as end:
             said[name] = str(end)
     return said

@@ -8,11 +8,10 @@ import logging
 
 import pytest
 import torch
-from playing import config, play, values
+from playing import config, heard, in_turn, on_ranks
 from torch import nn
 
 import unishard
-from unishard.testing.cells import BACKENDS
 
 
 class Body(nn.Module):
@@ -29,36 +28,21 @@ class Body(nn.Module):
         return self.second(self.norm(self.first(x))).square().mean()
 
 
-class Lines(logging.Handler):
-    """Collects what unishard logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[str, str]] = []
-
-    def emit(self, record):
-        """Keep a line with its level."""
-        self.lines.append((record.levelname, record.getMessage()))
-
-
 def modes(backend, which):
-    """Modules in evaluation mode after `prepare`, and the lines that it logs."""
+    """Modules in evaluation mode after `prepare`, the lines about modes that it logs, and how many are warnings."""
     model = Body()
-    {"none": lambda: None, "all": model.eval, "parts": lambda: [part.eval() for part in (model.first, model.norm)]}[
-        which
-    ]()
-    handler, logger = Lines(), logging.getLogger("unishard")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with unishard.prepare(model, config(backend)) as engine:
-            left = [name for name, part in engine.module.named_modules() if not part.training]
-            engine.backward(engine(torch.ones(2, 4)))
-            return left, [line for line in handler.lines if "mode" in line[1]], engine.step().updated
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    for part in {"none": (), "all": (model,), "parts": (model.first, model.norm)}[which]:
+        part.eval()
+    logging.getLogger("unishard").setLevel(logging.INFO)
+    with (
+        heard() as lines,
+        heard(level=logging.WARNING) as warned,
+        unishard.prepare(model, config(backend)) as engine,
+    ):
+        left = [name for name, part in engine.module.named_modules() if not part.training]
+        engine.backward(engine(torch.ones(2, 4)))
+        said = [[line for line in heard_of if "in evaluation mode" in line] for heard_of in (lines, warned)]
+        return left, said[0], len(said[1]), engine.step().updated
 
 
 def frozen_statistics(backend):
@@ -85,40 +69,28 @@ def ranks(backend):
         return engine.rank, engine.world_size, engine.is_main, printed.getvalue()
 
 
-WHICH = ("none", "all", "parts")
 SAID = {
     "none": [],
-    "all": [("INFO", "Body was in evaluation mode; prepare has put it in training mode")],
+    "all": ["Body was in evaluation mode; prepare has put it in training mode"],
     "parts": [
-        (
-            "WARNING",
-            "4 of 8 modules of Body were in evaluation mode, such as first; prepare has put them in training mode; "
-            "call .eval() on a part after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
-        )
+        "4 of 8 modules of Body were in evaluation mode, such as first; prepare has put them in training mode; "
+        "call .eval() on a part after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
     ],
 }
-SCENARIOS = tuple((modes, (backend, which)) for backend in BACKENDS for which in WHICH)
 
 
-@pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", SAID)
+@in_turn
 def test_prepare_puts_what_is_trained_in_training_mode_and_says_so_on_one_rank(backend, which):
-    first, second = values(play(SCENARIOS)[modes, (backend, which)])
-    assert first == ([], SAID[which], True)
-    assert second == ([], [], True)
+    warned = 1 if which == "parts" else 0
+    assert on_ranks(modes, backend, which) == [([], SAID[which], warned, True), ([], [], 0, True)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 def test_a_part_put_in_evaluation_mode_after_prepare_stays_there(backend):
-    assert (
-        values(play(tuple((frozen_statistics, (each,)) for each in BACKENDS))[frozen_statistics, (backend,)])
-        == [(True, True)] * 2
-    )
+    assert on_ranks(frozen_statistics, backend) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 def test_an_engine_knows_its_rank_and_prints_once(backend):
-    assert values(play(tuple((ranks, (each,)) for each in BACKENDS))[ranks, (backend,)]) == [
-        (0, 2, True, "loss=1\none update\n"),
-        (1, 2, False, ""),
-    ]
+    assert on_ranks(ranks, backend) == [(0, 2, True, "loss=1\none update\n"), (1, 2, False, "")]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unishard import ConfigError, Topology
-from unishard.config.topology import forgotten_srun, rendezvous
+from unishard.config.topology import first_host, forgotten_srun, rendezvous
 
 Environ = dict[str, str]
 
@@ -16,14 +16,9 @@ Environ = dict[str, str]
 
 
 def open_mpi(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
-    names = (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_RANK",
-    )
-    return dict(zip(names, map(str, (rank, world, local, per_node, rank)), strict=True))
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    own = zip(names, map(str, (rank, world, local, per_node)), strict=True)
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in own} | {"PMIX_RANK": str(rank)}
 
 
 def mvapich(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
@@ -57,6 +52,11 @@ def srun(rank: int, local: int, world: int, per_node: int, node: int) -> Environ
         "SLURM_STEP_NODELIST": "gpu[01-09]",
         "SLURM_NTASKS": "64",
     }
+
+
+def srun_before_its_steps_were_counted(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
+    whole = {"SLURM_NTASKS": str(world), "SLURM_NNODES": str(world // per_node), "SLURM_NODELIST": "gpu[01-09]"}
+    return {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local)} | whole
 
 
 def srun_pmi2(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
@@ -122,6 +122,7 @@ LAUNCHERS = {
     open_mpi_in_slurm: "mpirun",
     hydra_in_slurm: "mpirun",
     srun: "srun",
+    srun_before_its_steps_were_counted: "srun",
     srun_pmi2: "srun",
     srun_pmix: "srun",
     size_set_in_a_job_script: "srun",
@@ -169,35 +170,19 @@ INTERACTIVE = {
 }
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"},
-        INTERACTIVE,
-        INTERACTIVE | {"SLURM_NTASKS": "8"},
-        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},
-        {
-            "SLURM_JOB_ID": "7",
-            "SLURM_PROCID": "0",
-            "SLURM_LOCALID": "0",
-            "SLURM_NTASKS": "8",
-            "SLURM_STEP_ID": "4294967291",
-        },
-        {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"},
-        {"MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"},
-    ],
-    ids=[
-        "a laptop",
-        "salloc on a login node",
-        "salloc's interactive step",
-        "salloc -n 8",
-        "a batch script",
-        "a batch script with its step",
-        "accelerate launch --num_processes 1",
-        "an address in a shell's profile",
-    ],
-)
+PLAIN = {
+    "a laptop": {},
+    "salloc on a login node": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"},
+    "salloc's interactive step": INTERACTIVE,
+    "salloc -n 8": INTERACTIVE | {"SLURM_NTASKS": "8"},
+    "a batch script": {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},
+    "a batch script's step": {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291", "SLURM_NTASKS": "8"},
+    "accelerate launch --num_processes 1": {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"},
+    "an address in a shell's profile": {"MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"},
+}
+
+
+@pytest.mark.parametrize("environ", PLAIN.values(), ids=PLAIN)
 def test_a_plain_script_is_one_rank(environ):
     assert Topology.from_environment(environ) == Topology()
     assert rendezvous(Topology(), environ) is None
@@ -248,31 +233,72 @@ def test_ranks_of_mpirun_without_an_address_are_told_what_to_type(launcher, comm
         rendezvous(Topology.from_environment(environ), environ | {"MASTER_ADDR": "gpu01"})
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        (
-            {"PMIX_RANK": "1"},
-            "PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, "
-            "WORLD_SIZE",
-        ),
-        ({"FLUX_TASK_RANK": "0"}, "FLUX_TASK_RANK=0 says .* for a single rank, unset FLUX_TASK_RANK"),
-        ({"PMI_RANK": "1"}, "the environment variable PMI_SIZE is not set"),
-        ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is 'x', not a number"),
-        (srun(0, 0, 2, 2, 0) | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but srun has started 2 ranks; unset WORLD_SIZE"),
-        (
-            {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-            "on the CPU it starts one process whatever --num_processes says; start with torchrun --nproc-per-node N",
-        ),
-        (
-            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"},
-            "the environment variable SLURM_NTASKS is not set",
-        ),
-    ],
-)
+UNREADABLE = [
+    (
+        {"PMIX_RANK": "1"},
+        "PMIX_RANK=1 says that a launcher has started this process, but not how many there are; set RANK, WORLD_SIZE",
+    ),
+    ({"FLUX_TASK_RANK": "0"}, "FLUX_TASK_RANK=0 says .* for a single rank, unset FLUX_TASK_RANK"),
+    ({"PMI_RANK": "1"}, "the environment variable PMI_SIZE is not set"),
+    ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is 'x', not a number"),
+    (srun(0, 0, 2, 2, 0) | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but srun has started 2 ranks; unset WORLD_SIZE"),
+    (
+        {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        "on the CPU it starts one process whatever --num_processes says; start with torchrun --nproc-per-node N",
+    ),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "the environment variable SLURM_NTASKS is not set"),
+    (
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": ""},
+        "the environment variable SLURM_NTASKS is '', not a number",
+    ),
+    ({"RANK": "0"}, "the environment variable WORLD_SIZE is not set; start with torchrun, srun or python"),
+    ({"WORLD_SIZE": "2"}, "the environment variable RANK is not set; start with torchrun, srun or python"),
+    ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK is 'zero', not a number; start with torchrun, srun or python"),
+    ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is invalid for WORLD_SIZE=2; ranks are 0 to 1"),
+    (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+        "RANK and WORLD_SIZE are set, but not MASTER_PORT; start with torchrun",
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "message"), UNREADABLE)
 def test_a_launcher_that_cannot_be_read_is_named(environ, message):
     with pytest.raises(ConfigError, match=message):
-        Topology.from_environment(environ)
+        rendezvous(Topology.from_environment(environ), environ)
+
+
+def test_a_launcher_that_sets_only_two():
+    topology = Topology.from_environment({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (topology.local_world_size, topology.local_rank) == (2, 1)
+
+
+# -- where the ranks meet
+# ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("gpu[3,9]", "gpu3"),
+        ("a.example.org,b", "a.example.org"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(hosts, first):
+    assert first_host(hosts) == first
+
+
+def test_where_the_ranks_meet():
+    for launcher, more, where in (
+        (torchrun, {}, "env://"),
+        (srun, {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "20007"}, "tcp://gpu03:20007"),
+        (size_set_in_a_job_script, {"MASTER_ADDR": "head"}, "tcp://head:29500"),
+    ):
+        environ = launcher(0, 0, 2, 2, 0) | more
+        assert rendezvous(Topology.from_environment(environ), environ) == where
 
 
 def test_two_steps_of_a_job_meet_at_two_ports():

@@ -141,22 +141,23 @@ def spanning_pairs() -> list[Pair]:
     return list(dict.fromkeys(pairs))
 
 
-def measure(pairs: Sequence[Pair], after: int = AFTER) -> dict[Pair, Resumption]:
+def measure(pairs: Sequence[Pair], after: int = AFTER, before: int = BEFORE) -> dict[Pair, Resumption]:
     """Train, save, load and train on. Each source runs once, and all runs of a world size share processes.
 
     Args:
         pairs: Which runs resume which.
         after: Optimizer steps after the checkpoint, at most `AFTER`; the first ones are the same for any number.
+        before: Optimizer steps before it.
     """
     with tempfile.TemporaryDirectory(prefix="resuming-") as folder:
         expected: dict[ResumedRun, _Rest] = {}
         for world, runs in _by_world(dict.fromkeys(pair.saved for pair in pairs)).items():
-            answers = run_ranks(world, _save_all, runs, folder, after, timeout=60 + 20 * len(runs))
+            answers = run_ranks(world, _save_all, runs, folder, after, before, timeout=60 + 20 * len(runs))
             expected |= dict(zip(runs, answers[0], strict=True))
         found: dict[Pair, _Rest] = {}
         for world, resumed in _by_world(dict.fromkeys(pair.resumed for pair in pairs)).items():
             here = [pair for pair in pairs if pair.resumed in resumed]
-            answers = run_ranks(world, _resume_all, here, folder, after, timeout=60 + 20 * len(here))
+            answers = run_ranks(world, _resume_all, here, folder, after, before, timeout=60 + 20 * len(here))
             found |= dict(zip(here, answers[0], strict=True))
     return {pair: _compare(expected[pair.saved], found[pair]) for pair in pairs}
 
@@ -251,25 +252,25 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path, after
     return _Rest(losses, digest.hexdigest(), tuple(kept))
 
 
-def _save_all(runs: Sequence[ResumedRun], root: str, after: int) -> list[_Rest]:
+def _save_all(runs: Sequence[ResumedRun], root: str, after: int, before: int) -> list[_Rest]:
     answers = []
     for run in runs:
         with _prepare(run, seed=7) as engine:
             updates = _updates(engine, unishard.dataloader(_dataset(), _config(run)))
-            for _ in islice(updates, BEFORE):
+            for _ in islice(updates, before):
                 pass
             folder = engine.save(Path(root) / str(run))
             answers.append(_rest(engine, updates, folder, after))
     return answers
 
 
-def _resume_all(pairs: Sequence[Pair], root: str, after: int) -> list[_Rest]:
+def _resume_all(pairs: Sequence[Pair], root: str, after: int, before: int) -> list[_Rest]:
     answers = []
     for pair in pairs:
         with _prepare(pair.resumed, seed=8) as engine:
             resumed = engine.load(Path(root) / str(pair.saved), verify="bits")
             assert resumed is not None
-            assert resumed.step == BEFORE
+            assert resumed.step == before
             again = engine.save(Path(root) / f"{pair}-again")
             answers.append(
                 _rest(engine, _updates(engine, unishard.dataloader(_dataset(), _config(pair.resumed))), again, after)
