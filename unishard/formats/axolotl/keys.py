@@ -125,12 +125,6 @@ _FALLS = "a cosine that stops falling before the end is not supported; build the
 _UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
 
 
-def _half(value: Any, given: DocumentValues) -> KeyEffect:
-    if off(value):
-        return left_out("is off")
-    return KeyEffect(Fit.UNSUPPORTED, _UNSCALED)
-
-
 def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
     """True, false, or a way to keep activations elsewhere."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
@@ -252,7 +246,7 @@ KEYS: Mapping[str, Key] = {
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", tool_default="auto"),
     "tf32": Key(_tf32, "precision.matmul"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
-    "float16": Key(_half, "", Fit.UNSUPPORTED, _UNSCALED),
+    "float16": refuses(_UNSCALED, off),
     "float32": drops("the default without bf16 and fp16"),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),

@@ -130,12 +130,6 @@ def _tokens(value: Any, given: DocumentValues) -> KeyEffect:
 _OBJECT = "is a ParallelismConfig object; write sharding.strategy and sharding.group_size"
 
 
-def _parallel(value: Any, given: DocumentValues) -> KeyEffect:
-    if off(value):
-        return left_out("is off")
-    return KeyEffect(Fit.UNSUPPORTED, _OBJECT)
-
-
 def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is not set")
@@ -176,6 +170,6 @@ LOOP: Mapping[str, Key] = {
     "data_seed": drops("seeds only the data order, which training.seed does here"),
     "full_determinism": drops("is a switch of torch (torch.use_deterministic_algorithms) for your training script"),
     "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "affects only how Accelerate loads data"),
-    "parallelism_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
-    "distributed_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
+    "parallelism_config": refuses(_OBJECT, off),
+    "distributed_config": refuses(_OBJECT, off),
 }
