@@ -12,9 +12,8 @@ from unishard.contract.key_rows import boolean, drops, integer, number, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.axolotl.rules import NAMES, SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
-from unishard.formats.hf.loop import checkpointing, matmul, off
+from unishard.formats.hf.loop import DEEPSPEED, FSDP, checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
-from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.names import ignored, names
 
 __all__ = ["ENGINES", "KEYS", "TOOL"]

@@ -7,12 +7,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.config import Config
 from unishard.config.describe import shown
+from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean, broadcast_buffers, drops, integer, number, refuses, sets, text
 from unishard.contract.rules import Fit
 
-__all__ = ["LOOP", "checkpointing", "clipping", "compute", "matmul", "off"]
+__all__ = [
+    "DEEPSPEED",
+    "FSDP",
+    "FSDP_ON",
+    "LOOP",
+    "checkpointing",
+    "compute",
+    "matmul",
+    "off",
+    "switched_on",
+    "without",
+]
+
+FSDP = "fsdp"
+"""The argument for FSDP."""
+DEEPSPEED = "deepspeed"
+"""The argument for DeepSpeed, which holds its config."""
+
+FSDP_ON: Native = {FSDP: True, "fsdp_config": {"version": 2}}
+"""What switches FSDP on. DeepSpeed is on where its config is there, and keeps fp32 master weights."""
+
+
+def switched_on(cfg: Config) -> bool:
+    """Whether a config needs FSDP."""
+    return cfg.backend == "fsdp" and cfg.sharding.strategy != "no_shard"
+
+
+def without(cfg: Config) -> bool:
+    """Whether a config is run by neither engine, but by DistributedDataParallel."""
+    return cfg.backend == "fsdp" and cfg.sharding.strategy == "no_shard"
+
 
 _AUTOCAST = "Trainer also runs FSDP1 in torch.autocast: some operations stay in fp32; without it all run in this dtype"
 _KWARGS = "affects only memory and time: losses are the same"
