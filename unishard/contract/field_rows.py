@@ -22,7 +22,6 @@ __all__ = [
     "FALLBACKS",
     "NOT_FP16",
     "NO_FILES",
-    "NO_INVERSE_SQRT",
     "RESHARDS_TO_ALL",
     "asked",
     "copied",
@@ -151,13 +150,6 @@ RESHARDS_TO_ALL = When(
     "only true or false there: backward gathers among all ranks; pass the number to fully_shard",
 )
 """The case of `sharding.reshard_after_forward` where a tool takes no smaller group."""
-NO_INVERSE_SQRT = When(
-    "inverse_sqrt",
-    lambda cfg: cfg.scheduler.name == "inverse_sqrt",
-    Fit.UNSUPPORTED,
-    "there is no such schedule; choose linear or cosine",
-)
-"""The case of `scheduler.name` where a tool has no inverse square root."""
 
 
 def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Rule]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from unishard.formats.signs import Signs, weighted
 
-__all__ = ["OtherTool", "named", "tools"]
+__all__ = ["named", "tools"]
 
 _ENOUGH = 4
 _NAMES_A_CLASS = ("_target_", "_component_", "_recipe_", "class_path", "recipe")

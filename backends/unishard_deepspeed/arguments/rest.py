@@ -8,10 +8,10 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect
-from unishard.contract.field_rows import saved_by_script, started_elsewhere
+from unishard.contract.field_rows import asked, saved_by_script, started_elsewhere
 from unishard.contract.key_rows import boolean, drops, integer, own, refuses
 from unishard.contract.render import AUTO
-from unishard.contract.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
@@ -180,6 +180,7 @@ SCRIPT_RULES: Mapping[str, Rule] = {
         "torchrun --max-restarts",
         environment="write them into .deepspeed_env, which DeepSpeed's launcher sends to every host",
     ),
+    **asked(Fit.IGNORED, NO_KEY, {"strict": "only affects this report"}),
     "native": Rule(
         Fit.EXACT,
         "any key",

@@ -2,27 +2,226 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Path
+from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable, interpret
+from unishard.contract.key_rows import integer, listed
 from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
-from unishard.formats.accelerate.deepspeed import OF_THE_FILE
-from unishard.formats.accelerate.entries import TOOL, block_of
+from unishard.formats.accelerate.deepspeed import NO_FILE, OF_THE_FILE, deepspeed_entries, file_entries
+from unishard.formats.accelerate.entries import KINDS, TOOL, block_of, dropped, kind_of, precision_of, refused
+from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
 from unishard.formats.accelerate.keys import KEYS
-from unishard.formats.accelerate.reading import entries_of, ranks_of
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.script import launch_of
 from unishard.formats.accelerate.writing import expressed, for_trainer, text_of
+from unishard.formats.engine_block import Spot
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
 __all__ = ["FORMAT"]
+
+_BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+_PREFIXED = ("dynamo_config", "fp8_config")
+"""Blocks whose keys Accelerate also takes without their prefix."""
+_SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
+_FP8 = "fp8 is not supported: matrix products run in bf16; slower, and closer to fp32"
+_AUTOCAST = "torch.autocast keeps some operations in fp32; without it all run in this dtype"
+
+
+def ranks_of(document: Mapping[str, Any]) -> Topology | None:
+    """The ranks that a document speaks of; None where it does not say."""
+    try:
+        ranks = integer(1)(
+            document.get("num_processes", 1 if document.get("distributed_type") in ("NO", False) else None)
+        )
+        machines = integer(1)(document.get("num_machines") or 1)
+    except Unreadable:
+        return None
+    return Topology(ranks, ranks // machines) if ranks % machines == 0 else None
+
+
+def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
+    """What a document says, one entry for each of its keys, in its order, and one for each default that must be said.
+
+    Args:
+        source: The document.
+        topology: The ranks, where they are known.
+    """
+    document = source.data
+    own = list(_tool_entries(document, topology))
+    refused_already = {entry.path for entry in own}
+    engine = [entry for entry in _engine(source, topology) if entry.path not in refused_already]
+    entries = [*own, *engine, *_unused(document)]
+    said = {entry.path for entry in entries if not entry.assumed}
+    entries = [_quoted(entry) for entry in entries if not (entry.assumed and entry.path in said)]
+    order = {str(name): place for place, name in enumerate(document)}
+    return sorted(entries, key=lambda entry: (entry.assumed, order.get(entry.path[0], len(order))))
+
+
+def _quoted(entry: Entry) -> Entry:
+    """The entry; a bare `no` of YAML 1.1, which is false, is written anew: Accelerate fails at it."""
+    fails = entry.path == ("mixed_precision",) and entry.value is False
+    return entry._replace(effect=entry.effect._replace(rejected_upstream=True)) if fails else entry
+
+
+def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Iterator[Entry]:
+    """The keys that are no engine's arguments."""
+    own = {name: value for name, value in document.items() if name not in _BLOCKS}
+    groups = block_of(document, "parallelism_config")
+    if groups:
+        others = {name: value for name, value in groups.items() if name not in _SIZES}
+        own = {name: value for name, value in own.items() if name != "parallelism_config"}
+        own |= {"parallelism_config": others} if others else {}
+    for name in _PREFIXED:
+        if block := block_of(document, name):
+            own[name] = {_prefixed(name, key): value for key, value in block.items()}
+    for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
+        if entry.effect.fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT) or entry.path != _precision_spot(document).path:
+            yield from (_replaced(entry, document) for entry in _renamed(entry, document))
+    if "distributed_type" not in document:
+        held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")
+        yield refused(
+            ("distributed_type",),
+            None,
+            f"is missing, and {TOOL} needs it; write distributed_type: {held}",
+            assumed=True,
+        )
+
+
+def _replaced(entry: Entry, document: Mapping[str, Any]) -> Entry:
+    """The same, if the old key does not take its place."""
+    if entry.path[0] == "dynamo_config" and "dynamo_backend" in document:
+        return dropped(
+            entry.path, entry.value, "dynamo_backend, the old key, replaces the full block", copy_verbatim=False
+        )
+    return entry
+
+
+def _prefixed(block: str, name: Any) -> str:
+    """A key under its name in the table.
+
+    Accelerate adds the block's prefix where it is missing; the table has it only for `dynamo_`.
+    """
+    if block == "dynamo_config":
+        return str(name) if str(name).startswith("dynamo_") else f"dynamo_{name}"
+    return str(name) if name == "fp8_format" else str(name).removeprefix("fp8_")
+
+
+def _renamed(entry: Entry, document: Mapping[str, Any]) -> Iterator[Entry]:
+    """The same under the name that the document has; the last of two names for one key counts."""
+    block = entry.path[0]
+    if block not in _PREFIXED or len(entry.path) == 1:
+        yield entry
+        return
+    written = block_of(document, block)
+    *before, last = (name for name in written if _prefixed(block, name) == entry.path[1])
+    if entry.path[2:3] in ((), _first(written[last])):
+        for name in before:
+            yield dropped(
+                (block, str(name)), written[name], f"is repeated by {last}, which takes precedence", copy_verbatim=False
+            )
+    yield entry.at(block, str(last), *entry.path[2:])
+
+
+def _first(value: Any) -> tuple[str, ...]:
+    """The first key of a mapping, at which one speaks of the whole once."""
+    return (str(next(iter(value))),) if isinstance(value, Mapping) and value else ()
+
+
+def _engine(source: Source, topology: Topology | None) -> list[Entry]:
+    """What the engine's arguments say, with the format that it computes in."""
+    kind, precision, spot = kind_of(source.data), precision_of(source.data), _precision_spot(source.data)
+    said = _ENGINES[kind.engine](source, precision, spot, topology)
+    unsaid = all(entry.path != spot.path for entry in said)
+    return [*said, *_precision_entries(spot, precision, kind.engine)] if unsaid else said
+
+
+def _precision_spot(document: Mapping[str, Any]) -> Spot:
+    """Where a document says in which format it computes."""
+    name = "fp16" if "mixed_precision" not in document and "fp16" in document else "mixed_precision"
+    note, fit = (_FP8, Fit.APPROXIMATE) if precision_of(document) == "fp8" else ("", Fit.EXACT)
+    fields = {} if precision_of(document) == "no" else {"precision.master": "fp32"}
+    return Spot((name,), document.get(name, "no"), name not in document, fit, note, fields)
+
+
+def _precision_entries(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
+    """The format where the engine itself says nothing of it."""
+    if precision == "no":
+        yield Entry(spot.path, spot.value, KeyEffect(fields={"precision.compute": "fp32"}), spot.assumed)
+    elif engine == "none":
+        fields = {
+            "precision.compute": "bf16" if precision == "fp8" else precision,
+            "precision.master": "fp32",
+            "precision.reduce": "fp32",
+        }
+        note = "; ".join(filter(None, (_AUTOCAST, spot.note)))
+        yield Entry(spot.path, spot.value, KeyEffect(Fit.APPROXIMATE, note, fields), spot.assumed)
+
+
+def _fsdp(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    return fsdp_entries(source.data, precision, spot, topology)
+
+
+def _replicas(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    """Replicas have no engine's arguments; groups of ranks are only another number of replicas."""
+    block = block_of(source.data, "parallelism_config")
+    return [
+        dropped(("parallelism_config", name), block[name], "without FSDP every rank is a replica", copy_verbatim=False)
+        for name in _SIZES
+        if name in block
+    ]
+
+
+def _deepspeed(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+    groups = _replicas(source, precision, spot, topology)
+    if block_of(source.data, "deepspeed_config").get("deepspeed_config_file") not in NO_FILE:
+        return [*file_entries(source, spot, topology), *groups]
+    return [*deepspeed_entries(source.data, precision, spot, topology), *groups]
+
+
+_ENGINES: Mapping[str, Callable[[Source, str, Spot, Topology | None], list[Entry]]] = {
+    "fsdp": _fsdp,
+    "deepspeed": _deepspeed,
+    "none": _replicas,
+}
+
+
+def _unused(document: Mapping[str, Any]) -> Iterator[Entry]:
+    """Blocks of another engine, which Accelerate does not look at, and blocks that are none."""
+    for name, kind in _BLOCKS.items():
+        if name not in document:
+            continue
+        value = document[name]
+        if value is None or value == {}:
+            yield dropped((name,), value, "is empty")
+        elif not isinstance(value, Mapping):
+            yield refused((name,), value, f"must be a mapping of keys to values, got {shown(value)}; {_INSTEAD[name]}")
+        elif kind_of(document) is not KINDS[kind]:
+            for key, inner in value.items():
+                idle = dropped((name, str(key)), inner, f"only used with distributed_type: {kind}")
+                yield _with_classes(idle) if key == CLASSES and kind_of(document) is KINDS["DEEPSPEED"] else idle
+
+
+def _with_classes(idle: Entry) -> Entry:
+    """The entry, with the block classes that another engine would gather by."""
+    try:
+        note = f"{idle.effect.note}; ZeRO gathers parameter by parameter: the same math"
+        return idle._replace(effect=KeyEffect(Fit.EQUIVALENT, note, {"sharding.units": listed(idle.value)}))
+    except Unreadable:
+        return idle
+
+
+_INSTEAD = {
+    "fsdp_config": "write fsdp_version: 2 below it",
+    "deepspeed_config": "write deepspeed_config_file: and the name of DeepSpeed's file below it",
+}
 
 
 class AccelerateFormat(Format):

@@ -230,7 +230,8 @@ _LOOP: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         SCRIPT,
         {
-            "training.gradient_accumulation_steps": "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)",
+            "training.gradient_accumulation_steps": "Accelerator(gradient_accumulation_steps=...) and "
+            "accelerator.accumulate(model)",
             "training.gradient_clipping": "accelerator.clip_grad_norm_(...) where accelerator.sync_gradients",
         },
     ),

@@ -15,11 +15,10 @@ from unishard.formats.axolotl.keys import ENGINES, KEYS, TOOL
 from unishard.formats.axolotl.rules import NAMES, RULES, written
 from unishard.formats.axolotl.sharding import sharded
 from unishard.formats.format import Format
-from unishard.formats.hf.precedence import with_precedence
+from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.hf.sharding import replicated
 from unishard.formats.hf.shipped import shipped_config, told
-from unishard.formats.hf.switches import DEEPSPEED
-from unishard.formats.hf.zero import partitioned
+from unishard.formats.hf.zero import partitioned, with_precedence
 from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source

@@ -12,9 +12,8 @@ from unishard.contract.key_rows import boolean, drops, integer, number, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.axolotl.rules import NAMES, SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
-from unishard.formats.hf.loop import checkpointing, matmul, off
+from unishard.formats.hf.loop import DEEPSPEED, FSDP, checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
-from unishard.formats.hf.switches import DEEPSPEED, FSDP
 from unishard.formats.names import ignored, names
 
 __all__ = ["ENGINES", "KEYS", "TOOL"]
@@ -123,12 +122,6 @@ def _tf32(value: Any, given: DocumentValues) -> KeyEffect:
 
 _FALLS = "a cosine that stops falling before the end is not supported; build the scheduler in the training script"
 _UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
-
-
-def _half(value: Any, given: DocumentValues) -> KeyEffect:
-    if off(value):
-        return left_out("is off")
-    return KeyEffect(Fit.UNSUPPORTED, _UNSCALED)
 
 
 def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
@@ -252,7 +245,7 @@ KEYS: Mapping[str, Key] = {
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", tool_default="auto"),
     "tf32": Key(_tf32, "precision.matmul"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
-    "float16": Key(_half, "", Fit.UNSUPPORTED, _UNSCALED),
+    "float16": refuses(_UNSCALED, off),
     "float32": drops("the default without bf16 and fp16"),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),

@@ -16,12 +16,11 @@ from unishard.contract.key_rows import number, text
 from unishard.contract.render import FieldResult, Rendered, render
 from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
 from unishard.formats.hf.accepted_values import VALUES
-from unishard.formats.hf.loop import off
+from unishard.formats.hf.loop import off, switched_on, without
 from unishard.formats.hf.rules import RULES as ARGUMENTS
 from unishard.formats.hf.rules import decided_of, engine_of
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
 from unishard.formats.hf.scheduling import lengths_of
-from unishard.formats.hf.switches import switched_on, without
 from unishard.formats.reading import ReadDocument
 
 __all__ = ["NAMES", "RULES", "SAVED", "written"]

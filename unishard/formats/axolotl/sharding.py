@@ -14,9 +14,8 @@ from unishard.contract.key_rows import integer
 from unishard.contract.rules import Fit
 from unishard.formats.axolotl.keys import TOOL
 from unishard.formats.engine_block import EngineBlock, Spot, combined
-from unishard.formats.hf.loop import off
+from unishard.formats.hf.loop import FSDP, off
 from unishard.formats.hf.sharding import words_of
-from unishard.formats.hf.switches import FSDP
 from unishard.formats.names import names
 from unishard.formats.source import Source
 

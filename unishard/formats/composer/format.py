@@ -21,7 +21,7 @@ from unishard.formats.format import Format
 from unishard.formats.source import Source
 from unishard.formats.undecided import open_end
 
-__all__ = ["FORMAT", "named", "resolved"]
+__all__ = ["FORMAT"]
 
 _NAME = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _DEEP = 16

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, left_out
-from unishard.contract.key_rows import boolean, drops, integer, number, refuses, text
+from unishard.contract.key_rows import DETERMINISTIC, SEED, drops, integer, number, refuses, text
 from unishard.contract.rules import Fit
 from unishard.formats.composer.batches import BATCHES, updates
 from unishard.formats.composer.fsdp_keys import FSDP
@@ -80,10 +80,6 @@ SAVED: Mapping[str, Key] = {
 _DEGREE = "tensor_parallel_degree"
 
 
-def _seed(value: Any, given: DocumentValues) -> KeyEffect:
-    return KeyEffect(fields={"training.seed": integer(0, 2**32 - 1)(value)})
-
-
 _WHOLE = "layers that are split between ranks are not supported; remove it and use only fsdp_config"
 
 
@@ -106,12 +102,6 @@ def _compiled(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT if rest else Fit.EXACT, note, fields)
 
 
-def _deterministic(value: Any, given: DocumentValues) -> KeyEffect:
-    if boolean(value):
-        return KeyEffect(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
-    return KeyEffect(Fit.IGNORED, "is off")
-
-
 _RECIPE = "the script merges another section into the file; write that section's keys here"
 
 KEYS: Mapping[str, Key] = {
@@ -119,17 +109,17 @@ KEYS: Mapping[str, Key] = {
     **FSDP,
     **OPTIMIZATION,
     **SAVED,
-    "seed": Key(_seed, "training.seed"),
+    "seed": SEED,
     "tp_config": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
     "parallelism_config.tp": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _WHOLE),
-    "default_seed": Key(_seed, "training.seed", note="of Composer's benchmarks"),
+    "default_seed": SEED._replace(note="of Composer's benchmarks"),
     "recipe_name": refuses(_RECIPE, lambda value: not value),
     "use_recipe": refuses(_RECIPE, lambda value: not value),
     "lr_scheduler": refuses(
         "belongs to a script with a schedule of its own; write scheduler with a name", lambda value: not value
     ),
     "compile_config": Key(_compiled, "compile.mode, compile.backend"),
-    "deterministic_mode": Key(_deterministic),
+    "deterministic_mode": DETERMINISTIC,
     "algorithms": refuses("only Composer has them, but for gradient clipping; remove it", lambda value: not value),
     "scheduler": drops("is empty"),
     "optimizer": drops("is empty"),

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
-from unishard.contract.key_rows import boolean, drops, number, one_of, text
+from unishard.contract.key_rows import boolean, drops, number, one_of, sets, text
 from unishard.contract.rules import Fit
 from unishard.formats.composer.batches import updates
 
@@ -90,13 +90,6 @@ def defaults_of(optimizer: Any) -> dict[str, Any]:
     """What the named optimizer assumes where it is silent, by dotted key."""
     name = str(optimizer.get("name", "")).lower() if isinstance(optimizer, Mapping) else ""
     return {f"optimizer.{key}": value for key, value in _DEFAULTS.get(name, {}).items() if key not in optimizer}
-
-
-def _name(value: Any, given: DocumentValues) -> KeyEffect:
-    word = str(value).strip().lower()
-    if word not in _OPTIMIZERS:
-        raise Unreadable(f"must be one of {', '.join(_OPTIMIZERS)}, got {shown(value)}; write one of them")
-    return KeyEffect(fields={"optimizer.name": _OPTIMIZERS[word]})
 
 
 def _kind(given: DocumentValues) -> str:
@@ -251,8 +244,8 @@ def _left(what: str) -> Key:
 
 
 OPTIMIZATION: Mapping[str, Key] = {
-    "optimizer.name": Key(_name, "optimizer.name"),
-    "optimizer.lr": Key(lambda value, given: KeyEffect(fields={"optimizer.lr": number(0)(value)}), "optimizer.lr"),
+    "optimizer.name": sets("optimizer.name", one_of(_OPTIMIZERS)),
+    "optimizer.lr": sets("optimizer.lr", number(0)),
     "optimizer.betas": _of(("adamw", "adam", "lion"), "optimizer.betas", _betas),
     "optimizer.eps": _of(("adamw", "adam", "adagrad"), "optimizer.eps", number(0)),
     "optimizer.amsgrad": _of(("adamw", "adam"), "optimizer.amsgrad", boolean),

@@ -14,11 +14,10 @@ from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, with_script_defaults, wrapped
 from unishard.formats.hf.keys import ENGINES, KEYS
-from unishard.formats.hf.precedence import with_precedence
+from unishard.formats.hf.loop import DEEPSPEED, FSDP
 from unishard.formats.hf.rules import RULES, written
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
-from unishard.formats.hf.switches import DEEPSPEED, FSDP
-from unishard.formats.hf.zero import filled_from, partitioned
+from unishard.formats.hf.zero import filled_from, partitioned, with_precedence
 from unishard.formats.reading import ReadDocument
 from unishard.formats.signs import Explained
 from unishard.formats.source import Source

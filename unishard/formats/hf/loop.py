@@ -7,12 +7,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.config import Config
 from unishard.config.describe import shown
+from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean, broadcast_buffers, drops, integer, number, refuses, sets, text
 from unishard.contract.rules import Fit
 
-__all__ = ["LOOP", "checkpointing", "clipping", "compute", "matmul", "off"]
+__all__ = [
+    "DEEPSPEED",
+    "FSDP",
+    "FSDP_ON",
+    "LOOP",
+    "checkpointing",
+    "compute",
+    "matmul",
+    "off",
+    "switched_on",
+    "without",
+]
+
+FSDP = "fsdp"
+"""The argument for FSDP."""
+DEEPSPEED = "deepspeed"
+"""The argument for DeepSpeed, which holds its config."""
+
+FSDP_ON: Native = {FSDP: True, "fsdp_config": {"version": 2}}
+"""What switches FSDP on. DeepSpeed is on where its config is there, and keeps fp32 master weights."""
+
+
+def switched_on(cfg: Config) -> bool:
+    """Whether a config needs FSDP."""
+    return cfg.backend == "fsdp" and cfg.sharding.strategy != "no_shard"
+
+
+def without(cfg: Config) -> bool:
+    """Whether a config is run by neither engine, but by DistributedDataParallel."""
+    return cfg.backend == "fsdp" and cfg.sharding.strategy == "no_shard"
+
 
 _AUTOCAST = "Trainer also runs FSDP1 in torch.autocast: some operations stay in fp32; without it all run in this dtype"
 _KWARGS = "affects only memory and time: losses are the same"
@@ -130,12 +162,6 @@ def _tokens(value: Any, given: DocumentValues) -> KeyEffect:
 _OBJECT = "is a ParallelismConfig object; write sharding.strategy and sharding.group_size"
 
 
-def _parallel(value: Any, given: DocumentValues) -> KeyEffect:
-    if off(value):
-        return left_out("is off")
-    return KeyEffect(Fit.UNSUPPORTED, _OBJECT)
-
-
 def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is not set")
@@ -176,6 +202,6 @@ LOOP: Mapping[str, Key] = {
     "data_seed": drops("seeds only the data order, which training.seed does here"),
     "full_determinism": drops("is a switch of torch (torch.use_deterministic_algorithms) for your training script"),
     "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "affects only how Accelerate loads data"),
-    "parallelism_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
-    "distributed_config": Key(_parallel, "", Fit.UNSUPPORTED, _OBJECT),
+    "parallelism_config": refuses(_OBJECT, off),
+    "distributed_config": refuses(_OBJECT, off),
 }

@@ -95,10 +95,6 @@ def _name_of(given: DocumentValues, key: str) -> str:
     return str(effect.fields.get("optimizer.name", ""))
 
 
-def _optim(value: Any, given: DocumentValues) -> KeyEffect:
-    return named(value)
-
-
 def _fields_of_optimizer(key: str) -> Mapping[str, Key]:
     """The rows whose meaning depends on the optimizer.
 
@@ -192,7 +188,7 @@ def _targets(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 OPTIMIZER: Mapping[str, Key] = {
-    "optim": Key(_optim, "optimizer.name", tool_default="adamw_torch_fused"),
+    "optim": Key(lambda value, given: named(value), "optimizer.name", tool_default="adamw_torch_fused"),
     "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
     "learning_rate": sets("optimizer.lr", number(0), tool_default=5e-5),
     **_fields_of_optimizer("optim"),

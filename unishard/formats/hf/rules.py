@@ -23,11 +23,11 @@ from unishard.contract.field_rows import (
 from unishard.contract.render import AUTO, FieldResult, Rendered, render
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.errors import ConfigError, Problem
+from unishard.formats.hf.loop import FSDP_ON, switched_on, without
 from unishard.formats.hf.optimizing import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.scheduling import lengths_of
 from unishard.formats.hf.sharding import BOTH
-from unishard.formats.hf.switches import FSDP_ON, switched_on, without
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 from unishard.formats.roundtrip import without_unishards

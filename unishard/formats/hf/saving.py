@@ -18,7 +18,7 @@ from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 
-__all__ = ["EPOCHS", "FOLDER", "SAVED", "SAVING", "limit", "stepped"]
+__all__ = ["EPOCHS", "SAVED", "SAVING", "limit", "stepped"]
 
 FOLDER = "trainer_output"
 """Where Trainer writes if it is not set."""

@@ -13,9 +13,8 @@ from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
-from unishard.formats.hf.loop import off
+from unishard.formats.hf.loop import FSDP, off
 from unishard.formats.hf.shipped import opened
-from unishard.formats.hf.switches import FSDP
 from unishard.formats.names import names
 from unishard.formats.source import Source
 

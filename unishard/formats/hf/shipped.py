@@ -11,7 +11,7 @@ from typing import Any
 from unishard.contract.entries import Entry
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats.hf.switches import DEEPSPEED
+from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.source import Source, open_named
 
 __all__ = ["opened", "shipped", "shipped_config", "told"]

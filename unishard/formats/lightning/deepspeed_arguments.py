@@ -11,7 +11,7 @@ from unishard.contract.entries import Key
 from unishard.formats.lightning.keys import left
 from unishard.formats.names import each, names
 
-__all__ = ["ARGUMENTS", "OWN", "SCALING", "Leaf", "leaves_of"]
+__all__ = ["ARGUMENTS", "OWN", "SCALING", "leaves_of"]
 
 ARGUMENTS: Mapping[str, Any] = {
     "zero_optimization": True,

@@ -10,8 +10,7 @@ from unishard.contract.entries import Key
 from unishard.contract.render import Rendered
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
-from unishard.formats.lightning.keys import BESIDE, TRAINER
-from unishard.formats.lightning.older_keys import OLDER
+from unishard.formats.lightning.keys import BESIDE, OLDER, TRAINER
 from unishard.formats.lightning.reading import LightningDocument
 from unishard.formats.lightning.recipe_keys import OPTIMIZER
 from unishard.formats.lightning.rules import FSDP

@@ -10,14 +10,26 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import boolean, integer, number, one_of
+from unishard.contract.key_rows import boolean, integer, number, one_of, refuses
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.hydra import composed
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
-from unishard.formats.names import NO_LOGS, each, names
+from unishard.formats.names import NO_LOGS, each, ignored, names
 
-__all__ = ["BESIDE", "CALLBACKS", "PRECISIONS", "TRAINER", "UNSET", "left", "off", "optional"]
+__all__ = [
+    "BESIDE",
+    "CALLBACKS",
+    "OLDER",
+    "PRECISIONS",
+    "TRAINER",
+    "UNSET",
+    "left",
+    "off",
+    "optional",
+    "place_in",
+    "strategy_in",
+]
 
 UNSET = left_out("is not set")
 _OFF = left_out("is off")
@@ -295,3 +307,62 @@ BESIDE: Mapping[str, Key] = {
 }
 """LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own
 classes."""
+
+_DISTRIBUTED = names("ddp ddp_spawn ddp_cpu ddp2 dp ddp_sharded ddp_sharded_spawn deepspeed fsdp horovod")
+_PLACES = ("accelerator", "distributed_backend")
+"""Where Lightning 1 named the strategy, before 1.5."""
+
+
+def _script_of_older(what: str) -> Key:
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(Fit.IGNORED, "is off") if off(value) else KeyEffect(Fit.NEEDS_INPUT, what)
+
+    return Key(read, "your training script", Fit.NEEDS_INPUT, what)
+
+
+def _nonfinite(value: Any, given: DocumentValues) -> KeyEffect:
+    return KeyEffect(fields={"training.nonfinite": "raise"}) if boolean(value) else KeyEffect(Fit.IGNORED, "is off")
+
+
+def _gpus(value: Any, given: DocumentValues) -> KeyEffect:
+    """`devices`, where 0 means the CPU."""
+    if off(value) or value in (0, "0", [], "auto") or "devices" in given:
+        return left_out("the launcher decides it: torchrun --nproc-per-node ... --nnodes ...")
+    return TRAINER["devices"].read(value, given)
+
+
+OLDER: Mapping[str, Key] = {
+    **ignored("lightning/ignored_older.txt"),
+    "amp_backend": refuses(
+        "Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"
+    ),
+    "tpu_cores": refuses("only CUDA devices and CPUs are supported; write devices", off),
+    "ipus": refuses("only CUDA devices and CPUs are supported; write devices", off),
+    "gpus": Key(_gpus, "launch.processes_per_node, launch.environment"),
+    "replace_sampler_ddp": TRAINER["use_distributed_sampler"],
+    "terminate_on_nan": Key(_nonfinite, "training.nonfinite"),
+    "auto_lr_find": _script_of_older("find the learning rate in the training script, and write it as optimizer.lr"),
+    "auto_scale_batch_size": _script_of_older(
+        "find the batch size in the training script; write training.micro_batch_size"
+    ),
+    "stochastic_weight_avg": _script_of_older("average the weights in the training script (torch.optim.swa_utils)"),
+    "truncated_bptt_steps": _script_of_older("cut the sequences in the training script"),
+    "reload_dataloaders_every_epoch": _script_of_older("rebuild the DataLoader every epoch"),
+    "train_percent_check": TRAINER["limit_train_batches"],
+    "early_stop_callback": _script_of_older("decide in the training script when to stop"),
+}
+"""Each with what it says today."""
+
+
+def place_in(trainer: Mapping[str, Any]) -> str:
+    """The argument that names the strategy in a file from before Lightning 1.5; empty where none does."""
+    return next(
+        (place for place in _PLACES if isinstance(trainer.get(place), str) and trainer[place] in _DISTRIBUTED), ""
+    )
+
+
+def strategy_in(trainer: Mapping[str, Any]) -> Any:
+    """The strategy, wherever it is named; None where nothing names it."""
+    if "strategy" in trainer or not (place := place_in(trainer)):
+        return trainer.get("strategy")
+    return "ddp_spawn" if trainer[place] == "ddp_cpu" else trainer[place]

@@ -10,8 +10,7 @@ from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable, interpret, left_out
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.keys import BESIDE, PRECISIONS, TRAINER, UNSET
-from unishard.formats.lightning.older_keys import OLDER, place_in, strategy_in
+from unishard.formats.lightning.keys import BESIDE, OLDER, PRECISIONS, TRAINER, UNSET, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
 from unishard.formats.lightning.saving import saving_entries
 from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, built, short

@@ -22,11 +22,11 @@ from unishard.contract.field_rows import (
     when_default,
 )
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
-from unishard.formats.lightning.precision_rules import PRECISION
+from unishard.formats.lightning.precision import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import LAUNCHING, MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 
-__all__ = ["CLASSES", "FSDP", "strategy"]
+__all__ = ["FSDP", "strategy"]
 
 CLASSES = {
     "ddp": "lightning.pytorch.strategies.DDPStrategy",

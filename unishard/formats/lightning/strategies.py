@@ -11,7 +11,7 @@ from unishard.contract.entries import Unreadable
 from unishard.formats.lightning.shape import Built, short
 from unishard.formats.names import each
 
-__all__ = ["CLASSES", "NAMES", "Strategy", "strategy_of"]
+__all__ = ["NAMES", "Strategy", "strategy_of"]
 
 _NVME = {
     "stage": 3,

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import broadcast_buffers, integer, number, refuses
+from unishard.contract.key_rows import broadcast_buffers, drops, integer, number, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import left, off, optional
 from unishard.formats.lightning.shape import built, short
@@ -205,13 +205,9 @@ ARGUMENTS: Mapping[str, ToNative] = {
 """The arguments that FSDP itself has, and how the backend that knows FSDP calls them."""
 
 
-def _timeout(value: Any, given: DocumentValues) -> KeyEffect:
-    return left_out("how long a collective may hang; see communication.desync_timeout")
-
-
 OWN: Mapping[str, Key] = {
     **each("accelerator parallel_devices cluster_environment process_group_backend device_id", left(_LAUNCH)),
-    "timeout": Key(_timeout, fit=Fit.IGNORED),
+    "timeout": drops("how long a collective may hang; see communication.desync_timeout"),
     "checkpoint_io": left("affects only files"),
     **each(
         "precision_plugin precision",

@@ -10,8 +10,8 @@ from unishard.contract.entries import Entry, left_out
 from unishard.contract.render import AUTO, Rendered
 from unishard.formats.hf.dialects import LLAMAFACTORY
 from unishard.formats.hf.format import ScriptFormat
+from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.hf.shipped import shipped_config, told
-from unishard.formats.hf.switches import DEEPSPEED
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 

@@ -12,9 +12,9 @@ from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.formats.hf.dialects import swift
 from unishard.formats.hf.format import ScriptFormat
+from unishard.formats.hf.loop import DEEPSPEED as DEEPSPEED_ARGUMENT
+from unishard.formats.hf.loop import FSDP as FSDP_ARGUMENT
 from unishard.formats.hf.shipped import shipped
-from unishard.formats.hf.switches import DEEPSPEED as DEEPSPEED_ARGUMENT
-from unishard.formats.hf.switches import FSDP as FSDP_ARGUMENT
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source

@@ -11,7 +11,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
-from unishard.contract.key_rows import boolean, drops, integer, number, one_of, refuses, sets
+from unishard.contract.key_rows import DETERMINISTIC, SEED, boolean, drops, integer, number, one_of, refuses, sets
 from unishard.contract.rules import Fit
 from unishard.formats.names import each, ignored
 from unishard.formats.torchtitan.saving import SAVED
@@ -161,11 +161,6 @@ def _global_batch(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"training.gradient_accumulation_steps": size // each})
 
 
-def _master(value: Any, given: DocumentValues) -> KeyEffect:
-    word = one_of({"float32": "fp32", "bfloat16": "bf16"})(value)
-    return KeyEffect(fields={"precision.master": word})
-
-
 def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
     mode = one_of({word: word for word in ("none", "full", "selective", "memory_budget")})(value)
     if mode == "memory_budget":
@@ -192,16 +187,6 @@ def _compiler(value: Any, given: DocumentValues) -> KeyEffect:
     if not any(given.get(key) in (True, "true") for key in ("compile.enable", "training.compile")):
         return KeyEffect(Fit.IGNORED, "nothing is compiled")
     return KeyEffect(fields={"compile.backend": str(value)})
-
-
-def _seed(value: Any, given: DocumentValues) -> KeyEffect:
-    return KeyEffect(fields={"training.seed": integer(0, 2**32 - 1)(value)})
-
-
-def _deterministic(value: Any, given: DocumentValues) -> KeyEffect:
-    if boolean(value):
-        return KeyEffect(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
-    return KeyEffect(Fit.IGNORED, "is off")
 
 
 def _only_1(what: str) -> Key:
@@ -263,12 +248,12 @@ KEYS: Mapping[str, Key] = {
     "training.batch_size": sets("training.micro_batch_size", integer(1), note="an older name of local_batch_size"),
     "training.global_batch_size": Key(_global_batch, "training.gradient_accumulation_steps", tool_default=-1),
     "training.max_norm": Key(_clip, "training.gradient_clipping", tool_default=1.0),
-    "training.dtype": Key(_master, "precision.master"),
-    "training.seed": Key(_seed, "training.seed", note="an older name of debug.seed"),
-    "training.deterministic": Key(_deterministic, note="an older name of debug.deterministic"),
+    "training.dtype": sets("precision.master", one_of({"float32": "fp32", "bfloat16": "bf16"})),
+    "training.seed": SEED._replace(note="an older name of debug.seed"),
+    "training.deterministic": DETERMINISTIC._replace(note="an older name of debug.deterministic"),
     "training.compile": Key(_compiled, "compile.mode", note="an older name of compile.enable"),
-    "debug.seed": Key(_seed, "training.seed"),
-    "debug.deterministic": Key(_deterministic),
+    "debug.seed": SEED,
+    "debug.deterministic": DETERMINISTIC,
     "debug.deterministic_warn_only": _TIME,
     "debug.moe_force_load_balance": refuses("it changes the training; remove it", _off),
     "compile.enable": Key(_compiled, "compile.mode"),
