@@ -88,8 +88,7 @@ def config(backend: str, strategy: str, **checkpoint: Any) -> Config:
     return Config.model_validate(sections)
 
 
-# -- measuring
-# --------------------------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def resident(word: str) -> int:
@@ -164,8 +163,7 @@ def line(what: str, ours: list[Measured], peer: list[Measured], state: int) -> L
     return Line(what, times[0], times[1], times[0] / times[1], peaks[0], peaks[1])
 
 
-# -- what is measured
-# -------------------------------------------------------------------------------------------------------------
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def trained(cfg: Config, shape: dict[str, Any]) -> Any:

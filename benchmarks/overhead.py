@@ -82,8 +82,7 @@ def batches(model: str, count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens[index % 8], "labels": tokens[index % 8]} for index in range(count)]
 
 
-# -- through unishard
-# -----------------------------------------------------------------------------------------------------------
+# -- through unishard ------------------------------------------------------------------------------
 
 
 def through_unishard(model: str, cfg: unishard.Config, count: int) -> Update:
@@ -100,8 +99,7 @@ def through_unishard(model: str, cfg: unishard.Config, count: int) -> Update:
     return loop().__next__
 
 
-# -- by hand
-# --------------------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------
 
 
 def rate(cfg: unishard.Config) -> Callable[[int], float]:
@@ -189,8 +187,7 @@ def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
 BY_HAND = {"fsdp": torch_by_hand, "deepspeed": deepspeed_by_hand}
 
 
-# -- both, in turns
-# -------------------------------------------------------------------------------------------------------------
+# -- both, in turns --------------------------------------------------------------------------------
 
 
 def timed(update: Update) -> float:

@@ -64,8 +64,7 @@ def cpu(act: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - began, result
 
 
-# -- prepare and the watch
-# ------------------------------------------------------------------------------------------------------
+# -- prepare and the watch -------------------------------------------------------------------------
 
 
 def agreement(world: int) -> Row:
@@ -132,8 +131,7 @@ def watch(world: int) -> Row:
     }
 
 
-# -- checkpoints
-# ----------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def shards(rank: int, world: int, names: Iterable[str]) -> dict[str, LazyShard]:
@@ -264,7 +262,7 @@ def saved_and_found(world: int, names: list[str]) -> Row:
         return row | located(world, names, Path(place) / "saved") | {"chunks": float(chunks)}
 
 
-# -- output ------------------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def table(rows: dict[int, Row]) -> str:

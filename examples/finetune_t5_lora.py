@@ -118,7 +118,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 def examples_of(args: argparse.Namespace) -> list[Example]:
@@ -240,7 +240,7 @@ def tensors(examples: list[Example], encode: Encode, *, length: int, label_lengt
     return samples
 
 
-# -- model -------------------------------------------------------------------------------------------------------------
+# -- model -----------------------------------------------------------------------------------------
 
 
 def pretrained(name: str) -> tuple[T5ForConditionalGeneration, Encode]:
@@ -270,8 +270,7 @@ def tiny(texts: list[str]) -> tuple[T5ForConditionalGeneration, Encode]:
     return T5ForConditionalGeneration(config), lambda text: [words.get(word, UNKNOWN) for word in text.split()]
 
 
-# -- evaluation
-# ---------------------------------------------------------------------------------------------------------------------
+# -- evaluation ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

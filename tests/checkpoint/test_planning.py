@@ -106,8 +106,7 @@ def test_shards_that_are_no_tensor_are_refused(problem: str) -> None:
         plan_of(*REFUSED[problem])
 
 
-# -- torch's index
-# ---------------------------------------------------------------------------------------------------------------
+# -- torch's index ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -156,8 +155,7 @@ def test_the_index_is_the_one_that_torch_would_pickle(large: bool) -> None:
     assert type(found.state_dict_metadata["model.a"].chunks[0].offsets) is torch.Size
 
 
-# -- the next save
-# ---------------------------------------------------------------------------------------------------------------
+# -- the next save ---------------------------------------------------------------------------------
 
 
 def contents(version: int, more: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:

@@ -165,8 +165,7 @@ def test_what_is_no_json_is_refused_before_anything_is_written(folder: Path) -> 
     assert sorted(path.name for path in folder.parent.iterdir()) == ["a"]
 
 
-# -- two of them
-# --------------------------------------------------------------------------------------------------------------
+# -- two of them -----------------------------------------------------------------------------------
 
 
 def sizes(folder: Path) -> int:

@@ -108,8 +108,7 @@ def test_deepspeed_imported_for_another_kind_of_device_is_refused(environment):
         start.load(RANK)
 
 
-# -- gradients in host memory
-# ---------------------------------------------------------------------------------------------------------
+# -- gradients in host memory ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

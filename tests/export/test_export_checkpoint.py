@@ -167,8 +167,7 @@ def test_a_tokenizer_may_be_given_as_an_object_or_a_folder(tmp_path: Path) -> No
         export(tmp_path / "none", model, stretches_of(model), tokenizer=3)
 
 
-# -- of a checkpoint that says nothing of its model
-# -------------------------------------------------------------------------------
+# -- of a checkpoint that says nothing of its model ------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["Llama", "T5", "Mixtral"])

@@ -38,8 +38,7 @@ def item(document, key, to="unishard"):
     return next(item for item in outcome(document, to).items if item.key == key)
 
 
-# -- what DeepSpeed assumes
-# -----------------------------------------------------------------------------------------------------------
+# -- what DeepSpeed assumes ------------------------------------------------------------------------
 
 
 def test_an_absent_clip_is_deepspeeds_own():
@@ -87,7 +86,7 @@ def test_adam_is_adamw_unless_it_says_otherwise():
     assert config({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}).optimizer.weight_decay == 0.01
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_auto_is_written_for_a_tool_that_fills_it_in():
     assert "train_micro_batch_size_per_gpu" not in translate(lightning, "deepspeed", from_="lightning").document
 
 
-# -- ZeRO --------------------------------------------------------------------------------------------------------------
+# -- ZeRO ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,7 +255,7 @@ def test_a_setting_of_deepspeed_alone_is_kept_for_it():
     assert elsewhere["zero_optimization.zero_quantized_weights"] is Fit.APPROXIMATE
 
 
-# -- precision ---------------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 def test_fp16_scales_as_deepspeed_does():
@@ -368,7 +367,7 @@ def test_pure_bf16():
     assert config({"bf16": block, "zero_optimization": {"stage": 2}}).precision.pure
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 def scheduled(type_, **params):
@@ -405,8 +404,7 @@ def test_what_transformers_fills_in():
     assert written == document
 
 
-# -- what cannot be had
-# ----------------------------------------------------------------------------------------------------------------
+# -- what cannot be had ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -494,7 +492,7 @@ def test_a_warm_up_longer_than_its_schedule():
     assert "must be smaller than total_steps (10)" in refused["scheduler.params.warmup_num_steps"]
 
 
-# -- laws --------------------------------------------------------------------------------------------------------------
+# -- laws ------------------------------------------------------------------------------------------
 
 ratio = st.floats(0, 1)
 rates = st.floats(1e-8, 1e2)

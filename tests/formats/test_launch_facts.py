@@ -149,8 +149,7 @@ def test_one_host_has_no_place_to_meet() -> None:
     assert translate({**FILE, **facts}, "unishard").document["launch"] == {"nodes": 1, "processes_per_node": 2}
 
 
-# -- what a launch line says, beside a config
-# ----------------------------------------------------------------------------------
+# -- what a launch line says, beside a config ------------------------------------------------------
 
 
 def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str = "unishard") -> Outcome:

@@ -62,8 +62,7 @@ def test_a_missing_package_is_one_error_that_says_what_to_install(
     ]
 
 
-# -- JSON lines
-# ------------------------------------------------------------------------------------------------------------------
+# -- JSON lines ------------------------------------------------------------------------------------
 
 
 def test_one_line_for_each_record(tmp_path: Path) -> None:
@@ -95,8 +94,7 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"step": 1, "grad_norm": None, "loss": None}]
 
 
-# -- the progress line
-# -----------------------------------------------------------------------------------------------------------
+# -- the progress line -----------------------------------------------------------------------------
 
 
 def shown(*, terminal: bool, total: int | None = None) -> str:
@@ -132,8 +130,7 @@ def test_one_line_in_a_terminal() -> None:
     assert "step 20  loss 2.5000" in found
 
 
-# -- the libraries
-# ---------------------------------------------------------------------------------------------------------------
+# -- the libraries ---------------------------------------------------------------------------------
 
 
 def test_tensorboard_drops_the_steps_after_a_resume(tmp_path: Path) -> None:

@@ -149,8 +149,7 @@ def _examine(root: Path, scenario: Scenario, promised: bool, group: dist.Process
     return on_first(group, lambda: left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))
 
 
-# -- all points
-# ---------------------------------------------------------------------------------------------------------------------
+# -- all points ------------------------------------------------------------------------------------
 
 
 class Harness:

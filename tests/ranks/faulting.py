@@ -157,8 +157,7 @@ def _ending_of(asked: tuple[Scenario, tuple[Any, ...]]) -> Ending:
         return run(function, *arguments, env={"MASTER_PORT": str(other_program.getsockname()[1])})
 
 
-# -- one rank ends
-# --------------------------------------------------------------------------------------------------------
+# -- one rank ends ---------------------------------------------------------------------------------
 
 
 PLACES = ("init", "optimizer", "prepare", "forward", "backward", "step", "save", "load")
@@ -276,8 +275,7 @@ def die_in_the_background(folder: str, backend: str, victim: int = 1) -> None:
     engine.wait()
 
 
-# -- one rank goes its own way
-# --------------------------------------------------------------------------------------------
+# -- one rank goes its own way ---------------------------------------------------------------------
 
 
 def misuse(folder: str, backend: str, act: Callable[..., None], strategy: str = "full_shard") -> None:
@@ -387,8 +385,7 @@ def branch(folder: str, backend: str, first: int, wider: bool) -> None:
         engine.step()
 
 
-# -- data, models, numbers, disks
-# ------------------------------------------------------------------------------------------
+# -- data, models, numbers, disks ------------------------------------------------------------------
 
 
 def other_model(folder: str, backend: str) -> None:
@@ -487,8 +484,7 @@ def _vanish(root: Path) -> None:
     root.rename(root.with_name("vanished"))
 
 
-# -- signals
-# --------------------------------------------------------------------------------------------------------------
+# -- signals ---------------------------------------------------------------------------------------
 
 
 def signalled(folder: str, backend: str, name: str, on_signal: tuple[str, ...]) -> None:

@@ -60,8 +60,7 @@ def batch(step, rank, dtype=torch.float32):
     return torch.randn(2, 7, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
 
 
-# -- DeepSpeed
-# ----------------------------------------------------------------------------------------------------------------
+# -- DeepSpeed -------------------------------------------------------------------------------------
 
 
 def engine_of(deepspeed, model, stage, precision, groups, **config):
@@ -156,7 +155,7 @@ def load_universal(cells, root):
     return seen
 
 
-# -- FSDP2 -------------------------------------------------------------------------------------------------------------
+# -- FSDP2 -----------------------------------------------------------------------------------------
 
 
 def sharded():

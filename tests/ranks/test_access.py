@@ -76,8 +76,7 @@ def whole_window(engine, micro_batches):
     engine.backward(engine(**micro_batches[-1]).loss)
 
 
-# -- what is read
-# ---------------------------------------------------------------------------------------------------------------------
+# -- what is read ----------------------------------------------------------------------------------
 
 
 def read(*place):
@@ -197,8 +196,7 @@ def test_norms_cost_at_most_one_collective_of_a_number_for_each_parameter(place)
     assert bool(found) == (place[1] != "no_shard")
 
 
-# -- what is written
-# ------------------------------------------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
 
 
 def written(*place):
@@ -291,8 +289,7 @@ def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(pla
         assert norm == pytest.approx(step, rel=1e-5)
 
 
-# -- tied, frozen and unused parameters
-# -----------------------------------------------------------------------------------------------
+# -- tied, frozen and unused parameters ------------------------------------------------------------
 
 
 class Kinds(nn.Module):
@@ -363,8 +360,7 @@ def test_tied_frozen_and_unused_parameters(place):
         assert seen["spread"] < 1e-4, "the head and the embedding are constant, so every logit must be the same"
 
 
-# -- dropping a window
-# ----------------------------------------------------------------------------------------------------------------
+# -- dropping a window -----------------------------------------------------------------------------
 
 
 def dropped(*place):
@@ -431,8 +427,7 @@ def test_after_a_discard_the_next_window_is_clean_and_whole(place):
         assert worst(parameters, masters) < bound(*place)
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def edit(engine, names, change):
@@ -521,8 +516,7 @@ def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
     )
 
 
-# -- complex parameters
-# ---------------------------------------------------------------------------------------------------------------
+# -- complex parameters ----------------------------------------------------------------------------
 
 
 class Turned(nn.Module):

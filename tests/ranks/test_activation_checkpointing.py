@@ -228,8 +228,7 @@ def test_blocks_are_really_compiled_and_keep_their_names(cell):
             assert step.grad_norm == pytest.approx(wanted_step.grad_norm, rel=1e-5)
 
 
-# -- what is refused
-# --------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def refused(case):

@@ -25,8 +25,7 @@ def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("checkpoints"))
 
 
-# -- what comes back
-# --------------------------------------------------------------------------------------------------------------
+# -- what comes back -------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -113,8 +112,7 @@ def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(cell, root):
     assert tensors.dtypes["model.mid.weight"] == torch.float32
 
 
-# -- what is refused
-# --------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def misused(backend, root):
@@ -192,8 +190,7 @@ def test_what_does_not_fit_or_is_damaged_is_named_before_anything_changes(backen
         assert "__1_0.distcp" in told["bits"]
 
 
-# -- in the background, by itself, and before the end
-# -------------------------------------------------------------------------------
+# -- in the background, by itself, and before the end ----------------------------------------------
 
 
 def in_background(backend, root):
@@ -272,8 +269,7 @@ def test_the_config_says_when_to_save_and_what_to_keep(backend, root):
         assert (resumed.step, resumed.state) == (10, {"losses": 9})
 
 
-# -- learning rates, trainability, evaluation
-# ----------------------------------------------------------------------------------------
+# -- learning rates, trainability, evaluation ------------------------------------------------------
 
 
 def changed(backend, root):

@@ -36,8 +36,7 @@ def root(tmp_path_factory):
     return str(tmp_path_factory.mktemp("situations"))
 
 
-# -- several engines in one process
-# -----------------------------------------------------------------------------------------------------
+# -- several engines in one process ----------------------------------------------------------------
 
 
 def two_engines(backend, root):
@@ -106,7 +105,7 @@ def test_a_load_of_a_model_that_does_not_train_leaves_the_random_numbers_alone(b
     assert all(on_ranks(teacher, backend, root))
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 
 class WideMoments(torch.optim.Optimizer):
@@ -328,7 +327,7 @@ def test_a_manifest_that_does_not_fit_together_is_one_error_on_every_rank(backen
             assert part in message
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 def scheduled(backend, root):
@@ -382,8 +381,7 @@ def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backen
         assert "LambdaLR cannot be saved: " in told["odd"]
 
 
-# -- what fits in part, and calls at odd times
-# ----------------------------------------------------------------------------------
+# -- what fits in part, and calls at odd times -----------------------------------------------------
 
 
 class Grown(nn.Module):

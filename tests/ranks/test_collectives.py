@@ -172,8 +172,7 @@ def test_the_micro_batches_phases_are_all_that_there_are():
     assert seen == {f"{phase} {turn}" for phase in ("forward", "backward") for turn in range(ACCUMULATION)} | {"step 1"}
 
 
-# -- units and prefetching
-# ----------------------------------------------------------------------------------------------------------
+# -- units and prefetching -------------------------------------------------------------------------
 
 LINEARS = [144, 136] * 3
 
@@ -298,8 +297,7 @@ def test_the_plan_knows_which_units_backward_gathers(option):
     assert gathers == {"forward": P + TABLE_OF_EMBEDDINGS, "backward": 2 * BLOCK + again}
 
 
-# -- reduction
-# ----------------------------------------------------------------------------------------------------------------------
+# -- reduction -------------------------------------------------------------------------------------
 
 REDUCTIONS = {
     ("fsdp", "no_shard"): ("all_reduce", "backward 1"),

@@ -27,8 +27,7 @@ from unishard.testing import conformance, oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
 
-# -- training
-# ---------------------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 CLIPS = (..., 0.2, None, 0.4, ..., None)
 
@@ -188,8 +187,7 @@ def test_a_validation_loop_in_the_middle_of_a_window_sees_every_batch_and_does_n
     assert seen == 5
 
 
-# -- the rest of the engine's surface
-# -----------------------------------------------------------------------------------------------
+# -- the rest of the engine's surface --------------------------------------------------------------
 
 
 def context_manager(backend):
@@ -309,8 +307,7 @@ def test_after_a_short_window_a_loop_by_hand_has_full_ones(backend):
         assert by_hand == [False, False, True]
 
 
-# -- the learning rate
-# ----------------------------------------------------------------------------------------------------------------
+# -- the learning rate -----------------------------------------------------------------------------
 
 SCHEDULES = (
     {"name": "cosine", "warmup_steps": 3, "total_steps": 8, "min_lr_ratio": 0.1},

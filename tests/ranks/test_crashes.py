@@ -34,8 +34,7 @@ def harness():
         yield Harness(Path(folder))
 
 
-# -- ranks that are killed
-# ----------------------------------------------------------------------------------------------------------
+# -- ranks that are killed -------------------------------------------------------------------------
 
 
 def test_there_are_points_in_every_part_of_a_save(harness):
@@ -78,8 +77,7 @@ def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
     assert found_wrong(root, scenario, promised=False)[0]
 
 
-# -- disks that run full
-# --------------------------------------------------------------------------------------------------------------
+# -- disks that run full ---------------------------------------------------------------------------
 
 
 def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(harness):
@@ -115,8 +113,7 @@ def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_p
     assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FOUND_BEFORE)
 
 
-# -- with an engine
-# -------------------------------------------------------------------------------------------------------------------
+# -- with an engine --------------------------------------------------------------------------------
 
 KILLS = {
     "while rank 1 writes its tensors": ((1,), Event("half written", "tensors")),
@@ -186,8 +183,7 @@ def test_another_engine_on_another_number_of_ranks_goes_on_where_a_killed_run_ha
     assert losses == pytest.approx(undisturbed[begun.step :], rel=1e-6)
 
 
-# -- files that rot
-# -------------------------------------------------------------------------------------------------------------------
+# -- files that rot --------------------------------------------------------------------------------
 
 
 def truncate(path, share):

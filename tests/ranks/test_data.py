@@ -44,8 +44,7 @@ def flat(lists: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
-# -- each rank's share
-# ----------------------------------------------------------------------------------------------------
+# -- each rank's share -----------------------------------------------------------------------------
 
 
 def share(cfg: Config, options: dict[str, Any]) -> list[list[list[int]]]:
@@ -175,8 +174,7 @@ def test_what_cannot_be_divided_is_refused(dataset: Any, options: dict[str, Any]
         unishard.dataloader(dataset, config(), **options)
 
 
-# -- windows
-# --------------------------------------------------------------------------------------------------------------
+# -- windows ---------------------------------------------------------------------------------------
 
 
 def unsized(batches: list[int]) -> Any:
@@ -249,8 +247,7 @@ def test_the_length_of_an_iterable_dataset_is_not_believed() -> None:
     assert length_of(DataLoader(range(5), batch_size=2)) == 3  # type: ignore[arg-type]
 
 
-# -- to_device
-# ------------------------------------------------------------------------------------------------------------
+# -- to_device -------------------------------------------------------------------------------------
 
 META = torch.device("meta")
 

@@ -40,8 +40,7 @@ def sampler(rank: int, world: int, micro: int = MICRO, length: int = SAMPLES, **
     )
 
 
-# -- the order
-# ------------------------------------------------------------------------------------------------------------
+# -- the order -------------------------------------------------------------------------------------
 
 
 def global_order(samplers: Sequence[ShareSampler], rounds: int | None = None) -> list[int]:
@@ -73,8 +72,7 @@ def test_the_rest_follows_for_any_number_of_ranks_and_any_micro_batch_size(lengt
     )
 
 
-# -- updates
-# --------------------------------------------------------------------------------------------------------------
+# -- updates ---------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -165,8 +163,7 @@ def test_nothing_that_workers_have_read_ahead_is_lost(workers_then, workers_now)
         assert rest.epochs == ([whole[0][3:], *whole[1:]] if stop == 3 else whole[1:])
 
 
-# -- loaders of others
-# ----------------------------------------------------------------------------------------------------
+# -- loaders of others -----------------------------------------------------------------------------
 
 
 def foreign(rank: int, world: int, workers: int) -> StatefulDataLoader[Any]:
@@ -224,8 +221,7 @@ def test_a_loader_of_others_is_refused_where_it_cannot_go_on():
         position.resume(loader, [theirs, theirs], 2, 0, 2)
 
 
-# -- the engine
-# -----------------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------
 
 ROWS = 18
 """On 2 ranks in micro-batches of 2 and windows of 2, an epoch is 3 updates, the last one of half a window."""

@@ -304,8 +304,7 @@ def test_each_group_of_a_hybrid_strategy_holds_all_of_it(cell):
     assert_resumed(values(play(tuple((resumed, each) for each in HYBRID), 4)[resumed, cell]), cell[2])
 
 
-# -- what agrees stays whole
-# ----------------------------------------------------------------------------------------------------------
+# -- what agrees stays whole -----------------------------------------------------------------------
 
 
 def whole(strategy, precision):
@@ -354,8 +353,7 @@ def test_masters_whose_parameters_agree_move_as_a_whole_again(cell):
         assert found["losses"][1] == found["losses"][0]
 
 
-# -- what is refused
-# ------------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def in_files():

@@ -29,8 +29,7 @@ def outcome(scenario, *arguments):
     return time.monotonic() - start, "nothing", ""
 
 
-# -- misuse: what each rank does after a good update
-# ------------------------------------------------------------------------------
+# -- misuse: what each rank does after a good update -----------------------------------------------
 
 
 def step_on_one_rank(engine, rank, batch):
@@ -132,8 +131,7 @@ def test_different_calls_are_one_error_on_every_rank(cell):
     assert len({message for _, _, message in found}) == 1
 
 
-# -- ranks that leave, die, or wait elsewhere
-# -------------------------------------------------------------------------------------
+# -- ranks that leave, die, or wait elsewhere ------------------------------------------------------
 
 
 def closes_early(backend):
@@ -297,8 +295,7 @@ def test_ranks_wait_for_each_other_in_few_short_updates(backend):
     assert answers(exchanges_of_short_updates, backend) == [(3, [0] * 8, 1)] * 2
 
 
-# -- switched off, and free of charge with one rank
-# -------------------------------------------------------------------------------
+# -- switched off, and free of charge with one rank ------------------------------------------------
 
 
 def groups_made(enabled):

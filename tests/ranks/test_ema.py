@@ -131,8 +131,7 @@ def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(back
     assert outcomes[0]["inside"][1] == pytest.approx(mean, rel=1e-5 if how in ("fp32", "offload") else 1e-2)
 
 
-# -- checkpoints and exports
-# ----------------------------------------------------------------------------------------------------------
+# -- checkpoints and exports -----------------------------------------------------------------------
 
 
 def saved(backend, strategy, folder):
@@ -223,7 +222,7 @@ def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path):
     ]
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 MISUSE = {
     "decay": "ContractError: ema: decay must be a number from 0 to 1, such as 0.999, got 1.5",

@@ -22,8 +22,7 @@ def played(scenario, cell, cells=CELLS, world=2):
     return values(play(tuple((scenario, each) for each in cells), world)[scenario, cell])
 
 
-# -- no graph
-# ---------------------------------------------------------------------------------------------------------------------
+# -- no graph --------------------------------------------------------------------------------------
 
 
 def evaluated(backend, strategy):
@@ -51,8 +50,7 @@ def test_evaluation_needs_no_no_grad_and_leaves_no_graph(cell):
             assert max(kept) <= 0 or cell[0] == "fsdp"
 
 
-# -- loops of different length
-# ----------------------------------------------------------------------------------------------------
+# -- loops of different length ---------------------------------------------------------------------
 
 LENGTHS = (3, 0, 1)
 
@@ -81,8 +79,7 @@ def test_lockstep_takes_another_number_of_batches_on_each_rank(cell):
         assert random == torch.rand(1).item()
 
 
-# -- generation
-# -------------------------------------------------------------------------------------------------------------------
+# -- generation ------------------------------------------------------------------------------------
 
 NEW_TOKENS = (3, 9)
 
@@ -163,8 +160,7 @@ def test_generate_gives_the_sequences_of_the_plain_model(cell):
         assert not replaced
 
 
-# -- metrics
-# ----------------------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 SAMPLES = 7
 
@@ -238,7 +234,7 @@ def test_ranks_may_have_different_numbers_of_rows_and_lengths(backend):
     assert values(play((scenario,), 3)[scenario]) == [(rows, ["1", "2", "2"])] * 3
 
 
-# -- misuse ------------------------------------------------------------------------------------------------------------
+# -- misuse ----------------------------------------------------------------------------------------
 
 
 def lockstep_in_training(engine):

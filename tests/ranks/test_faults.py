@@ -108,8 +108,7 @@ def test_the_second_signal_ends_a_rank_that_is_stuck_in_a_collective(run):
     )
 
 
-# -- the page
-# --------------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("test", dict.fromkeys(ELSEWHERE.values()))

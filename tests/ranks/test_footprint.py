@@ -147,7 +147,7 @@ def test_planned_state_is_held(world, deep):
     assert not wrong, "\n".join(wrong)
 
 
-# -- the peak ----------------------------------------------------------------------------------------------------------
+# -- the peak --------------------------------------------------------------------------------------
 
 SAMPLES, TOKENS = 2, 128
 LARGER = {
@@ -313,7 +313,7 @@ def test_an_out_of_memory_error_shows_the_plan_and_two_changes(backend):
         assert len([line for line in note.splitlines() if line.startswith("  unishard set CFG ")]) == 2
 
 
-# -- traffic -----------------------------------------------------------------------------------------------------------
+# -- traffic ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cell", TABLE, ids=" ".join)

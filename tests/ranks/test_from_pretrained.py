@@ -221,8 +221,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
         unishard.from_pretrained(LlamaForCausalLM, tmp_path, config("fsdp"))
 
 
-# -- what each rank reads
-# ---------------------------------------------------------------------------------------------------------
+# -- what each rank reads --------------------------------------------------------------------------
 
 
 class CountedFile:

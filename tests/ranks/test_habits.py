@@ -65,8 +65,7 @@ def test_what_the_engine_does_to_gradients_is_not_refused(cell):
     assert values(play(CLIPPED + EDITED)[cell]) == [True, True]
 
 
-# -- a division by hand
-# ---------------------------------------------------------------------------------------------------------------
+# -- a division by hand ----------------------------------------------------------------------------
 
 DIVIDED = {
     "divided": lambda loss: loss / 4,
@@ -105,8 +104,7 @@ def test_a_loss_that_is_divided_by_hand_is_named_once(backend, how):
     assert values(play(scenarios)[divided, (backend, how)]) == [wanted, []]
 
 
-# -- runs that train nothing
-# ----------------------------------------------------------------------------------------------------------
+# -- runs that train nothing -----------------------------------------------------------------------
 
 MEANS = {
     "mean": lambda output, labels: functional.cross_entropy(output.logits.float(), labels),
@@ -201,8 +199,7 @@ def test_distributed_data_parallel_names_a_layer_that_is_frozen_by_hand():
     )
 
 
-# -- after the engine
-# -----------------------------------------------------------------------------------------------------------------
+# -- after the engine ------------------------------------------------------------------------------
 
 
 def closed(backend):

@@ -45,15 +45,14 @@ def windows(model="mlp"):
     ]
 
 
-# -- the maths
-# ----------------------------------------------------------------------------------------------------------------------
+# -- the maths -------------------------------------------------------------------------------------
 
 
 SPANNING = tuple((*cell, ("fp32", "bf16")[turn in (1, 2)]) for turn, cell in enumerate(CELLS))
 """Every strategy of each backend in one precision, and in the other one on the other backend."""
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def held(backend, strategy):
@@ -124,8 +123,7 @@ def test_ranks_in_a_row_form_a_group_and_groups_hold_the_same(cell):
     assert zero != one
 
 
-# -- collectives
-# --------------------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 FLAGS = "uint8"
@@ -216,8 +214,7 @@ def test_parts_of_the_gradients_travel_between_groups_once_a_window_and_nothing_
         assert moved == MOVED[cell]
 
 
-# -- what is not the same on all ranks
-# ----------------------------------------------------------------------------------------------
+# -- what is not the same on all ranks -------------------------------------------------------------
 
 
 def overflowing(backend, strategy, precision):
@@ -275,8 +272,7 @@ def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
     assert_conforms(found[0], wanted, TOLERANCES[cell[2]])
 
 
-# -- beside other engines
-# -----------------------------------------------------------------------------------------------------------
+# -- beside other engines --------------------------------------------------------------------------
 
 
 def beside(backend, strategy):

@@ -126,8 +126,7 @@ def test_a_constructor_that_reads_its_parameters_is_told_of():
     assert "only rank 0 has parameter data" in note
 
 
-# -- host memory
-# --------------------------------------------------------------------------------------------------------------------
+# -- host memory -----------------------------------------------------------------------------------
 
 WIDTH, BLOCKS = 1024, 50
 MODEL_BYTES = 4 * BLOCKS * WIDTH * WIDTH

@@ -176,8 +176,7 @@ def test_fp16_and_one_rank():
         assert all(torch.allclose(state[name], weight, rtol=1e-5, atol=1e-5) for name, weight in weights.items())
 
 
-# -- checkpoints
-# --------------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def resumed(first, second, directory):
@@ -208,8 +207,7 @@ def test_a_run_goes_on_on_the_other_engine(tmp_path_factory):
             assert not list(notes)
 
 
-# -- inference
-# ----------------------------------------------------------------------------------------------------------------------
+# -- inference -------------------------------------------------------------------------------------
 
 
 def evaluated(backend, strategy):
@@ -238,8 +236,7 @@ def test_inference_keeps_the_same():
             assert torch.equal(found, plain)
 
 
-# -- what a model's class names
-# -----------------------------------------------------------------------------------------------------
+# -- what a model's class names --------------------------------------------------------------------
 
 
 def t5():

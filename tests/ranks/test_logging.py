@@ -40,8 +40,7 @@ def close(one, other):
     return one == pytest.approx(other, rel=1e-6)
 
 
-# -- the engine's own values
-# -----------------------------------------------------------------------------------------------------
+# -- the engine's own values -----------------------------------------------------------------------
 
 
 def measured(backend, root):
@@ -206,8 +205,7 @@ def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend
         assert line["tokens_per_second"] > line["samples_per_second"] > 0
 
 
-# -- the user's values
-# -----------------------------------------------------------------------------------------------------------
+# -- the user's values -----------------------------------------------------------------------------
 
 
 def own_values(backend, root):
@@ -250,8 +248,7 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
     assert "mine" in found[4]
 
 
-# -- resuming
-# --------------------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 def resumed(backend, root):
@@ -270,8 +267,7 @@ def test_a_resumed_run_has_each_step_once(backend, root):
     assert found == list(range(1, 12))
 
 
-# -- nothing asked
-# ---------------------------------------------------------------------------------------------------------------
+# -- nothing asked ---------------------------------------------------------------------------------
 
 
 def unasked(backend, root):

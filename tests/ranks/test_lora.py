@@ -44,8 +44,7 @@ def state_bytes(engine):
     return sum(own(tensor).nbytes for tensor in tensors.values() if tensor.dim())
 
 
-# -- a bf16 base with fp32 adapters
-# -----------------------------------------------------------------------------------------------
+# -- a bf16 base with fp32 adapters ----------------------------------------------------------------
 
 
 def adapted(backend, strategy, compute):
@@ -150,8 +149,7 @@ def test_no_gradient_of_a_frozen_parameter_travels(cell):
         assert rank["reduced"] <= 1.5 * TRAINABLE < FROZEN / 4  # FSDP2 pads each adapter to whole rows of each rank
 
 
-# -- stopping and starting
-# ----------------------------------------------------------------------------------------------------------
+# -- stopping and starting -------------------------------------------------------------------------
 
 TOGGLES = {1: ("blocks.1", False), 3: ("blocks.1", True), 4: ("inp", False)}
 """Before which update, what: something trains, stops, and trains again with the state it had."""
@@ -241,8 +239,7 @@ def test_the_optimizers_state_is_that_of_plain_torch_and_is_found_where_the_engi
             assert value == pytest.approx(plain()[name], rel=1e-4, abs=1e-8), name
 
 
-# -- what set_trainable refuses
-# -------------------------------------------------------------------------------------------------------
+# -- what set_trainable refuses --------------------------------------------------------------------
 
 
 def partly_frozen():
@@ -290,7 +287,7 @@ def test_set_trainable_refuses(backend, what):
     assert error(play(REFUSED)[refused, (backend, what)]).startswith(REFUSALS[what])
 
 
-# -- ties --------------------------------------------------------------------------------------------------------------
+# -- ties ------------------------------------------------------------------------------------------
 
 
 def tied(backend, strategy):

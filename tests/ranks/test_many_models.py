@@ -87,8 +87,7 @@ def mixed_up(backend, strategy):
     return None
 
 
-# -- gradients of an output
-# -----------------------------------------------------------------------------------------------------------
+# -- gradients of an output ------------------------------------------------------------------------
 
 
 def sloped(critic, inputs, penalty):
@@ -124,8 +123,7 @@ def plain_slopes(penalty, world=2):
     return found
 
 
-# -- a frozen teacher
-# ---------------------------------------------------------------------------------------------------------------
+# -- a frozen teacher ------------------------------------------------------------------------------
 
 
 def distil(backend, strategy, precision, first="student"):
@@ -155,8 +153,7 @@ def distil(backend, strategy, precision, first="student"):
         )
 
 
-# -- a model that is only evaluated
-# -------------------------------------------------------------------------------------------------
+# -- a model that is only evaluated ----------------------------------------------------------------
 
 
 def evaluated(backend, strategy, precision):

@@ -19,8 +19,7 @@ SIZE, TURNS, WORLD = 2, 3, 2
 WORD, LENGTH = 53, 6
 
 
-# -- data: each sample depends on its global index alone
-# ------------------------------------------------------------------------------
+# -- data: each sample depends on its global index alone -------------------------------------------
 
 
 def features(index):
@@ -38,7 +37,7 @@ def own_batches(sample):
     return [micro_batch(sample, turn, rank) for turn in range(TURNS)]
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -54,8 +53,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(functional.gelu(self.up(x))))
 
 
-# -- formats of inputs in bf16
-# ------------------------------------------------------------------------------------------------------
+# -- formats of inputs in bf16 ---------------------------------------------------------------------
 
 
 @dataclass
@@ -116,8 +114,7 @@ def test_blocks_get_their_hidden_states_in_bf16_and_tables_as_they_are_on_both_e
     assert done.losses[-1] < done.losses[0]
 
 
-# -- what models and scripts do around modules
-# ---------------------------------------------------------------------------------------
+# -- what models and scripts do around modules -----------------------------------------------------
 
 
 def marked(backend, strategy, precision):

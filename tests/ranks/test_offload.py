@@ -40,8 +40,7 @@ def played(scenario, cells, cell):
     return values(play(tuple((scenario, each) for each in cells))[scenario, cell])
 
 
-# -- the user's optimizer
-# -----------------------------------------------------------------------------------------------------------
+# -- the user's optimizer --------------------------------------------------------------------------
 
 
 class Remembering(torch.optim.SGD):
@@ -166,8 +165,7 @@ def test_fp32_masters_are_stepped_in_host_memory_each_rank_its_part(cell):
         assert [each["copies"] for each in found] == [cell[1] == "optimizer, full_shard"] * 2
 
 
-# -- windows that are left out, parameters that are left out
-# ------------------------------------------------------------------------
+# -- windows that are left out, parameters that are left out ---------------------------------------
 
 
 def overflowing(backend, place, precision):
@@ -233,8 +231,7 @@ def test_no_gradient_is_applied_a_second_time(cell):
     assert max(played(unused, HELD, cell)) < (1e-6 if cell[2] == "fp32" else 2e-2)
 
 
-# -- what cannot be had
-# -------------------------------------------------------------------------------------------------------------
+# -- what cannot be had ----------------------------------------------------------------------------
 
 
 def refused(backend, precision, params, optimizer):

@@ -20,8 +20,7 @@ from unishard.testing.models import MODELS, MlpOutput, mlp
 
 UPDATES = 4
 
-# -- every optimizer of torch that works element by element, as an object with two groups
-# -----------------------------------------
+# -- every optimizer of torch that works element by element, as an object with two groups ----------
 
 
 def two_groups(kind: str, parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -82,8 +81,7 @@ def test_an_object_is_moved_to_the_shards_with_its_groups_and_options(backend, n
     assert_conforms(found[0], wanted, TOLERANCES["fp32"])
 
 
-# -- what the user holds, and what is live
-# ------------------------------------------------------------------------------------------
+# -- what the user holds, and what is live ---------------------------------------------------------
 
 
 def groups_of_an_engine(backend, strategy):
@@ -190,8 +188,7 @@ def test_without_gradients_only_what_decays_moves(backend, strategy, name):
         assert bias == 4.0
 
 
-# -- schedulers
-# ---------------------------------------------------------------------------------------------------------------------
+# -- schedulers ------------------------------------------------------------------------------------
 
 
 def rates_with_a_skipped_update(backend, strategy, given):
@@ -281,8 +278,7 @@ def test_a_scheduler_may_write_more_than_the_rate(backend, whole):
         assert_conforms(found, wanted, TOLERANCES["fp32"])
 
 
-# -- where parameters live elsewhere
-# --------------------------------------------------------------------------------------------------
+# -- where parameters live elsewhere ---------------------------------------------------------------
 
 
 def elsewhere(backend, where):
@@ -323,8 +319,7 @@ def test_groups_and_the_state_of_adagrad_hold_where_the_optimizer_lives_elsewher
         assert_conforms(found, wanted, TOLERANCES["fp32"])
 
 
-# -- whole tensors
-# ----------------------------------------------------------------------------------------------------------------
+# -- whole tensors ---------------------------------------------------------------------------------
 
 
 def muon(backend, strategy, precision):

@@ -25,8 +25,7 @@ from unishard.testing.models import MlpOutput, batch, mlp
 ADAMW = {"optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.1}}
 
 
-# -- options that change no result
-# ------------------------------------------------------------------------------------------------
+# -- options that change no result -----------------------------------------------------------------
 
 SHARED = {
     "kept after forward": ("full_shard", {"sharding": {"reshard_after_forward": False}}),
@@ -213,8 +212,7 @@ def test_zero_redundancy_divides_the_state_of_the_optimizer_by_whole_parameters(
         assert found["state"] == {("cpu", torch.float32)}
 
 
-# -- precision.reduce: bf16
-# -------------------------------------------------------------------------------------------------------
+# -- precision.reduce: bf16 ------------------------------------------------------------------------
 
 ROUNDED = Tolerance(
     1e-3,
@@ -246,8 +244,7 @@ def test_reducing_in_bf16_rounds_the_gradients_and_no_more(backend, strategy):
     assert difference.losses > 1e-5
 
 
-# -- parameters that a rank does not always use
-# -----------------------------------------------------------------------------------
+# -- parameters that a rank does not always use ----------------------------------------------------
 
 
 class Part(nn.Module):

@@ -102,8 +102,7 @@ def test_the_curves_alone_name_it(run_of, fault, configured):
     assert verdict.causes[0].name == {"seed": "data order"}.get(fault, fault), list(lines_of(verdict))
 
 
-# -- the first module that differs
-# --------------------------------------------------------------------------------------------------
+# -- the first module that differs -----------------------------------------------------------------
 
 FAULTY = "blocks.1.down"
 IN_MODULE = ("output", "gradient", "weights")

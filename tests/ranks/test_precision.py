@@ -39,8 +39,7 @@ def unchanged(before, after):
     return len(before) == len(after) and all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-# -- products of fp32 tensors
-# -------------------------------------------------------------------------------------------------------
+# -- products of fp32 tensors ----------------------------------------------------------------------
 
 
 def products(*asked):
@@ -71,8 +70,7 @@ def test_products_have_one_setting_in_a_process_and_another_is_refused():
         assert "write tf32 or keep, or use another process" in fsdp
 
 
-# -- the loss scale
-# -----------------------------------------------------------------------------------------------------------------
+# -- the loss scale --------------------------------------------------------------------------------
 
 
 def overflowing(backend, strategy):
@@ -182,7 +180,7 @@ def test_an_error_is_raised_once_a_lower_scale_cannot_help(cell):
     assert values(played[raising_of, (*cell, STATIC)]) == [(["raised"] * 3, 4.0)] * 2
 
 
-# -- masters -----------------------------------------------------------------------------------------------------------
+# -- masters ---------------------------------------------------------------------------------------
 
 
 def in_format(dtype):
@@ -242,8 +240,7 @@ def test_fp16_masters_under_zero_are_refused_with_what_instead():
     assert "write fp32" in found
 
 
-# -- buffers and inputs
-# -------------------------------------------------------------------------------------------------------------
+# -- buffers and inputs ----------------------------------------------------------------------------
 
 
 def buffers(backend, strategy, wanted):

@@ -33,8 +33,7 @@ from unishard.testing import oracle
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, mlp
 
-# -- what trains
-# ------------------------------------------------------------------------------------------------------------------
+# -- what trains -----------------------------------------------------------------------------------
 
 
 def another_seed_on_each_rank(backend, strategy):
@@ -118,8 +117,7 @@ def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_thei
         }
 
 
-# -- the check after prepare
-# --------------------------------------------------------------------------------------------------------
+# -- the check after prepare -----------------------------------------------------------------------
 
 
 LEFT_OPEN = []
@@ -207,8 +205,7 @@ def test_an_engine_that_is_refused_is_closed(backend):
     assert values(lied(backend)[lying_is_closed, (backend,)]) == [0, 0]
 
 
-# -- a plain script
-# -----------------------------------------------------------------------------------------------------------------
+# -- a plain script --------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys

@@ -120,8 +120,7 @@ def test_what_deepspeed_reads_is_listed(cell):
         assert {wait.function for wait in found if wait.owner == "deepspeed"} <= DEEPSPEED.keys()
 
 
-# -- skipped on the device
-# ----------------------------------------------------------------------------------------------------------
+# -- skipped on the device -------------------------------------------------------------------------
 
 
 def trained(backend: str, strategy: str, bad: int | None, reads: bool) -> dict[str, Any]:
@@ -168,8 +167,7 @@ def test_an_update_that_is_skipped_leaves_no_trace(engine, reads):
             assert with_nan["rates"][4][:2] == with_nan["rates"][3][:2]
 
 
-# -- gradients that the script changes
-# ----------------------------------------------------------------------------------------------
+# -- gradients that the script changes -------------------------------------------------------------
 
 
 def edited(backend: str, at: int) -> list[int]:

@@ -56,8 +56,7 @@ def update(engine, both=True, **step):
     return engine.step(**step)
 
 
-# -- a run for each case
-# ----------------------------------------------------------------------------------------------------------
+# -- a run for each case ---------------------------------------------------------------------------
 
 
 def trains(strategy, precision="fp32", **sections):
@@ -227,8 +226,7 @@ CALLS = {
 """Cases that a call meets, after a backward: the call, and the engine's strategy and precision."""
 
 
-# -- the renaming
-# -----------------------------------------------------------------------------------------------------------------
+# -- the renaming ----------------------------------------------------------------------------------
 
 WITHIN = {
     # Elsewhere in DeepSpeed these are settings, arguments, or methods of strings.
@@ -318,8 +316,7 @@ def test_without_one_of_its_names_a_case_is_refused_in_one_sentence(case, name):
     assert PRIVATE_API[case].instead in said
 
 
-# -- ordinary runs
-# ----------------------------------------------------------------------------------------------------------------
+# -- ordinary runs ---------------------------------------------------------------------------------
 
 PRECISIONS = {precision: {"precision": precision} for precision in ("fp32", "bf16")}
 ORDINARY = {

@@ -53,8 +53,7 @@ def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ran
     assert {run.precision for run in same} == {"fp32", "bf16"}
 
 
-# -- the measure can fail
-# -----------------------------------------------------------------------------------------------------------
+# -- the measure can fail --------------------------------------------------------------------------
 
 
 ADAMW = {"name": "adamw", "lr": 3e-3}

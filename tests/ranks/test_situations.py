@@ -99,8 +99,7 @@ def test_two_engines_train_side_by_side_and_one_outlives_the_other(couple):
             assert_conforms(trained, plain(cell[2], seed, updates), tolerance(*cell))
 
 
-# -- a layer that is called with other tensors in place of its weights
-# ----------------------------------------------------------------
+# -- a layer that is called with other tensors in place of its weights -----------------------------
 
 
 class Tenth(nn.Module):

@@ -75,8 +75,7 @@ def test_ddp_refuses_a_parameter_without_gradient_unless_it_may_look_for_it():
     assert "set native.fsdp.find_unused_parameters to true" in raised
 
 
-# -- what only one rank uses
-# ----------------------------------------------------------------------------------------------------
+# -- what only one rank uses -----------------------------------------------------------------------
 
 
 def used_by_one():

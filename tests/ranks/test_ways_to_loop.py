@@ -74,8 +74,7 @@ def told(run):
     ]
 
 
-# -- iterated again
-# -------------------------------------------------------------------------------------------------------------------
+# -- iterated again --------------------------------------------------------------------------------
 
 
 def again(backend):
@@ -157,7 +156,7 @@ def test_the_length_is_that_of_the_next_pass():
     }
 
 
-# -- wrappers ----------------------------------------------------------------------------------------------------------
+# -- wrappers --------------------------------------------------------------------------------------
 
 KEEPS = {
     "tqdm": quiet,
@@ -241,8 +240,7 @@ def test_an_iterator_that_is_read_again_is_named():
         ]
 
 
-# -- a second loader
-# --------------------------------------------------------------------------------------------------------------------
+# -- a second loader -------------------------------------------------------------------------------
 
 
 def validated(backend, when, how):
@@ -378,8 +376,7 @@ def test_a_metric_counts_each_sample_once_or_a_warning_says_that_it_does_not():
         assert "engine.gather_for_metrics also counts the 2 samples that fill up the last batches" in said
 
 
-# -- without engine.batches
-# -------------------------------------------------------------------------------------------------------------
+# -- without engine.batches ------------------------------------------------------------------------
 
 
 def outside(backend, how):

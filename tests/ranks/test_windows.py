@@ -12,8 +12,7 @@ from recording import Recorder
 import unishard
 from unishard.testing.cells import BACKENDS
 
-# -- num_items
-# --------------------------------------------------------------------------------------------------------------------
+# -- num_items -------------------------------------------------------------------------------------
 
 
 def counted(backend, counts):
@@ -120,8 +119,7 @@ def test_a_window_without_items_is_an_error_that_leaves_the_engine_usable(backen
     assert "num_items add up to 0 over the accumulation window" in error(play(ITEMS)[no_item, (backend,)])
 
 
-# -- windows
-# ----------------------------------------------------------------------------------------------------------------------
+# -- windows ---------------------------------------------------------------------------------------
 
 
 def windowed(backend):
@@ -166,8 +164,7 @@ def test_a_length_must_be_positive_and_a_window_be_used_up(backend):
     assert "a new accumulation window starts after 1 of 2 micro-batches" in error(play(WINDOWS)[left_early, (backend,)])
 
 
-# -- nonfinite
-# --------------------------------------------------------------------------------------------------------------------
+# -- nonfinite -------------------------------------------------------------------------------------
 
 CELLS = tuple(
     (backend, strategy, precision, bad)

@@ -34,8 +34,7 @@ def fake(monkeypatch, name, run):
     return Piece(name, name, "made by a test", 10)
 
 
-# -- verdicts
-# ---------------------------------------------------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,7 @@ def test_a_piece_that_passes_gives_exit_code_0(monkeypatch, tmp_path):
     assert answer(tmp_path, "right")["verdict"] == "pass"
 
 
-# -- the runner
-# -------------------------------------------------------------------------------------------------------------------
+# -- the runner ------------------------------------------------------------------------------------
 
 
 def test_every_piece_is_listed_and_stays_below_ten_minutes(capsys):
@@ -135,7 +133,7 @@ def test_a_piece_beyond_the_budget_is_not_run_and_fails(tmp_path):
     assert "budget" in answer(tmp_path, PIECES[0].name)["checks"][0]["detail"]
 
 
-# -- wheels ------------------------------------------------------------------------------------------------------------
+# -- wheels ----------------------------------------------------------------------------------------
 
 WHEELS = [
     "deepspeed-0.19.8-py3-none-any.whl",
@@ -163,8 +161,7 @@ def test_what_is_missing_or_older_is_installed_and_nothing_else(installed, tag, 
     assert [wheel.name for wheel in packages.needed(wheels, installed.get, tag=tag)] == expected
 
 
-# -- formulas
-# ---------------------------------------------------------------------------------------------------------------------
+# -- formulas --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "count"), [("1b", 1_235_814_400), ("3b", 3_212_749_824)])
@@ -256,8 +253,7 @@ def test_the_oracle_trains_where_it_is_told():
         cells.expected(cells.cells("cpu")[:1], "meta")
 
 
-# -- the page
-# ---------------------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def measured(device, **figures):
@@ -326,7 +322,7 @@ def test_the_page_has_the_place_for_the_figures():
     assert text.count(page.BEGIN) == text.count(page.END) == 1
 
 
-# -- a run -------------------------------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks

@@ -31,8 +31,7 @@ def config(**launch: Any) -> Config:
     return unishard.load({"launch": launch})
 
 
-# -- the section
-# -----------------------------------------------------------------------------------------------------------
+# -- the section -----------------------------------------------------------------------------------
 
 
 def test_it_says_how_many_nodes() -> None:
@@ -64,8 +63,7 @@ def test_training_does_not_depend_on_it() -> None:
     assert unishard.translate(config(nodes=4)).native == unishard.translate(config()).native
 
 
-# -- the command
-# -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,8 +129,7 @@ def test_torchrun_takes_it_with_a_script_s_option_that_is_short_for_its_own() ->
     assert get_args_parser().parse_args(list(command_of(config(), SCRIPT, {}).words[1:])).standalone
 
 
-# -- the config that the script gets
-# ---------------------------------------------------------------------------------------
+# -- the config that the script gets ---------------------------------------------------------------
 
 
 def test_a_script_loads_what_launch_was_given(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +155,7 @@ def test_without_launch_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) ->
         unishard.load()
 
 
-# -- the command line
-# ------------------------------------------------------------------------------------------------------
+# -- the command line ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -275,7 +271,7 @@ def test_hosts_that_cannot_be_written(project: Path, arguments: list[str], messa
     assert (result.exit_code, message in result.stderr) == (1, True), result.stderr
 
 
-# -- jobs --------------------------------------------------------------------------------------------------------------
+# -- jobs ------------------------------------------------------------------------------------------
 
 
 def test_bash_reads_the_batch_script(project: Path) -> None:

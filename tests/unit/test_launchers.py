@@ -11,8 +11,7 @@ from unishard.config.topology import first_host, forgotten_srun, rendezvous
 
 Environ = dict[str, str]
 
-# -- every launcher, any number of nodes
-# -----------------------------------------------------------------------------------
+# -- every launcher, any number of nodes -----------------------------------------------------------
 
 
 def open_mpi(rank: int, local: int, world: int, per_node: int, node: int) -> Environ:
@@ -152,8 +151,7 @@ def test_every_rank_of_every_launcher_knows_its_place(launcher, nodes, per_node)
     assert (met == {None}) == (world == 1 and LAUNCHERS[launcher] != "torchrun")
 
 
-# -- one process
-# ----------------------------------------------------------------------------------------------------------
+# -- one process -----------------------------------------------------------------------------------
 
 # What the shell of `salloc` has with `LaunchParameters=use_interactive_step`, the usual setting; from a real one.
 INTERACTIVE = {
@@ -206,8 +204,7 @@ def test_a_batch_script_without_srun_is_told_so_where_it_has_several_tasks():
     } == {None}
 
 
-# -- what cannot be read is named
-# ------------------------------------------------------------------------------------------
+# -- what cannot be read is named ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,8 +270,7 @@ def test_a_launcher_that_sets_only_two():
     assert (topology.local_world_size, topology.local_rank) == (2, 1)
 
 
-# -- where the ranks meet
-# ------------------------------------------------------------------------------------------
+# -- where the ranks meet --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,7 @@ class EngineAdapter(InferenceAdapter):
         """The adapter itself."""
         return self
 
-    # -- one accumulation window
-    # ------------------------------------------------------------------------------------------
+    # -- one accumulation window -------------------------------------------------------------------
 
     @abstractmethod
     def begin(self, *, last: bool) -> None:
@@ -190,7 +189,7 @@ class EngineAdapter(InferenceAdapter):
     def drop_gradients(self) -> None:
         """Drop all gradients of the window, reduced or not, and a forward that had no backward."""
 
-    # -- shards --------------------------------------------------------------------------------------------------------
+    # -- shards ------------------------------------------------------------------------------------
 
     @abstractmethod
     def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
@@ -217,8 +216,7 @@ class EngineAdapter(InferenceAdapter):
         Optimizers create their state in the first step, so a new engine has none to load into.
         """
 
-    # -- with defaults
-    # ----------------------------------------------------------------------------------------------------
+    # -- with defaults -----------------------------------------------------------------------------
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:

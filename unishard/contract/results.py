@@ -83,8 +83,7 @@ class Step(Sequence[Any]):
             self._norm = norm if finite else math.inf  # of NaN, some engines only report that the norm is not finite
         return self._norm
 
-    # -- as a named tuple
-    # -------------------------------------------------------------------------------------------------
+    # -- as a named tuple --------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._fields)

@@ -110,8 +110,7 @@ class LoaderChecks:
                 self._warn_of_batch_size(self._sizes[0], self._facts.name)
             self._facts = None
 
-    # -- warnings
-    # ---------------------------------------------------------------------------------------------------------
+    # -- warnings ----------------------------------------------------------------------------------
 
     def _warn_of_batch_size(self, size: int | None, name: str) -> None:
         if size is not None and size != self._training.micro_batch_size:
@@ -126,8 +125,7 @@ class LoaderChecks:
                 f"own: {_INSTEAD}, or split the data by rank"
             )
 
-    # -- batch sizes
-    # ------------------------------------------------------------------------------------------------------
+    # -- batch sizes -------------------------------------------------------------------------------
 
     def _contradicted_batch_size(self, everyone: Sequence[LoaderFacts]) -> str | None:
         """What is wrong if a batch size contradicts `training.global_batch_size`, which people set to have the product

@@ -116,8 +116,7 @@ class Engine:
         self._checkpoints = SaveAndLoad(run)
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
 
-    # -- the loop
-    # ---------------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch; in evaluation mode without a graph, as under `torch.no_grad`. Collective.
@@ -358,8 +357,7 @@ class Engine:
         finally:
             self._order.frozen = was
 
-    # -- evaluation
-    # -------------------------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `generate`, such as that of transformers, without a graph. Collective.
@@ -416,8 +414,7 @@ class Engine:
         self._order.require_open("gather_for_metrics")
         return self._evaluation.gather_for_metrics(data, pad=pad)
 
-    # -- parameters and gradients by name
-    # ---------------------------------------------------------------------------------
+    # -- parameters and gradients by name ----------------------------------------------------------
 
     def parameter(self, name: str) -> Tensor:
         """Read a master weight, at any time. Collective.
@@ -579,8 +576,7 @@ class Engine:
         average, training.after_update = begin_average(decay, training.adapter, self._tensors, self._order)
         return average
 
-    # -- what it is
-    # -------------------------------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -653,8 +649,7 @@ class Engine:
         if self.is_main:
             print(*values, **options)  # noqa: T201 (what the method is for)
 
-    # -- checkpoints and export
-    # -------------------------------------------------------------------------------------------
+    # -- checkpoints and export --------------------------------------------------------------------
 
     def save(self, root: str | Path | None = None, *, state: Any = None, metric: float | Tensor | None = None) -> Path:
         """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`.
@@ -784,8 +779,7 @@ class Engine:
             folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite
         )
 
-    # -- what it is not
-    # ---------------------------------------------------------------------------------------------------
+    # -- what it is not ----------------------------------------------------------------------------
 
     if not TYPE_CHECKING:  # for type checkers every name would be there
 
@@ -805,8 +799,7 @@ class Engine:
             "read one with engine.parameter(name)"
         )
 
-    # -- the end
-    # ----------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the engine's resources. A second call does nothing; any other use afterwards is an error."""

@@ -100,8 +100,7 @@ class MonitorClient:
         threading.Thread(target=self._listen, name="unishard-line", daemon=True).start()
         os.register_at_fork(after_in_child=self._close_in_child)
 
-    # -- what a rank says
-    # -------------------------------------------------------------------------------------------------
+    # -- what a rank says --------------------------------------------------------------------------
 
     def collect(
         self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None
@@ -194,8 +193,7 @@ class MonitorClient:
         """Tell all ranks that this one has written its error."""
         self._send({"kind": "printed"})
 
-    # -- what it has heard
-    # ------------------------------------------------------------------------------------------------
+    # -- what it has heard -------------------------------------------------------------------------
 
     @property
     def doomed(self) -> bool:
@@ -243,8 +241,7 @@ class MonitorClient:
         with self._news:
             return self._news.wait_for(lambda: condition() or self._closed, seconds) and condition()
 
-    # -- the connection
-    # ---------------------------------------------------------------------------------------------------
+    # -- the connection ----------------------------------------------------------------------------
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):  # the monitor is gone

@@ -283,8 +283,7 @@ class MonitorServer:
         with contextlib.suppress(OSError):  # its end is noticed when it is read
             link.socket.sendall(line)
 
-    # -- collections
-    # ------------------------------------------------------------------------------------------------------
+    # -- collections -------------------------------------------------------------------------------
 
     def _collect(self, link: _Link, message: dict[str, Any]) -> None:
         key = message["key"]
@@ -351,8 +350,7 @@ class MonitorServer:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:16]))}"
             self._send(link, {"kind": "late", "text": f"has waited {seconds:.0f} s for {ranks} {found.what}"})
 
-    # -- ranks that stand still
-    # -------------------------------------------------------------------------------------------
+    # -- ranks that stand still --------------------------------------------------------------------
 
     def _consider(self) -> None:
         """Judge, once the status of every rank that lives is known; all of them at once, and not at each status that

@@ -80,8 +80,7 @@ class MetricsRecorder(Observer):
         self._paused_at: float | None = None
         self._idle = self._saving = 0.0
 
-    # -- the loop
-    # ---------------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count what a forward in training mode gets. The first one after a record writes it."""
@@ -151,8 +150,7 @@ class MetricsRecorder(Observer):
         values |= {"memory_gib": memory.item() / 2**30, "skipped_updates": float(self._skipped)}
         return values | ({"checkpoint_seconds": self._saving} if self._saving else {})
 
-    # -- around it
-    # --------------------------------------------------------------------------------------------------------
+    # -- around it ---------------------------------------------------------------------------------
 
     def on_log(self, values: Mapping[str, float | Tensor]) -> None:
         """Add the user's values to the next record, or to the one of the step that has just ended.

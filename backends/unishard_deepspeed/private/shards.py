@@ -35,8 +35,7 @@ __all__ = [
 ]
 
 
-# -- reducing before the step
-# ---------------------------------------------------------------------------------------------------------
+# -- reducing before the step ----------------------------------------------------------------------
 
 
 def reduce_gradients(engine: Any) -> None:
@@ -73,7 +72,7 @@ def already_reduced(engine: Any) -> Iterator[None]:
             del optimizer.finalize_gradient_accumulation_boundary
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 def gradient_shards(engine: Any, inner: InnerOptimizer, kind: Kind) -> dict[nn.Parameter, Shard]:
@@ -167,8 +166,7 @@ def measure_offloaded(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None
                 optimizer.update_offload_overflow_tracker(values)
 
 
-# -- master weights
-# -------------------------------------------------------------------------------------------------------------------
+# -- master weights --------------------------------------------------------------------------------
 
 
 def master_shard_of(optimizer: Any, inner: InnerOptimizer | None, parameter: Any, kind: Kind) -> Shard:
@@ -204,8 +202,7 @@ def update_low_precision_copy(parameter: Any, value: Tensor, kind: Kind) -> None
         parameter.data.copy_(value)
 
 
-# -- forgetting a window
-# --------------------------------------------------------------------------------------------------------------
+# -- forgetting a window ---------------------------------------------------------------------------
 
 
 def drop_gradients(engine: Any, kind: Kind) -> None:

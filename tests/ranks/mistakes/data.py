@@ -43,8 +43,7 @@ def unreadable_launcher(backend, launcher):
     rendezvous(Topology.from_environment(environ), environ)
 
 
-# -- unishard.dataloader
-# ---------------------------------------------------------------------------------------------------
+# -- unishard.dataloader ---------------------------------------------------------------------------
 
 
 def samples(count):
@@ -110,8 +109,7 @@ def split_before_the_loader(backend):
         read(engine, unishard.dataloader(samples(16)[my_rank() :: 2], cfg))
 
 
-# -- the loop
-# ----------------------------------------------------------------------------------------------------------------
+# -- the loop --------------------------------------------------------------------------------------
 
 AROUND = {
     "enumerate": lambda loader: (each for _, each in enumerate(loader)),

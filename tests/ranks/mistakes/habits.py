@@ -55,8 +55,7 @@ def in_a_window(backend, strategy, call):
         call(engine)
 
 
-# -- the optimizer
-# --------------------------------------------------------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------------------
 
 
 @mistake("`optimizer.zero_grad()` for each micro-batch of a window")
@@ -147,8 +146,7 @@ def state_of_the_own_optimizer(backend, call):
         getattr(own, call)(*ARGUMENTS[call])
 
 
-# -- the scheduler
-# --------------------------------------------------------------------------------------------------------------------
+# -- the scheduler ---------------------------------------------------------------------------------
 
 
 @mistake("`scheduler.step()` of the scheduler that was passed to `prepare`")
@@ -185,7 +183,7 @@ def scheduler_by_hand(backend, strategy):
         return rates, [0.1, 0.05, 0.0025]
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 @mistake("`torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)` under `no_shard` and `shard_optimizer`")
@@ -223,7 +221,7 @@ def zero_grad_of_the_module(backend, strategy):
     in_a_window(backend, strategy, lambda engine: engine.module.zero_grad())
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------
+# -- backward --------------------------------------------------------------------------------------
 
 
 @mistake("`loss.backward()` instead of `engine.backward(loss)`")
@@ -232,7 +230,7 @@ def backward_of_the_loss(backend):
         engine(**own_share(1)[0]).loss.backward()
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 SHARDED = (*STRATEGIES[1:], "no_shard with bf16")
 
@@ -445,8 +443,7 @@ def move_of_the_model(backend, strategy):
     return trained(moves=True), trained(moves=False)
 
 
-# -- training mode
-# --------------------------------------------------------------------------------------------------------------------
+# -- training mode ---------------------------------------------------------------------------------
 
 
 @mistake("`engine.backward(loss)` in evaluation mode, as after a validation that ended without `engine.train()`")
@@ -455,8 +452,7 @@ def backward_in_evaluation(backend):
         engine.backward(engine.eval()(**own_share(1)[0]).loss)
 
 
-# -- weights outside their modules
-# -----------------------------------------------------------------------------------------------------
+# -- weights outside their modules -----------------------------------------------------------------
 
 
 def in_unsharded(backend, strategy, act, names=("head.weight",)):
@@ -495,8 +491,7 @@ def unknown_name_in_unsharded(backend, strategy):
     in_unsharded(backend, strategy, lambda engine, weights: None, names=["heads.weight"])
 
 
-# -- what transformers does for its Trainer
-# -------------------------------------------------------------------------------------------
+# -- what transformers does for its Trainer --------------------------------------------------------
 
 
 @mistake("`HfDeepSpeedConfig(...)` or `TrainingArguments(deepspeed=...)` of stage 3 beside `prepare`")

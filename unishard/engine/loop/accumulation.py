@@ -116,8 +116,7 @@ class Accumulation:
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
 
-    # -- what depends on the last update
-    # -----------------------------------------------------------------------------------
+    # -- what depends on the last update -----------------------------------------------------------
 
     @property
     def schedule(self) -> Schedule | TorchSchedule:
@@ -151,8 +150,7 @@ class Accumulation:
             if skipped or self._skipped.streak:
                 self._skipped.add(skipped=skipped, lowered=lowered)
 
-    # -- one micro-batch
-    # ---------------------------------------------------------------------------------------------------
+    # -- one micro-batch ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""

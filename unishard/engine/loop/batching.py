@@ -135,8 +135,7 @@ class Batching:
         """Let the next training loader resume: `TrainingPasses.resume`."""
         self.training.resume(positions, world_then)
 
-    # -- lengths
-    # ----------------------------------------------------------------------------------------------------------
+    # -- lengths -----------------------------------------------------------------------------------
 
     def _length(self, loader: Iterable[Any]) -> int | None:
         """Batches that the next pass yields."""
@@ -149,8 +148,7 @@ class Batching:
         left = None if lengths is not None else self._length(loader)
         return None if left is None else -(-left // self._order.full_window)
 
-    # -- what hides a loader
-    # ----------------------------------------------------------------------------------------------
+    # -- what hides a loader -----------------------------------------------------------------------
 
     @contextmanager
     def _following(self, loader: Iterable[Any], inner: Iterable[Any], *, told: bool) -> Iterator[Callable[[], None]]:

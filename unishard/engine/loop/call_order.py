@@ -99,8 +99,7 @@ class CallOrder:
         """Whether a window has begun and not ended."""
         return bool(self.micro_batch) or self.phase is Phase.BACKWARD_DONE
 
-    # -- comparing the ranks' calls
-    # ----------------------------------------------------------------------------------------
+    # -- comparing the ranks' calls ----------------------------------------------------------------
 
     def check_sampled(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
         """Check that all ranks make the same call. Collective.
@@ -197,8 +196,7 @@ class CallOrder:
         """A block with device collectives whose result the host reads, in the block or later."""
         return nullcontext() if self._member is None else self._member.reading(self._device)
 
-    # -- transitions
-    # ------------------------------------------------------------------------------------------------------
+    # -- transitions -------------------------------------------------------------------------------
 
     def begin_window(self, length: int) -> None:
         """Begin a new window.
@@ -235,8 +233,7 @@ class CallOrder:
         if self._member is not None:
             self._member.leave(why)
 
-    # -- refusals
-    # ---------------------------------------------------------------------------------------------------------
+    # -- refusals ----------------------------------------------------------------------------------
 
     def require_open(self, call: str) -> None:
         """Raise ContractError on a closed engine."""

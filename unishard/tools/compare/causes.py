@@ -99,8 +99,7 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-# -- signs: each says its cause, or None
-# ------------------------------------------------------------------------------------------
+# -- signs: each says its cause, or None -----------------------------------------------------------
 
 
 def _accumulation(pair: _Pair) -> LikelyCause | None:
