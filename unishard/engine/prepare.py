@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from weakref import WeakSet
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.config import Config, expect_config
+from unishard.config import Communication, Config, expect_config
 from unishard.config.hints.arguments import instead
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
@@ -89,15 +90,26 @@ def prepare(
     """
     expect_config(cfg)
     _require_module(model)
+    with _group(cfg.communication) as topology:
+        _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
+        _require_new(model)
+        plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
+        adapter, written = _shard(model, plan)
+        with _closed_on_error(adapter):
+            _verify(adapter, plan)
+            engine = Engine(adapter, plan, written)
+        return engine if plan.optimizer is None else _begin(engine, plan)
+
+
+@contextmanager
+def _group(communication: Communication) -> Iterator[Topology]:
+    """The process group, in which an error names the rank that has caused it, and ends the other ranks. Collective."""
     with naming_causes():
-        topology = lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
+        topology = lifetime.ensure(Topology.from_environment(), patience=communication.desync_timeout)
         with monitor_client.asking():
-            collective_check.begin(cfg.communication)
+            collective_check.begin(communication)
             with collective_check.leaving("unishard.prepare"):
-                _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
-                _require_new(model)
-                plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
-                return _engine(*_shard(model, plan), plan)
+                yield topology
 
 
 def _agree(fingerprint: Fingerprint) -> None:
@@ -132,33 +144,39 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
     return ReplicaAdapter(model, planned.precision, process_group.device_of(plan.topology), casting), written
 
 
-def _engine(adapter: InferenceAdapter, written: WrittenParameters | None, plan: RunPlan) -> Engine:
-    """Check what was built, and put the loop around it. Collective."""
-    with ExitStack() as failed:
-        failed.callback(adapter.close)
-        collective_check.check_now("unishard.prepare (checking the engine)")
-        if plan.optimizer is not None and plan.optimizer.from_caller:  # what a function makes is known only now
-            process_group.agree(plan.optimizer.description, "optimizers")
-        placement = adapter.placement()
-        verify(placement, plan.guard.placement, adapter.device, backend=plan.backend.name)
-        engine = Engine(adapter, plan, written)
-        failed.pop_all()
-    if plan.optimizer is None:  # keep the random state: inference must not affect another model's training
-        return engine
-    ExpectedMemory(plan.memory).compare(placement, adapter.device)
+@contextmanager
+def _closed_on_error(adapter: InferenceAdapter) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        adapter.close()
+        raise
+
+
+def _verify(adapter: InferenceAdapter, plan: RunPlan) -> None:
+    """Compare what was built with what was planned. Collective."""
+    collective_check.check_now("unishard.prepare (checking the engine)")
+    if plan.optimizer is not None and plan.optimizer.from_caller:  # what a function makes is known only now
+        process_group.agree(plan.optimizer.description, "optimizers")
+    placement = adapter.placement()
+    verify(placement, plan.guard.placement, adapter.device, backend=plan.backend.name)
+    if plan.optimizer is not None:
+        ExpectedMemory(plan.memory).compare(placement, adapter.device)
+
+
+def _begin(engine: Engine, plan: RunPlan) -> Engine:
+    """Seed torch, and resume if asked: not for inference, which must not affect another model's training.
+
+    Collective.
+    """
     torch.manual_seed(plan.loop.seed + plan.topology.rank)
     if plan.checkpoint.dir is not None and plan.checkpoint.on_existing == "resume":
-        _resume(engine)
+        try:
+            engine.load("latest")
+        except BaseException as error:
+            engine.__exit__(type(error), error, None)
+            raise
     return engine
-
-
-def _resume(engine: Engine) -> None:
-    """Load the newest checkpoint of `checkpoint.dir`, if it holds one. Collective."""
-    try:
-        engine.load("latest")
-    except BaseException as error:
-        engine.__exit__(type(error), error, None)
-        raise
 
 
 def _require_module(model: object) -> None:

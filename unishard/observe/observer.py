@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -49,7 +49,7 @@ class Observer:
         """The user logs values. Not collective."""
 
     def on_error(self, error: BaseException) -> None:
-        """The engine failed where it computes."""
+        """A forward in training mode, a backward or an update has failed."""
 
     def on_close(self) -> None:
         """The engine is closed. Not collective."""
@@ -59,10 +59,7 @@ _EVENTS = [name for name in vars(Observer) if name.startswith("on_")]
 
 
 class Observers(Observer):
-    """Tells the observers of an engine, and the progress bar of the current loop, what each overrides.
-
-    As a context it is a block in which the engine computes, whose errors are told.
-    """
+    """Tells the observers of an engine, and the progress bar of the current loop, what each overrides."""
 
     def __init__(self, *observers: Observer) -> None:
         """Begin to tell.
@@ -97,14 +94,6 @@ class Observers(Observer):
             yield
         finally:
             self.on_saved(time.perf_counter() - began)
-
-    def __enter__(self) -> None:
-        """Nothing to tell."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
-        if error is not None:
-            self.on_error(error)
-        return False
 
 
 def _tell(tells: Sequence[Callable[..., None]], *what: Any) -> None:

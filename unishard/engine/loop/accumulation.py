@@ -178,8 +178,12 @@ class Accumulation:
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
         order.graph = order.graph or torch.is_grad_enabled()
-        with order.forwarding(), self.observers, self._watching() if watched else nullcontext():
-            output = self.adapter.forward(*args, **kwargs)
+        try:
+            with order.forwarding(), self._watching() if watched else nullcontext():
+                output = self.adapter.forward(*args, **kwargs)
+        except BaseException as error:
+            self.observers.on_error(error)
+            raise
         self.adapter.watch(output)
         return output
 
@@ -215,8 +219,12 @@ class Accumulation:
         divided = loss if order.window == 1 or num_items is not None else loss / order.window
         if self._loss_scale.dynamic:
             self.resolve_pending()
-        with self._foreign.own_backward(), self.observers:
-            self.adapter.backward(self._loss_scale.scale(divided))
+        try:
+            with self._foreign.own_backward():
+                self.adapter.backward(self._loss_scale.scale(divided))
+        except BaseException as error:
+            self.observers.on_error(error)
+            raise
         self._edited.keep()
         order.phase, order.graph = Phase.BACKWARD_DONE, False
 
@@ -316,8 +324,11 @@ class Accumulation:
             raise
         self.observers.on_gradients(self.finish_gradients)
         try:
-            with self._order.awaiting(), self._optimizer.own(), self.observers:
+            with self._order.awaiting(), self._optimizer.own():
                 norm, updated = self.adapter.update(max_norm, divisor, finished=self._finished is not None)
+        except BaseException as error:
+            self.observers.on_error(error)
+            raise
         finally:
             self._order.end_window()
             self._items.clear()
