@@ -40,7 +40,7 @@ CELLS = (
 )
 
 AGREED = {
-    "settle": "whether the last update was skipped, after the backward of the next one is queued",
+    "resolve_pending": "whether the last update was skipped, after the backward of the next one is queued",
     "divisor": "how many items the ranks have counted, after the backward is queued",
     "compare": "whether gradients of every tenth update were changed, after the next forward is queued",
     "text": "checksums of the weights of every tenth update, added up before its forward",
