@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from unishard import Config
 from unishard.checkpoint import manifest
 from unishard.config import leaves
-from unishard.contract import registry
+from unishard.contract import registry, training_facts
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import UnishardError
 from unishard.tools.reference.format_page import formats
@@ -123,14 +123,19 @@ def test_every_field_of_the_manifest_is_on_its_page_with_what_it_is() -> None:
     sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE)) | {
         "Manifest": text.partition("\n## ")[0]
     }
-    kinds = {name for name in manifest.__all__ if issubclass(type(getattr(manifest, name)), type(BaseModel))}
-    assert set(sections) == kinds
-    for name in kinds:
-        for field, facts in getattr(manifest, name).model_fields.items():
+    kinds = {
+        name: kind
+        for module in (manifest, training_facts)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type(BaseModel)) and kind not in (BaseModel, training_facts.Facts)
+    }
+    assert set(sections) == {*kinds}
+    for name, kind in kinds.items():
+        for field, facts in kind.model_fields.items():
             assert f"| `{field}` | " in sections[name]
             assert facts.description, field
     assert {anchor.lower() for anchor in re.findall(r"\(#([a-z]+)\)", text)} == {
-        name.lower() for name in kinds - {"Manifest"}
+        name.lower() for name in {*kinds} - {"Manifest"}
     }
 
 

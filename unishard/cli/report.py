@@ -61,8 +61,9 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "note",
         "line",
         "assumed",
-        *(("place", "beside") if outcome.filling else ()),
+        *(("place", "from_sidecar") if outcome.filling else ()),
     )
+    names = {"from_sidecar": "beside"}
     return {
         "file": outcome.reading.source.name,
         "from": outcome.reading.format,
@@ -78,7 +79,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
             for one in outcome.dropped
         ],
         "changes": [{name: plain(value) for name, value in change._asdict().items()} for change in outcome.changes],
-        "items": [{name: plain(getattr(item, name)) for name in fields} for item in outcome.items],
+        "items": [{names.get(name, name): plain(getattr(item, name)) for name in fields} for item in outcome.items],
     }
 
 
