@@ -191,7 +191,7 @@ def filled(
     ranks = topology or _one_of(format_.ranks(reading.source), beside.topology, reading, beside) or reading.topology
     if reading.format in TRAINER and beside.format not in TRAINER:
         beside = beside._replace(values={} if beside.format == "accelerate" else beside.values, format=reading.format)
-    told = _Arguments(beside, ranks)
+    told = _Sidecar(beside, ranks)
     own, given = (
         _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
     )
@@ -251,7 +251,7 @@ def _changed(overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(field for field in _FIELDS if any(field == path or field.startswith(f"{path}.") for path in paths))
 
 
-class _Arguments(NamedTuple):
+class _Sidecar(NamedTuple):
     """What is supplied, and the ranks."""
 
     sidecar: Sidecar
@@ -279,7 +279,7 @@ class _Arguments(NamedTuple):
         )
 
 
-def _merged(reading: ReadDocument, format_: Format, told: _Arguments, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+def _merged(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: bool) -> tuple[list[Entry], list[Entry]]:
     """A document that is a file of arguments itself: both are read as one.
 
     A line that hands the file to its script counts more.
@@ -301,18 +301,18 @@ def _merged(reading: ReadDocument, format_: Format, told: _Arguments, *, same: b
     return own, [*given, *((_stays if starts else _clash)(key, reading, told) for key in twice if key not in yielding)]
 
 
-def _stays(key: str, reading: ReadDocument, told: _Arguments) -> Entry:
+def _stays(key: str, reading: ReadDocument, told: _Sidecar) -> Entry:
     effect = KeyEffect(Fit.IGNORED, "counts more than the file, and stays on the launch line", notable=True)
     return Entry((key,), told.sidecar.values[key], effect, place=told.sidecar.place(key), from_sidecar=True)
 
 
-def _clash(key: str, reading: ReadDocument, told: _Arguments) -> Entry:
+def _clash(key: str, reading: ReadDocument, told: _Sidecar) -> Entry:
     place, value = str(reading.source.origins.of((key,))), told.sidecar.values[key]
     note = f"is {shown(reading.source.data[key])} in {place or 'the config'}; make them equal, or leave one out"
     return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=told.sidecar.place(key), from_sidecar=True)
 
 
-def _beside(reading: ReadDocument, format_: Format, told: _Arguments) -> tuple[list[Entry], list[Entry]]:
+def _beside(reading: ReadDocument, format_: Format, told: _Sidecar) -> tuple[list[Entry], list[Entry]]:
     """A document for an engine or a launcher: its engine's config is what the arguments would name."""
     engine, where = format_.for_trainer(reading.source)
     values = {key: value for key, value in told.sidecar.values.items() if key not in _ENGINES}
@@ -347,7 +347,7 @@ def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
     return entry._replace(effect=effect._replace(fields=fields, native={}))
 
 
-def _again(entry: Entry, filled_in: Entry, told: _Arguments, where: Path) -> Entry:
+def _again(entry: Entry, filled_in: Entry, told: _Sidecar, where: Path) -> Entry:
     """The entry as it is once transformers has filled in the engine's config."""
     if entry.effect.fit is Fit.UNSUPPORTED:
         return entry
