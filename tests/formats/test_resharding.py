@@ -29,8 +29,6 @@ def written(to: str, **sections: Any) -> tuple[Outcome, Fit]:
         ("hf", ("fsdp_config", "reshard_after_forward"), True),
         ("axolotl", ("fsdp_config", "reshard_after_forward"), True),
         ("accelerate", ("fsdp_config", "fsdp_reshard_after_forward"), True),
-        ("composer", ("fsdp_config", "sharding_strategy"), "FULL_SHARD"),
-        ("torchtitan", ("parallelism", "fsdp_reshard_after_forward"), "default"),
     ],
 )
 def test_tools_that_take_only_true_or_false_gather_among_all_ranks(to: str, keys: tuple[str, ...], value: Any) -> None:

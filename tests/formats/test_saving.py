@@ -232,7 +232,6 @@ ASKED = (
         (HF | {"output_dir": "a", "save_steps": 0.1}, "hf", "save_steps", "fraction of all steps"),
         (AXOLOTL | {"saves_per_epoch": 4}, "axolotl", "saves_per_epoch", "in epochs"),
         (AXOLOTL | {"save_strategy": "epoch"}, "axolotl", "save_strategy", "after epochs"),
-        (COMPOSER | {"save_folder": "a", "save_interval": "1ep"}, "composer", "save_interval", "1ep are epochs"),
         (lightning(model_checkpoint(dirpath="a")), "lightning", "trainer.callbacks.0", "after epochs"),
         (
             lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss")),

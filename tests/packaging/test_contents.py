@@ -37,9 +37,10 @@ def test_the_wheel_installs_three_packages_and_nothing_else(wheel: Path) -> None
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_wheel_holds_every_module_and_the_typing_marker(wheel: Path, package: str) -> None:
+def test_the_wheel_holds_every_module_table_and_the_typing_marker(wheel: Path, package: str) -> None:
     source = PACKAGES[package]
-    expected = {f"{package}/{path.relative_to(source)}" for path in [*source.rglob("*.py"), source / "py.typed"]}
+    paths = [path for kind in ("*.py", "*.txt", "*.json") for path in source.rglob(kind)]
+    expected = {f"{package}/{path.relative_to(source)}" for path in [*paths, source / "py.typed"]}
     found = {name for name in names(wheel) if name.startswith(f"{package}/")}
     assert found == expected
 
