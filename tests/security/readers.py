@@ -75,8 +75,9 @@ def _file(name: str, content: str | bytes, **others: str) -> Callable[[Path], Pa
 
 
 def _document(name: str) -> Reader:
-    content = json.dumps(SEEDS[name][0]) if name == "lightning" else translate(SEEDS[name][0], name, from_=name).text
-    suffix = ".json" if name == "lightning" else catalog.get(name).suffix
+    as_it_is = name == "lightning" or name not in catalog.written()
+    content = json.dumps(SEEDS[name][0]) if as_it_is else translate(SEEDS[name][0], name, from_=name).text
+    suffix = ".json" if as_it_is else catalog.get(name).suffix
     return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard"))
 
 
