@@ -25,9 +25,7 @@ HERE_ALONE = "test_on_device_*.py"
 OF_RANKS = (
     "test_cuda_devices.py",
     "test_evaluation.py::test_evaluation_needs_no_no_grad_and_leaves_no_graph",
-    "test_desync.py::test_an_error_of_one_rank_is_told_to_the_others",
     "test_checkpoint.py::test_a_save_in_the_background_holds_the_moment_of_its_call",
-    "test_checkpoint.py::test_a_signal_to_one_rank_saves_at_the_end_of_the_update_and_ends_all_with_the_documented_code",
     "test_checkpoint_goes_on.py",
 )
 """Tests for ranks that are played on the device too: with one for each rank, `run_ranks` takes it."""
