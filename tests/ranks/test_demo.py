@@ -161,9 +161,11 @@ print("step 1/9", flush=True)
 time.sleep(600)
 """
 STOPPED = """
+import signal
 from pathlib import Path
 from unishard.cli import main
 from unishard.tools.demo import training
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 training._find = lambda path: Path({script!r})
 main()
 """
