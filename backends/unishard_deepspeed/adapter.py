@@ -240,8 +240,7 @@ class DeepSpeedAdapter(EngineAdapter):
         if self._in_files:
             raise CheckpointError(
                 "offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write "
-                "shards; set offload.params "
-                "to cpu to save or load a checkpoint"
+                "shards; set offload.params to cpu to save or load a checkpoint"
             )
         reshard_all(self.optimizer, self._kind)
 

@@ -56,8 +56,7 @@ def load(topology: Topology) -> ModuleType:
     if get_accelerator().device_name() != device.type:
         raise BackendError(
             f"DeepSpeed was imported for {get_accelerator().device_name()} before unishard.prepare, which computes on "
-            f"{device.type}; "
-            "unset DS_ACCELERATOR, or let unishard import DeepSpeed"
+            f"{device.type}; unset DS_ACCELERATOR, or let unishard import DeepSpeed"
         )
     # torch 2.13 renames two collectives; DeepSpeed 0.19.8, comm/torch.py, still calls them by their old names.
     warnings.filterwarnings(
@@ -116,14 +115,12 @@ def require_files(compute: str) -> None:
         # _set_dtype).
         raise BackendError(
             "offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); "
-            "set it to cpu, or "
-            "precision to bf16"
+            "set it to cpu, or precision to bf16"
         )
     if not available:
         raise BackendError(
             "offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio with "
-            "its headers "
-            "(libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
+            "its headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
         )
 
 

@@ -104,8 +104,7 @@ def require_unused_params() -> None:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise BackendError(
             "native.fsdp.reduce_scatter_unused_params needs torch 2.13 or newer, and this is torch "
-            f"{torch.__version__}; remove it, and "
-            "name the classes that a rank may skip in sharding.conditional_modules"
+            f"{torch.__version__}; remove it, and name the classes that a rank may skip in sharding.conditional_modules"
         )
 
 

@@ -73,8 +73,7 @@ class DDPAdapter(TorchAdapter):
             if frozen is not None:
                 raise ModelError(
                     f"{frozen} was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not "
-                    "reduce its bucket; "
-                    f"call engine.set_trainable({frozen!r}, False) instead"
+                    f"reduce its bucket; call engine.set_trainable({frozen!r}, False) instead"
                 )
             unused = [
                 name
@@ -83,10 +82,8 @@ class DDPAdapter(TorchAdapter):
             ]
             raise ModelError(
                 f"the last backward did not reach {', '.join(unused) or 'some parameters'}, so DistributedDataParallel "
-                "did not reduce "
-                "their bucket; name their class in sharding.conditional_modules, "
-                "set native.fsdp.find_unused_parameters to true, or "
-                "freeze them before prepare"
+                "did not reduce their bucket; name their class in sharding.conditional_modules, set "
+                "native.fsdp.find_unused_parameters to true, or freeze them before prepare"
             )
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:

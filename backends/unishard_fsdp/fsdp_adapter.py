@@ -130,10 +130,8 @@ class FSDPAdapter(TorchAdapter):
         if graph:
             raise ContractError(
                 "torch.autograd.grad of an output with create_graph=True, as for a gradient penalty, does not work "
-                "with "
-                f"sharding.strategy {self._strategy} in {self._compute} on FSDP2, which frees parameters after each "
-                "backward; set "
-                "sharding: no_shard and precision: fp32 with backend fsdp"
+                f"with sharding.strategy {self._strategy} in {self._compute} on FSDP2, which frees parameters after "
+                "each backward; set sharding: no_shard and precision: fp32 with backend fsdp"
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -62,10 +62,9 @@ def test_what_formats_share_imports_none_of_them(path: Path) -> None:
 
 def test_to_recognize_a_document_no_tables_are_imported() -> None:
     code = (
-        "import sys; from unishard.formats import catalog; from unishard.formats.source import open_source;"
-        "print(catalog.recognise(open_source({'zero_optimization': {'stage': 2}})).name,"
-        "[name for name in sys.modules if name.startswith('unishard.formats.') and name.endswith(('.format', '.keys', "
-        "'.rules'))])"
+        "import sys; from unishard.formats import catalog; from unishard.formats.source import "
+        "open_source;print(catalog.recognise(open_source({'zero_optimization': {'stage': 2}})).name,[name for name in "
+        "sys.modules if name.startswith('unishard.formats.') and name.endswith(('.format', '.keys', '.rules'))])"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True

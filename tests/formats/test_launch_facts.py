@@ -183,8 +183,7 @@ def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str
         ),
         (
             "accelerate launch --num_machines 2 --num_processes 16 --main_process_ip 10.0.0.1 --main_process_port 7 "
-            "--rdzv_backend c10d "
-            "--max_restarts 1 --gpu_ids 0,1,2,3,4,5,6,7 train.py",
+            "--rdzv_backend c10d --max_restarts 1 --gpu_ids 0,1,2,3,4,5,6,7 train.py",
             {
                 "nodes": 2,
                 "processes_per_node": 8,

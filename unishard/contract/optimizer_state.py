@@ -60,8 +60,7 @@ def fresh_state(optimizer: Any, group: Mapping[str, Any], like: Tensor, spec: St
         if name not in keys.numbers:
             raise CheckpointError(
                 f"the state of {type(optimizer).__name__} has no number {name!r}, only "
-                f"{', '.join(keys.numbers) or 'none'}; load it with "
-                "the optimizer that saved it, or pass strict=False"
+                f"{', '.join(keys.numbers) or 'none'}; load it with the optimizer that saved it, or pass strict=False"
             )
     state: dict[str, Any] = dict.fromkeys(keys.nothing)
     state |= {name: torch.zeros_like(like, dtype=dtype) for name, dtype in spec.tensors.items()}
@@ -165,8 +164,7 @@ def _first_state(optimizer: Any, options: Mapping[str, Any], dummy: nn.Parameter
     except Exception as error:  # whatever the user's own class raises
         raise CheckpointError(
             f"the state keys of {kind.__name__} cannot be determined: step() of a copy fails with "
-            f"{type(error).__name__}: {error}; "
-            "make step() work without arguments, from param_groups only"
+            f"{type(error).__name__}: {error}; make step() work without arguments, from param_groups only"
         ) from error
     finally:
         # Some optimizers free in __del__ what the copy shares with the original (DeepSpeed 0.19.8,

@@ -74,8 +74,7 @@ class PrivateApi:
         )
         return (
             f"{self.case} needs {absent} of {self.package}, which {self.package} {version_of(self.package)} does not "
-            "have "
-            f"(it was run on {self.versions}); {self.instead}"
+            f"have (it was run on {self.versions}); {self.instead}"
         )
 
     def require(self) -> None:

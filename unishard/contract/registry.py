@@ -69,8 +69,7 @@ def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
         if other is not point and (_distribution(other), other.value) != (_distribution(point), point.value):
             raise BackendError(
                 f"{_KINDS[point.group]} {point.name!r} is offered twice: {other.value} by {_distribution(other)} and "
-                f"{point.value} by "
-                f"{_distribution(point)}; uninstall one of the two"
+                f"{point.value} by {_distribution(point)}; uninstall one of the two"
             )
     return dict(sorted(found.items()))
 

@@ -121,8 +121,7 @@ class LoaderChecks:
         if same is not None:
             self._warn(
                 f"ranks {same[0]} and {same[1]} read the same first batch, so they train on the same samples; let each "
-                "rank read its "
-                f"own: {_INSTEAD}, or split the data by rank"
+                f"rank read its own: {_INSTEAD}, or split the data by rank"
             )
 
     # -- batch sizes -------------------------------------------------------------------------------

@@ -795,8 +795,7 @@ class Engine:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ContractError(
             "an engine cannot be copied or pickled; average its weights with engine.ema(decay), write them with "
-            "engine.export(folder), or "
-            "read one with engine.parameter(name)"
+            "engine.export(folder), or read one with engine.parameter(name)"
         )
 
     # -- the end -----------------------------------------------------------------------------------
@@ -838,7 +837,6 @@ class Engine:
         if self._accumulation is None:
             raise ContractError(
                 f"{call} needs an engine for training, but this model was prepared with train=False; prepare it "
-                "without train=False, or "
-                "call the engine that trains"
+                "without train=False, or call the engine that trains"
             )
         return self._accumulation

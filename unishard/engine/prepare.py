@@ -207,7 +207,6 @@ def _require_new(model: nn.Module) -> None:
     if part := next(chain(shared, tied), None):
         raise ModelError(
             f"{part} of {type(model).__name__} was already prepared in another model, whose engine shards and trains "
-            "it; prepare one model "
-            "that contains both and let its forward choose, or give each model its own copy before prepare, such as "
-            "copy.deepcopy(module)"
+            "it; prepare one model that contains both and let its forward choose, or give each model its own copy "
+            "before prepare, such as copy.deepcopy(module)"
         )

@@ -37,10 +37,8 @@ _FLAGS = frozenset(
         "force_multi no_local_rank enable_each_rank_log save_pid bind_cores_to_rank no_ssh elastic_training "
         # accelerate 1.15.0, commands/launch.py
         "cpu multi_gpu tpu ipex use_xpu use_deepspeed use_fsdp use_megatron_lm use_parallelism_config same_network "
-        "debug quiet q "
-        "dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation tpu_use_cluster no_tpu_cluster "
-        "tpu_use_sudo "
-        "main_training_function_only enable_cpu_affinity v verbose "
+        "debug quiet q dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation tpu_use_cluster "
+        "no_tpu_cluster tpu_use_sudo main_training_function_only enable_cpu_affinity v verbose "
         # srun and mpirun
         "exclusive label l u unbuffered kill_on_bad_exit overlap allow_run_as_root oversubscribe"
     )

@@ -268,8 +268,7 @@ def _without_refused(entry: Entry, reading: ReadDocument, expressed: Rendered) -
     values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
     note = "; ".join(
         f"{expressed.fields[field].note.partition(';')[0]}; the translation has {field} "
-        f"{shown(default_of(field, values))}"
-        f" instead of {shown(value)}, the default of {reading.format}"
+        f"{shown(default_of(field, values))} instead of {shown(value)}, the default of {reading.format}"
         for field, value in said.items()
     )
     fields = {field: value for field, value in entry.effect.fields.items() if field not in said}

@@ -311,8 +311,7 @@ class Accumulation:
             self._looks_for_end = False
             _logger.warning(
                 "update %d has a learning rate of 0 and trains nothing: scheduler.total_steps is reached; end the loop "
-                "there, or raise "
-                "scheduler.total_steps, or set scheduler.min_lr_ratio",
+                "there, or raise scheduler.total_steps, or set scheduler.min_lr_ratio",
                 self._order.updates + 1,
             )
         self._optimizer.require_one_schedule(writes=self._schedule.writes)
@@ -354,8 +353,7 @@ class Accumulation:
         elif self._training.nonfinite == "raise" and not lowered:
             raise NonFiniteError(
                 "a gradient is infinite or NaN on at least one rank; nothing was updated; check this window's batches "
-                "and loss, "
-                "lower optimizer.lr, or set training.nonfinite to skip"
+                "and loss, lower optimizer.lr, or set training.nonfinite to skip"
             )
         return step
 
@@ -399,6 +397,5 @@ def _require_backward(order: CallOrder, loss: Any, *, training: bool) -> None:
     if not loss.requires_grad:
         raise ContractError(
             "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or from "
-            "frozen "
-            "parameters only"
+            "frozen parameters only"
         )

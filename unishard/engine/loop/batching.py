@@ -117,8 +117,7 @@ class Batching:
             if empty and again and isinstance(loader, Iterator):
                 self._warn(
                     f"this pass over engine.batches() read nothing: {type(loader).__name__} is an iterator, which an "
-                    "earlier pass has read "
-                    "to its end; pass the loader itself"
+                    "earlier pass has read to its end; pass the loader itself"
                 )
         finally:
             if reading is not None:
@@ -179,14 +178,12 @@ class Batching:
         if self._module.training:
             self._warn(
                 f"{name} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run "
-                "reads the data from "
-                f"their beginning; {instead_of(loader)}"
+                f"reads the data from their beginning; {instead_of(loader)}"
             )
         elif read and read.repeated:
             self._warn(
                 f"{name} hides the unishard.dataloader that it reads, so engine.gather_for_metrics also counts the "
-                f"{read.repeated} samples "
-                f"that fill up the last batches; {instead_of(loader)}"
+                f"{read.repeated} samples that fill up the last batches; {instead_of(loader)}"
             )
 
 

@@ -207,9 +207,8 @@ class CallOrder:
         if self.micro_batch:
             raise ContractError(
                 f"a new accumulation window starts after {self.micro_batch} of {self.window} micro-batches of the last "
-                "one; "
-                "call backward and step for every batch, and leave a loop only when step().updated or step().skipped "
-                "is true"
+                "one; call backward and step for every batch, and leave a loop only when step().updated or "
+                "step().skipped is true"
             )
         self.window, self.discarded = length, False
 
@@ -274,8 +273,7 @@ class CallOrder:
             done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
             raise ContractError(
                 f"{call} was called after {done} of {self.window} backward calls of the window, when the gradients are "
-                "not final; "
-                "call it between the last backward of a window and engine.step()"
+                "not final; call it between the last backward of a window and engine.step()"
             )
 
     def require_no_gradients(self, call: str) -> None:
@@ -286,9 +284,8 @@ class CallOrder:
             done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
             raise ContractError(
                 f"{call} was called after {done} of {self.window} backward calls of the accumulation window, and would "
-                "drop their "
-                "gradients; remove the call: engine.step() zeroes gradients after each update, and engine.discard() "
-                "drops a window"
+                "drop their gradients; remove the call: engine.step() zeroes gradients after each update, and "
+                "engine.discard() drops a window"
             )
 
     def require_no_graph(self, call: str) -> None:
@@ -302,6 +299,5 @@ class CallOrder:
         if self.graph:
             raise ContractError(
                 f"{call} would change a parameter that the backward of an earlier forward still needs; call it after "
-                "backward, or drop the "
-                "forward with engine.discard(); a forward under torch.no_grad() is allowed"
+                "backward, or drop the forward with engine.discard(); a forward under torch.no_grad() is allowed"
             )

@@ -101,9 +101,8 @@ class GuardedModule:
             if name == "to_empty" or any(_changes(each, name, args, kwargs) for each in self._examples()):
                 raise ContractError(
                     f"model.{name}() would change the dtype or the device of a prepared {self._name}, which engines "
-                    "ignore or break on; "
-                    "remove the call: the engine has put the model on engine.device, and its dtypes are those of "
-                    "`precision` in the config"
+                    "ignore or break on; remove the call: the engine has put the model on engine.device, and its "
+                    "dtypes are those of `precision` in the config"
                 )
             return self._module
 
@@ -138,19 +137,16 @@ class GuardedModule:
         if not self._lifted:
             raise ContractError(
                 f"state_dict() was called on a prepared {self._name}, of whose weights this rank holds only shards or "
-                "rounded copies; "
-                "write a checkpoint with engine.save(folder), write the weights in Hugging Face's layout with "
-                "engine.export(folder), or "
-                "read one with engine.parameter(name)"
+                "rounded copies; write a checkpoint with engine.save(folder), write the weights in Hugging Face's "
+                "layout with engine.export(folder), or read one with engine.parameter(name)"
             )
 
     def _before_load_state_dict(self, module: nn.Module, *state: Any) -> None:
         if not self._lifted:
             raise ContractError(
                 f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; "
-                "load the weights "
-                "before unishard.prepare, or load a checkpoint with engine.load(folder), or set one with "
-                "engine.set_parameter(name, value)"
+                "load the weights before unishard.prepare, or load a checkpoint with engine.load(folder), or set one "
+                "with engine.set_parameter(name, value)"
             )
 
 

@@ -128,8 +128,7 @@ class _Limits(logging.Handler):
         self._reported.add(function)
         _logger.warning(
             "torch.compile made %s graphs of %s and runs its other calls uncompiled, which is slower; reason for the "
-            "last graph: %s; "
-            "use batches of one shape, set compile to none, or raise torch.compiler.config.%s",
+            "last graph: %s; use batches of one shape, set compile to none, or raise torch.compiler.config.%s",
             *(number, function, " ".join(reason.partition("\n")[0].split()), limit),
         )
 

@@ -116,8 +116,7 @@ def _problems(model: nn.Module, found: Kept, cfg: Precision, *, train: bool) -> 
         whose = f"{type(model).__name__} asks for it, and " if cfg.keep_fp32 == "auto" else ""
         yield (
             f"keeps {trained[0]} in fp32 ({whose}precision.{rounding[0]} {getattr(cfg, rounding[0])} would round it); "
-            "set "
-            f"precision.{rounding[0]} to fp32, or keep_fp32 to [] to keep nothing"
+            f"set precision.{rounding[0]} to fp32, or keep_fp32 to [] to keep nothing"
         )
 
 

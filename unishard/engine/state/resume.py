@@ -74,8 +74,7 @@ def _casts(run: Run, manifest: Manifest) -> Iterator[str]:
         first, *_ = cast
         yield (
             f"{len(cast)} tensors of the model were {manifest.tensors[first].dtype} and are {dtypes[first]} now, such "
-            "as "
-            f"{keys.parameter_of(first)}"
+            f"as {keys.parameter_of(first)}"
         )
 
 
@@ -127,8 +126,7 @@ def _changed_options(
         if same_scheduler and before.options.get("initial_lr") != options.get("initial_lr"):
             yield (
                 f"group {index} of the optimizer: initial_lr is {options.get('initial_lr')} in the config; the "
-                "scheduler continues with "
-                f"the saved {before.options.get('initial_lr')}"
+                f"scheduler continues with the saved {before.options.get('initial_lr')}"
             )
         for key in sorted((before.options.keys() & options.keys()) - _BY_SCHEDULE):
             if before.options[key] != options[key]:

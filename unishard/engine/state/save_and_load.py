@@ -205,8 +205,7 @@ class SaveAndLoad:
         if saved is not None and dist.get_rank() == 0:
             _logger.warning(
                 "%s: its moving average of the weights is not resumed; to resume it, call engine.ema(decay) before the "
-                "first training "
-                "forward, and before a save",
+                "first training forward, and before a save",
                 saved.folder,
             )
 

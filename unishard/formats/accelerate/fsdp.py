@@ -147,8 +147,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
 } | dict.fromkeys(
     names(
         "fsdp_offload_params fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading "
-        "fsdp_sync_module_states "
-        "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"
+        "fsdp_sync_module_states fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"
     ),
     boolean,
 )

@@ -205,8 +205,7 @@ def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
 
 _DYNAMO = names(
     "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt "
-    "aot_torchxla_trace_once "
-    "torchxla_trace_once ipex tvm hpu_backend"
+    "aot_torchxla_trace_once torchxla_trace_once ipex tvm hpu_backend"
 )
 _NO_COMPILE = "Accelerate 1.15.0 does not pass this on to DeepSpeed: nothing is compiled"
 _TIME = "affects only how code is compiled"

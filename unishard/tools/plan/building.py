@@ -105,8 +105,7 @@ class BuiltModel:
         if batch is None:
             raise ModelError(
                 f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where "
-                "batch(micro_batch_size, "
-                "seq_len) returns the keyword arguments of forward, or give --no-activations"
+                "batch(micro_batch_size, seq_len) returns the keyword arguments of forward, or give --no-activations"
             )
         try:
             return trace(model, cfg, batch, loss, micro_batch_size=micro_batch_size, seq_len=seq_len, fake=fake)
@@ -175,8 +174,7 @@ class BuiltModel:
         )
         raise ModelError(
             f"--model {self._name}: its forward returns {what}; let a factory return (model, batch, loss), where "
-            "loss(output) returns the "
-            "mean loss of what forward returns"
+            "loss(output) returns the mean loss of what forward returns"
         )
 
 
