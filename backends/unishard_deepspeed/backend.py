@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from unishard.config import Config
 from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry
-from unishard.contract.render import Rendered
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard.errors import ConfigError
-from unishard_deepspeed import arguments, second_copy
+from unishard_deepspeed import second_copy
 from unishard_deepspeed.keys import CONSTANTS
 from unishard_deepspeed.native import check, fit
 from unishard_deepspeed.rules import RULES
@@ -38,8 +36,6 @@ class DeepSpeedBackend:
     tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
     rules = RULES
     constants = CONSTANTS
-    keys = arguments.KEYS
-    script_rules = arguments.SCRIPT_RULES
 
     @property
     def private_api(self) -> Mapping[str, PrivateApi]:
@@ -82,16 +78,6 @@ class DeepSpeedBackend:
             from unishard_deepspeed.start import require_files
 
             require_files(cfg.precision.compute)
-
-    def parse(
-        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
-    ) -> list[Entry]:
-        """Interpret a DeepSpeed config, one entry for each key. Pure."""
-        return arguments.parse(native, defaults=defaults, topology=topology)
-
-    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
-        """The JSON for raw `deepspeed.initialize`. Pure."""
-        return arguments.arguments(cfg, topology, undecided)
 
     @property
     def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:

@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -16,14 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unishard.contract.adapter import EngineAdapter
-from unishard.contract.optimizer_state import StateSpec
 from unishard.contract.results import Placement
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.optim.skipping import DeviceSkip
 from unishard_fsdp.clipping import local, scale, total_norm
-from unishard_fsdp.optimizer_state import TorchOptimizerState
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
 
@@ -89,22 +86,6 @@ class TorchAdapter(EngineAdapter):
             master_numel=sum(master.numel() for master in masters),
             param_bytes=sum(local(parameter).nbytes for parameter in self.module.parameters()),
         )
-
-    @cached_property
-    def _state(self) -> TorchOptimizerState:
-        return TorchOptimizerState(self.torch_optimizer, self._stepped())
-
-    def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Map parameters to the tensors that the optimizer steps instead."""
-        return {}
-
-    def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """The torch optimizer's state, in shards like those of the parameter."""
-        return self._state.shards(parameter)
-
-    def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Create state in the torch optimizer."""
-        self._state.make(specs)
 
     @abstractmethod
     def _class_name(self) -> str:

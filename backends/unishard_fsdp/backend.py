@@ -6,19 +6,14 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
 from unishard.config.nested import merge, nested
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry
-from unishard.contract.render import Rendered
 from unishard.contract.report import Line, Report, Translation, apply
-from unishard_fsdp import arguments
-from unishard_fsdp.keys import KEYS
 from unishard_fsdp.rules import RULES
-from unishard_fsdp.script_rules import SCRIPT_RULES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,8 +41,6 @@ class FSDPBackend:
     requires: Mapping[str, str] = {"torch": "torch"}
     tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
     rules = RULES
-    keys = KEYS
-    script_rules = SCRIPT_RULES
 
     @property
     def constants(self) -> Mapping[str, tuple[Any, str]]:
@@ -101,16 +94,6 @@ class FSDPBackend:
             from unishard_fsdp import collective_settings
 
             collective_settings.require(native)
-
-    def parse(
-        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
-    ) -> list[Entry]:
-        """Interpret FSDP's own arguments, one entry for each. Pure."""
-        return arguments.parse(native, defaults=defaults, topology=topology)
-
-    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
-        """FSDP2's arguments for the same training. Pure."""
-        return arguments.arguments(cfg, topology, undecided)
 
     @property
     def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:

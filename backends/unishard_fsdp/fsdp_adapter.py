@@ -228,7 +228,8 @@ class FSDPAdapter(TorchAdapter):
     def _modules(self) -> list[nn.Module]:
         return [cast(nn.Module, part) for _, part in self._sharded_modules]
 
-    def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def stepped(self) -> Mapping[nn.Parameter, Tensor]:
+        """What the host optimizer steps, where there is one."""
         return self._host_copies.stepped if self._host_copies else {}
 
     def _step(self) -> None:

@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard_fsdp.precision_keys import DTYPES
+from unishard_fsdp.arguments.precision import DTYPES
 
 __all__ = [
     "MIXED",

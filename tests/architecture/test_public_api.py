@@ -109,14 +109,14 @@ def test_what_an_engine_is() -> None:
 def test_what_an_adapter_is() -> None:
     assert EngineAdapter.__abstractmethods__ == {
         *("forward", "begin", "backward", "finish_gradients", "update", "drop_gradients"),
-        *("grad_shard", "master_shard", "refresh", "optimizer_shards", "make_optimizer_state", "placement", "close"),
+        *("grad_shard", "master_shard", "refresh", "placement", "close"),
     }
 
 
 def test_what_a_backend_is() -> None:
     assert members(Backend) == {
         *("name", "requires", "tested", "private_api", "rules", "constants", "translate", "require", "spec", "build"),
-        *("keys", "script_rules", "parse", "arguments", "checkpoint_formats", "footprint"),
+        *("checkpoint_formats", "footprint"),
     }
 
 

@@ -68,19 +68,6 @@ def test_what_it_cannot_do_is_refused_with_what_instead(project):
     )
 
 
-def test_its_arguments_are_read_and_written(project):
-    done = run(
-        project,
-        "-c",
-        "from unishard import Config, Topology\nfrom unishard.contract import registry\n"
-        "plain = registry.get('plain')\n"
-        "(entry,) = plain.parse({'clip': '0.5'})\n"
-        "print(entry.effect.fields, plain.arguments(Config(training={'gradient_clipping': 0.5}), "
-        "Topology()).document)",
-    )
-    assert "{'training.gradient_clipping': 0.5} {'clip': 0.5}" in done.stdout, done.stderr
-
-
 MOVES = """
 import torch, unishard
 

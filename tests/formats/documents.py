@@ -388,7 +388,7 @@ def known_keys(name: str) -> list[str]:
     """Dotted keys of a format, those of the engines where it hands them on."""
     keys = set(catalog.get(name).keys)
     if name == "deepspeed":
-        keys |= set(registry.get("deepspeed").keys)
+        keys |= set(registry.arguments("deepspeed").keys)
     return sorted(keys)
 
 

@@ -478,7 +478,7 @@ def test_an_optimizer_that_only_the_script_has_stays_with_it():
 
 
 def test_every_key_that_native_settings_know_has_a_row():
-    rows = registry.get("deepspeed").keys
+    rows = registry.arguments("deepspeed").keys
     assert [
         key
         for key in ROWS
@@ -578,7 +578,7 @@ def test_translating_twice_changes_nothing(document):
 words = st.sampled_from(
     ("auto", "cpu", "true", "1e9", "", None, -1, 0, 1, 3, 2.5, True, [], {}, {"stage": 3}, ["auto"], {"a": {"b": 1}})
 )
-KEYS = sorted(registry.get("deepspeed").keys)
+KEYS = sorted(registry.arguments("deepspeed").keys)
 
 
 @given(st.data())

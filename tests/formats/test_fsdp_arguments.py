@@ -13,7 +13,7 @@ from unishard.contract import registry
 from unishard.contract.entries import Undecided
 from unishard.contract.rules import Fit
 
-FSDP = registry.get("fsdp")
+FSDP = registry.arguments("fsdp")
 EIGHT = Topology(world_size=8, local_world_size=4)
 NO_SHARD = {"sharding.strategy": "no_shard"}
 RESHARDED = {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": True}
@@ -22,11 +22,11 @@ WITHOUT_RESHARD = {"sharding.strategy": "full_shard", "sharding.reshard_after_fo
 
 
 def read(native, **options):
-    return {entry.key: entry for entry in FSDP.parse(native, **options)}
+    return {entry.key: entry for entry in FSDP.read(native, **options)}
 
 
 def fields(native, **options):
-    return {field: value for entry in FSDP.parse(native, **options) for field, value in entry.effect.fields.items()}
+    return {field: value for entry in FSDP.read(native, **options) for field, value in entry.effect.fields.items()}
 
 
 @pytest.mark.parametrize(
@@ -212,25 +212,25 @@ def test_activation_checkpointing(value, said):
 
 
 def test_every_field_has_a_row_in_the_order_of_the_schema():
-    assert list(FSDP.script_rules) == [path for path, _ in leaves(Config)]
+    assert list(FSDP.rules) == [path for path, _ in leaves(Config)]
 
 
 @pytest.mark.parametrize("strategy", ["shard_optimizer", "shard_grad_op", "hybrid_shard_grad_op"])
 def test_zeros_lower_stages_have_only_a_nearest_neighbor(strategy):
-    expressed = FSDP.arguments(Config.model_validate({"sharding": strategy}), EIGHT)
+    expressed = FSDP.write(Config.model_validate({"sharding": strategy}), EIGHT)
     assert expressed.document["reshard_after_forward"] is False
     assert expressed.fields["sharding.strategy"].fit is Fit.APPROXIMATE
 
 
 def test_files_are_refused_and_nothing_of_a_default_is():
     nvme = Config.model_validate({"offload": {"params": "nvme", "optimizer": "nvme", "nvme_path": "/disk"}})
-    words = FSDP.arguments(nvme, EIGHT).fields
+    words = FSDP.write(nvme, EIGHT).fields
     assert {path for path, word in words.items() if word.fit is Fit.UNSUPPORTED} == {
         "offload.params",
         "offload.optimizer",
         "offload.nvme_path",
     }
-    defaults = FSDP.arguments(Config(), EIGHT)
+    defaults = FSDP.write(Config(), EIGHT)
     assert defaults.document == {
         "version": 2,
         "reshard_after_forward": True,
@@ -242,8 +242,8 @@ def test_files_are_refused_and_nothing_of_a_default_is():
 @pytest.mark.parametrize("group", [None, 4])
 def test_groups_need_the_number_of_ranks(group):
     cfg = Config.model_validate({"sharding": {"strategy": "hybrid_shard", "group_size": group}})
-    assert FSDP.arguments(cfg, EIGHT).document["mesh"] == {"replicate": 2, "shard": 4}
-    alone = FSDP.arguments(cfg, Topology())
+    assert FSDP.write(cfg, EIGHT).document["mesh"] == {"replicate": 2, "shard": 4}
+    alone = FSDP.write(cfg, Topology())
     assert alone.fields["sharding.strategy"].fit is Fit.NEEDS_INPUT
     assert "--world-size" in alone.fields["sharding.strategy"].note
     assert alone.document.get("mesh", {}).get("shard") != 1
@@ -251,10 +251,10 @@ def test_groups_need_the_number_of_ranks(group):
 
 def test_a_native_policy_comes_along():
     cfg = Config.model_validate({"precision": "bf16", "native": {"fsdp": {"mp_policy": {"output_dtype": "float32"}}}})
-    expressed = FSDP.arguments(cfg, EIGHT)
+    expressed = FSDP.write(cfg, EIGHT)
     assert expressed.document["mixed_precision"]["output_dtype"] == "float32"
     other = Config.model_validate({"native": {"fsdp": {"requires_gradient_sync": "last_micro_batch"}}})
-    assert FSDP.arguments(other, EIGHT).fields["native"].fit is Fit.NEEDS_INPUT
+    assert FSDP.write(other, EIGHT).fields["native"].fit is Fit.NEEDS_INPUT
 
 
 JUNK = st.sampled_from(
@@ -268,7 +268,7 @@ def test_whatever_stands_at_an_argument_it_gets_its_verdict(arguments, topology)
     native = {}
     for key, value in arguments.items():
         native = merge(native, nested({key: value}))
-    keys = [entry.key for entry in FSDP.parse(native, topology=topology)]
+    keys = [entry.key for entry in FSDP.read(native, topology=topology)]
     for path, _ in flat(native):
         assert any(path == key or path.startswith(f"{key}.") for key in keys), path
 
@@ -295,5 +295,5 @@ def expressible(draw):
 @settings(deadline=None)
 @given(expressible())
 def test_what_the_arguments_can_say_comes_back(cfg):
-    native = FSDP.arguments(cfg, EIGHT).document
+    native = FSDP.write(cfg, EIGHT).document
     assert Config.model_validate(nested(fields(native, topology=EIGHT))) == cfg

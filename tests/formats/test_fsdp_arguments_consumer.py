@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
 from unishard.contract import registry
 from unishard.contract.rules import Fit
 
-FSDP = registry.get("fsdp")
+FSDP = registry.arguments("fsdp")
 
 
 def effect(key, value):
-    return next(entry.effect for entry in FSDP.parse({"version": 1, key: value}) if entry.key == key)
+    return next(entry.effect for entry in FSDP.read({"version": 1, key: value}) if entry.key == key)
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)

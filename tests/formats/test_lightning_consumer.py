@@ -252,7 +252,7 @@ def test_the_json_of_deepspeed_strategy_means_what_its_arguments_mean(arguments:
     document = {"strategy": {"class_path": "DeepSpeedStrategy", "init_args": arguments}}
     ours = translating.read(document, "lightning").config
     said: dict[str, Any] = {}
-    for entry in registry.get("deepspeed").parse(
+    for entry in registry.arguments("deepspeed").read(
         {**theirs, "gradient_clipping": 0.0, "gradient_accumulation_steps": 1}
     ):
         said |= entry.effect.fields

@@ -43,7 +43,7 @@ def test_a_tool_that_is_not_read_is_named(name: str, tmp_path: Path) -> None:
 
 def test_what_names_a_tool_is_no_key_of_a_format_that_is_read() -> None:
     keys = {
-        *registry.get("deepspeed").keys,
+        *registry.arguments("deepspeed").keys,
         *DIALECT,
         *(key for name in catalog.NAMES for key in catalog.get(name).keys),
     }

@@ -16,7 +16,7 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import translate as convert
 from unishard_deepspeed import backend
-from unishard_deepspeed.arguments import KEYS
+from unishard_deepspeed.arguments import ARGUMENTS
 from unishard_deepspeed.keys import CONSTANTS, ROWS, Row, Use, spellings, used
 from unishard_deepspeed.native import check, fit
 
@@ -72,7 +72,11 @@ def test_a_row_has_what_its_use_needs() -> None:
 
 def test_the_field_that_a_refusal_names_is_the_one_that_a_config_sets_by_the_key() -> None:
     for key in [key for key in used(Use.DECIDED) if key != "train_batch_size"]:
-        below = [row.fields for name, row in KEYS.items() if row.fields and (name == key or name.startswith(f"{key}."))]
+        below = [
+            row.fields
+            for name, row in ARGUMENTS.keys.items()
+            if row.fields and (name == key or name.startswith(f"{key}."))
+        ]
         fields = {field for text in below for field in re.split(", | and ", text)}
         named = ROWS[key].text.split(" and ")
         assert not fields or any(field == name or field.startswith(f"{name}.") for field in fields for name in named), (
@@ -113,7 +117,7 @@ def test_a_key_is_judged_alike_under_native_and_in_a_config_of_deepspeed() -> No
     for key in TAKEN:
         lost = {Fit.EQUIVALENT: Fit.IGNORED, Fit.APPROXIMATE: Fit.APPROXIMATE}[fit(key)[0]]
         for name in spellings(key):
-            assert KEYS[name].fit is lost or KEYS[name].fields, (
+            assert ARGUMENTS.keys[name].fit is lost or ARGUMENTS.keys[name].fields, (
                 name
             )  # one that decides fields is translated through them
 

@@ -153,7 +153,7 @@ def test_every_key_and_every_field_of_every_format_is_on_the_page() -> None:
     sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE))
     tables = {one.name: (one.keys, one.rules) for one in formats()}
     tables |= {
-        f"Arguments of {name}": (registry.get(name).keys, registry.get(name).script_rules)
+        f"Arguments of {name}": (registry.arguments(name).keys, registry.arguments(name).rules)
         for name in ("fsdp", "deepspeed")
     }
     assert set(sections) == {"Contents", *tables}

@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unishard.contract.optimizer_state import StateSpec
+from unishard.contract.optimizer_state import StateSpec, TorchOptimizerState
 from unishard.contract.results import Placement
 from unishard.contract.units import Unit
 from unishard.distributed.host_read import HostRead
@@ -201,21 +202,6 @@ class EngineAdapter(InferenceAdapter):
                 rank.
         """
 
-    @abstractmethod
-    def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """This rank's shards of a parameter's optimizer state, by the optimizer's keys.
-
-        Tensors in the parameter's shape are live memory. A number, such as a step count, is a shard of shape () with an
-        fp32 copy in host memory. Empty for a parameter that was never updated, and if this rank holds nothing of it.
-        """
-
-    @abstractmethod
-    def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Clear all optimizer state and create it for these parameters: zeros, and the given numbers.
-
-        Optimizers create their state in the first step, so a new engine has none to load into.
-        """
-
     # -- with defaults -----------------------------------------------------------------------------
 
     @property
@@ -223,6 +209,29 @@ class EngineAdapter(InferenceAdapter):
         """The innermost torch optimizer, which makes the updates."""
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
+
+    def stepped(self) -> Mapping[nn.Parameter, Tensor]:
+        """The tensors that the torch optimizer steps in place of parameters."""
+        return {}
+
+    @cached_property
+    def _torch_state(self) -> TorchOptimizerState:
+        return TorchOptimizerState(self.torch_optimizer, self.master_shard, self.stepped())
+
+    def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
+        """This rank's shards of a parameter's optimizer state, by the optimizer's keys.
+
+        Tensors in the parameter's shape are live memory. A number, such as a step count, is a shard of shape () with an
+        fp32 copy in host memory. Empty for a parameter that was never updated, and if this rank holds nothing of it.
+        """
+        return self._torch_state.shards(parameter)
+
+    def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        """Clear all optimizer state and create it for these parameters: zeros, and the given numbers.
+
+        Optimizers create their state in the first step, so a new engine has none to load into.
+        """
+        self._torch_state.make(specs)
 
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
         """Freeze parameters or make them trainable, between two windows.

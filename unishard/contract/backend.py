@@ -5,14 +5,12 @@ A backend's author implements it, and an `EngineAdapter`, and runs `unishard.tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Key
 from unishard.contract.footprint import Footprint, ModelShape
-from unishard.contract.render import Rendered
 from unishard.contract.report import Translation
 from unishard.contract.rules import Rule
 
@@ -37,7 +35,10 @@ OptimizerBuilder = Callable[[Iterable[tuple[str, Any]]], Any]
 
 @runtime_checkable
 class Backend(Protocol):
-    """An engine's translator and builder. Stateless; importing it needs neither torch nor the engine."""
+    """An engine's translator and builder. Stateless; importing it needs neither torch nor the engine.
+
+    A subclass may leave out `private_api`, `constants`, `require` and `checkpoint_formats`.
+    """
 
     @property
     def name(self) -> str:
@@ -63,7 +64,7 @@ class Backend(Protocol):
     @property
     def private_api(self) -> Mapping[str, PrivateApi]:
         """The private names of the engine that rare cases need, by the short name of the case. Imports no engine."""
-        ...
+        return {}
 
     @property
     def rules(self) -> Mapping[str, Rule]:
@@ -73,7 +74,7 @@ class Backend(Protocol):
     @property
     def constants(self) -> Mapping[str, tuple[Any, str]]:
         """Dotted native keys that are written whatever the config says: `(value, why)`."""
-        ...
+        return {}
 
     def translate(self, cfg: Config, topology: Topology) -> Translation:
         """The native config and the report. Pure.
@@ -91,49 +92,13 @@ class Backend(Protocol):
         Raises:
             BackendError: The engine is too old, or lacks something that the config needs.
         """
-        ...
-
-    @property
-    def keys(self) -> Mapping[str, Key]:
-        """The engine's own arguments, dotted, and what each says in the config's words."""
-        ...
-
-    @property
-    def script_rules(self) -> Mapping[str, Rule]:
-        """How a training script without unishard hands each field to the engine: one row for each leaf of `Config`, in
-        its order.
-        """
-        ...
-
-    def parse(
-        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
-    ) -> list[Entry]:
-        """What the engine's own arguments say, one entry for each; the inverse of `arguments`. Pure.
-
-        Args:
-            native: What a training script without unishard hands to the engine, as nested mappings.
-            defaults: What a tool around the engine assumes where `native` is silent, by dotted key; the engine's own
-                defaults count for the rest.
-            topology: The ranks, where they are known.
-        """
-        ...
-
-    def arguments(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
-        """What a training script without unishard hands to the engine for the same training. Pure.
-
-        Args:
-            cfg: What to run; `native.<name>` is merged last.
-            topology: The ranks.
-            undecided: Fields that the training script decides; their value in `cfg` only fills their place.
-        """
-        ...
 
     @property
     def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
         """Checkpoint directories of the engine's own, by the word after `--from` and `--to` of
         `unishard checkpoint convert`.
         """
-        ...
+        return {}
 
     def footprint(self, shape: ModelShape, cfg: Config, topology: Topology) -> Footprint:
         """What one rank holds and sends in an optimizer step. Pure.

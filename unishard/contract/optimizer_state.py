@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 
-__all__ = ["Keys", "StateSpec", "fresh_state", "keys_of", "tensors_and_numbers"]
+__all__ = ["Keys", "StateSpec", "TorchOptimizerState", "fresh_state", "keys_of", "tensors_and_numbers"]
 
 
 class StateSpec(NamedTuple):
@@ -118,6 +120,53 @@ def tensors_and_numbers(
     tensors = {name: value for name, value in kept.items() if name in known.tensors or name in later.tensors}
     numbers = {name: value for name, value in kept.items() if name not in tensors}
     return tensors, {name: torch.tensor(float(value), dtype=torch.float32) for name, value in numbers.items()}
+
+
+class TorchOptimizerState:
+    """A torch optimizer's state in shards, by model parameter."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shard_of: Callable[[nn.Parameter], Shard],
+        stepped: Mapping[nn.Parameter, Tensor],
+    ) -> None:
+        """Hold the optimizer.
+
+        Args:
+            optimizer: The torch optimizer.
+            shard_of: This rank's shard of a parameter.
+            stepped: Maps parameters to the tensors that it steps instead.
+        """
+        self._optimizer = optimizer
+        self._shard_of = shard_of
+        self._stepped = stepped
+        self._groups = {tensor: group for group in optimizer.param_groups for tensor in group["params"]}
+
+    @torch.no_grad()
+    def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
+        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds
+        nothing.
+        """
+        tensor = self._stepped.get(parameter, parameter)
+        state = self._optimizer.state.get(tensor)
+        if not state:
+            return {}
+        tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[tensor], tensor, state)
+        place = self._shard_of(parameter)
+        shape = place.shape if place.group is None else (-1,)
+        own = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
+        found = {key: place._replace(values=value.view(shape)) for key, value in own.items()}
+        return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
+
+    @torch.no_grad()
+    def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        """Clear all state and create it for some parameters; the others have none, as before their first update."""
+        self._optimizer.state.clear()
+        for parameter, spec in specs.items():
+            tensor = self._stepped.get(parameter, parameter)
+            if tensor in self._groups:  # ZeroRedundancyOptimizer distributes parameters over the ranks
+                self._optimizer.state[tensor] = fresh_state(self._optimizer, self._groups[tensor], tensor, spec)
 
 
 def _like(example: Any, number: float) -> Any:

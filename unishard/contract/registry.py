@@ -16,15 +16,18 @@ from unishard.errors import BackendError
 
 if TYPE_CHECKING:
     from unishard.contract.backend import Backend
+    from unishard.contract.engine_arguments import EngineArguments
 
-__all__ = ["FORMATS", "GROUP", "available", "get", "load", "missing", "select"]
+__all__ = ["ARGUMENTS", "FORMATS", "GROUP", "arguments", "available", "get", "load", "missing", "select"]
 
 GROUP = "unishard.backends"
 """The group of entry points that backends stand in."""
 FORMATS = "unishard.formats"
 """The group of those that formats stand in."""
+ARGUMENTS = "unishard.arguments"
+"""The group of those that the engines' own arguments stand in."""
 
-_KINDS = {GROUP: "backend", FORMATS: "format"}
+_KINDS = {GROUP: "backend", FORMATS: "format", ARGUMENTS: "arguments of a backend"}
 
 
 @cache
@@ -116,6 +119,15 @@ def get(name: str) -> Backend:
         BackendError: There is no such backend.
     """
     return cast("Backend", load(GROUP, name))
+
+
+def arguments(name: str) -> EngineArguments:
+    """The own arguments of the engine of this backend.
+
+    Raises:
+        BackendError: Nothing installed reads them.
+    """
+    return cast("EngineArguments", load(ARGUMENTS, name))
 
 
 def missing(backend: Backend) -> str | None:

@@ -66,7 +66,7 @@ class EngineBlock:
 
     def parsed(self, *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None) -> list[Entry]:
         """What the engine says of its arguments, under its own names."""
-        return registry.get(self.engine).parse(self.native, defaults=defaults, topology=topology)
+        return registry.arguments(self.engine).read(self.native, defaults=defaults, topology=topology)
 
     def placed(self, entries: Iterable[Entry]) -> list[Entry]:
         """The engine's entries at the places of the document."""

@@ -17,9 +17,9 @@ from unishard.contract.templates import is_placeholder
 from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
 from unishard_deepspeed.keys import TAKES
 
-__all__ = ["KEYS", "SCRIPT_RULES", "TOOL", "arguments", "parse"]
+__all__ = ["ARGUMENTS"]
 
-TOOL = "DeepSpeed 0.19.8"
+_TOOL = "DeepSpeed 0.19.8"
 _SECTIONS = (batch, precision, zero, offload, optimizer, scheduler, rest)
 _ASSUMING = (batch, precision, zero, optimizer, scheduler)
 """Sections in which DeepSpeed assumes something where a config is silent."""
@@ -41,38 +41,44 @@ def _blocks(rows: Mapping[str, Key]) -> dict[str, Key]:
 
 
 def _all() -> dict[str, Key]:
-    rows = {
-        key: row for section in reversed(_SECTIONS) for key, row in section.KEYS.items()
-    }  # the rest yields to the others
+    # The rest yields to the others.
+    rows = {key: row for section in reversed(_SECTIONS) for key, row in section.KEYS.items()}
     return rows | _blocks(rows)
 
 
-KEYS: Mapping[str, Key] = _all()
-"""What each key says in the config's words."""
+class DeepSpeedArguments:
+    """The config that `deepspeed.initialize` takes."""
 
-SCRIPT_RULES: Mapping[str, Rule] = rows(*(section.SCRIPT_RULES for section in _SECTIONS))
-"""How raw DeepSpeed says each field."""
+    keys: Mapping[str, Key] = _all()
+    rules: Mapping[str, Rule] = rows(*(section.RULES for section in _SECTIONS))
+
+    def read(
+        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
+    ) -> list[Entry]:
+        """What a config says, one entry for each of its keys and one for each default of DeepSpeed that decides
+        something.
+        """
+        said = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
+        given = DocumentValues(said, defaults or {}, topology)
+        silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
+        entries = interpret(
+            self.keys,
+            native,
+            tool=_TOOL,
+            ignores_unknown=_overlooked,
+            defaults={**silent, **(defaults or {})},
+            topology=topology,
+            accepts=TAKES,
+            auto=True,
+        )
+        return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
+
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
+        """The JSON for a training script that calls `deepspeed.initialize` itself, for the same training."""
+        return render(self.rules, cfg, topology, undecided)
 
 
-def parse(native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None, topology: Topology | None) -> list[Entry]:
-    """What a DeepSpeed config says, one entry for each of its keys and one for each default of DeepSpeed that decides
-    something.
-    """
-    said = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
-    given = DocumentValues(said, defaults or {}, topology)
-    silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
-    known = {**silent, **(defaults or {})}
-    entries = interpret(
-        KEYS,
-        native,
-        tool=TOOL,
-        ignores_unknown=_overlooked,
-        defaults=known,
-        topology=topology,
-        accepts=TAKES,
-        auto=True,
-    )
-    return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
+ARGUMENTS = DeepSpeedArguments()
 
 
 def _undotted(native: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,8 +99,3 @@ def _overlooked(key: str) -> bool:
 def _says_nothing(entry: Entry) -> bool:
     effect = entry.effect
     return effect.fit in (Fit.IGNORED, Fit.EXACT) and not effect.fields and not effect.native
-
-
-def arguments(cfg: Config, topology: Topology, undecided: Collection[str]) -> Rendered:
-    """The JSON for a training script that calls `deepspeed.initialize` itself, for the same training."""
-    return render(SCRIPT_RULES, cfg, topology, undecided)

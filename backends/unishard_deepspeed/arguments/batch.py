@@ -16,7 +16,7 @@ from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
-__all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
+__all__ = ["KEYS", "RULES", "assumed"]
 
 _TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MICRO_OF_RANKS = f"{_TRAIN} / ({_WINDOW} x ranks)"
@@ -97,7 +97,7 @@ def _global_of(cfg: Config, topology: Topology) -> Native:
     return {} if size is None else {_TRAIN: size}
 
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "training.micro_batch_size": Rule(
         Fit.EXACT,
         _MICRO,

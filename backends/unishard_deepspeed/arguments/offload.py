@@ -15,7 +15,7 @@ from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
 
-__all__ = ["KEYS", "SCRIPT_RULES"]
+__all__ = ["KEYS", "RULES"]
 
 _Z = "zero_optimization."
 _FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}
@@ -124,7 +124,7 @@ def _params_of(cfg: Config, topology: Topology) -> Native:
     return fields.zero(offload_param=place) if place else {}
 
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "offload.params": Rule(Fit.EXACT, "zero_optimization.offload_param.device", to=_params_of),
     "offload.optimizer": Rule(
         Fit.EXACT,

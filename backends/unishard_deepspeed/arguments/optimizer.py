@@ -14,7 +14,7 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
-__all__ = ["KEYS", "SCRIPT_RULES", "assumed", "peak_of"]
+__all__ = ["KEYS", "RULES", "assumed", "peak_of"]
 
 _P = "optimizer.params."
 _NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
@@ -245,7 +245,7 @@ def _flag(field: str, names: tuple[str, ...]) -> Rule:
 
 _GROUPS = "pass parameter groups to deepspeed.initialize(model_parameters=[...])"
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "optimizer.name": Rule(
         Fit.EXACT,
         "optimizer.type",

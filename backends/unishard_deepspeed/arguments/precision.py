@@ -19,7 +19,7 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype
 
-__all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
+__all__ = ["KEYS", "RULES", "assumed"]
 
 _ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32; parameters of these names stay in it as well"
 _ADDED_UP = (
@@ -297,7 +297,7 @@ def _moving(cfg: Config) -> bool:
 _NOT_FP16 = When("compute is not fp16", lambda cfg: not _scaled(cfg), Fit.EXACT, "nothing is scaled")
 _STAYS = When("loss_scale is a number", lambda cfg: not _moving(cfg), Fit.EXACT, "the scale stays")
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "precision.compute": Rule(
         Fit.EQUIVALENT,
         "bf16.enabled, fp16.enabled",

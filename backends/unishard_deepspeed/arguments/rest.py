@@ -16,7 +16,7 @@ from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only,
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
 
-__all__ = ["KEYS", "SCRIPT_RULES"]
+__all__ = ["KEYS", "RULES"]
 
 
 def _own(key: str, row: Row) -> Key:
@@ -157,7 +157,7 @@ def _recomputes(cfg: Config) -> bool:
     return cfg.activation_checkpointing != "none"
 
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "activation_checkpointing": Rule(
         Fit.NEEDS_INPUT,
         SCRIPT,

@@ -16,7 +16,7 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_deepspeed.arguments.optimizer import peak_of
 
-__all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
+__all__ = ["KEYS", "RULES", "assumed"]
 
 _P = "scheduler.params."
 _SHAPES = {
@@ -284,7 +284,7 @@ _NO_CLASS = When(
     "num_warmup_steps))",
 )
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "scheduler.name": Rule(Fit.EXACT, "scheduler.type", to=_name_of, when=(_NO_CLASS, _BUILT, _AHEAD)),
     "scheduler.warmup_steps": Rule(
         Fit.EXACT,

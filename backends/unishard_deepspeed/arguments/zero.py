@@ -15,7 +15,7 @@ from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 
-__all__ = ["KEYS", "SCRIPT_RULES", "assumed"]
+__all__ = ["KEYS", "RULES", "assumed"]
 
 _Z = "zero_optimization."
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
@@ -236,7 +236,7 @@ def _units_of(cfg: Config, topology: Topology) -> Native:
 
 _NOT_FULL = When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.EXACT, "only stage 3 gathers")
 
-SCRIPT_RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "deepspeed.initialize(config=...)"),
     "sharding.strategy": Rule(
         Fit.EXACT,

@@ -38,7 +38,7 @@ class DeepSpeedFormat(Format):
             ConfigError: An override cannot be used.
         """
         engine = Entry(("backend",), "deepspeed", KeyEffect(fields={"backend": "deepspeed"}), assumed=True)
-        entries = [*registry.get("deepspeed").parse(source.data, topology=topology), engine]
+        entries = [*registry.arguments("deepspeed").read(source.data, topology=topology), engine]
         return assemble(self.name, source, entries, overrides=_completed(tuple(overrides), entries), topology=topology)
 
     def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
@@ -49,7 +49,7 @@ class DeepSpeedFormat(Format):
         """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the
         script.
         """
-        said = registry.get("deepspeed").script_rules
+        said = registry.arguments("deepspeed").rules
         rows = {path: row for path, row in said.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
         document, words = render(rows, reading.config, topology, undecided)

@@ -140,7 +140,7 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
     if name not in _ENGINES:
         what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
         raise ConfigError([Problem("backend", what, "")])
-    rows = decided_of(registry.get(name).script_rules, reading)
+    rows = decided_of(registry.arguments(name).rules, reading)
     return _ENGINES[name](reading, render(rows, reading.config, topology, reading.undecided))
 
 

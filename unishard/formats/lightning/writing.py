@@ -81,10 +81,10 @@ def _deepspeed(reading: ReadDocument, topology: Topology) -> Rendered:
         path for path, _ in leaves(Config) if path not in reading.decided and path.partition(".")[0] not in _ALWAYS
     )
     undecided = open_ | reading.undecided.keys()
-    engine = registry.get("deepspeed").arguments(reading.config, topology, undecided)
+    engine = registry.arguments("deepspeed").write(reading.config, topology, undecided)
     rows = _decided_rows(reading, _MOVED)
     around = render(rows, reading.config, topology, reading.undecided.keys())
-    asked = registry.get("deepspeed").arguments(reading.config, topology, reading.undecided.keys()).document
+    asked = registry.arguments("deepspeed").write(reading.config, topology, reading.undecided.keys()).document
     own = without_unishards(engine.document, reading)
     config = _without_auto({key: value for key, value in own.items() if key not in _CARRIED}, keep=_open(asked))
     document = merge(merge(around.document, trainer(precision=_word(config))), strategy("deepspeed", config=config))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from unishard.config import Config, leaves
-from unishard.contract.backend import Backend
+from unishard.contract import registry
 from unishard.contract.entries import NOTHING, Key
 from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit, Rule
@@ -43,7 +43,7 @@ def formats() -> list[Format]:
     return [format_ for format_ in map(catalog.get, catalog.NAMES) if format_.keys or format_.rules]
 
 
-def overview(backends: Sequence[Backend]) -> str:
+def overview() -> str:
     """A table with the usual fits of each section's keys and fields."""
     rows = [
         (
@@ -52,7 +52,7 @@ def overview(backends: Sequence[Backend]) -> str:
             _counts(row.fit for row in section.keys.values()),
             _counts(row.fit for row in section.rules.values()),
         )
-        for section in _sections(backends)
+        for section in _sections()
     ]
     return table(("Format", "Tool", "Its keys", "The config's fields in it"), rows)
 
@@ -62,20 +62,22 @@ def _counts(fits: Iterable[Fit]) -> str:
     return ", ".join(f"{found[fit]} {fit}" for fit in Fit if found[fit])
 
 
-def _sections(backends: Sequence[Backend]) -> list[_Section]:
+def _sections() -> list[_Section]:
     own = [
         _Section(format_.name, format_.tool, format_.keys, format_.rules, f"As read by {format_.tool}. {_HANDED_ON}")
         for format_ in formats()
     ]
     engines = [
-        _Section(f"Arguments of {each.name}", each.name, each.keys, each.script_rules, _WRAPPED) for each in backends
+        _Section(f"Arguments of {name}", name, each.keys, each.rules, _WRAPPED)
+        for name in registry.available(registry.ARGUMENTS)
+        for each in (registry.arguments(name),)
     ]
     return own + engines
 
 
-def formats_page(backends: Sequence[Backend], generated: str) -> str:
+def formats_page(generated: str) -> str:
     """The page, with a section for each format and for each engine's arguments."""
-    sections = _sections(backends)
+    sections = _sections()
     contents = "\n".join(f"- {_links(section)}" for section in sections)
     parts = [
         generated,

@@ -88,7 +88,7 @@ def pages() -> dict[str, str]:
     return {
         "MAPPING.md": mapping(backends),
         "docs/manifest.md": manifest(),
-        "docs/formats.md": formats_page(backends, _GENERATED_FORMATS),
+        "docs/formats.md": formats_page(_GENERATED_FORMATS),
         "docs/schema.md": reference(),
     }
 
@@ -134,7 +134,7 @@ def mapping(backends: Sequence[Backend]) -> str:
             ),
         ]
     names = ", ".join(f"`{name}`" for name in NAMES)
-    parts.append(_OTHER_TOOLS.format(names=names, overview=overview(backends)).rstrip())
+    parts.append(_OTHER_TOOLS.format(names=names, overview=overview()).rstrip())
     return "\n\n".join(parts) + "\n"
 
 

@@ -10,37 +10,40 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, interpret
 from unishard.contract.render import FieldResult, Rendered, render
 from unishard.contract.rules import Fit
-from unishard_fsdp.keys import KEYS
-from unishard_fsdp.script_rules import SCRIPT_RULES
+from unishard_fsdp.arguments.keys import KEYS
+from unishard_fsdp.arguments.rules import RULES
 
-__all__ = ["arguments", "parse"]
+__all__ = ["ARGUMENTS"]
 
 _TOOL = "FSDP of torch 2.13"
 _VERSION_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states")
 
 
-def parse(
-    native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
-) -> list[Entry]:
-    """Interpret the arguments, one entry for each, and FSDP's defaults for those that are absent.
+class FSDPArguments:
+    """The arguments of FSDP1's constructor and of `fully_shard`; only the latter are written."""
 
-    Args:
-        native: Nested mappings, such as `{"version": 2, "reshard_after_forward": False}`.
-        defaults: Defaults of a tool around FSDP, by dotted key; they override FSDP's.
-        topology: The ranks, if known.
-    """
-    assumed = _assumed(native, dict(defaults or {}))
-    return interpret(KEYS, native, tool=_TOOL, defaults=assumed, topology=topology)
+    keys = KEYS
+    rules = RULES
+
+    def read(
+        self, native: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None
+    ) -> list[Entry]:
+        """What each argument says, such as those of `{"version": 2, "reshard_after_forward": False}`."""
+        assumed = _assumed(native, dict(defaults or {}))
+        return interpret(KEYS, native, tool=_TOOL, defaults=assumed, topology=topology)
+
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
+        """The arguments of FSDP2, and the result for each field."""
+        expressed = render(RULES, cfg, topology, undecided)
+        if not cfg.sharding.hybrid or topology.world_size > 1:
+            return expressed
+        # A topology of one rank means that the number of ranks is unknown, but a mesh needs it.
+        note = "depends on the number of ranks; add --world-size and --gpus-per-node"
+        word = FieldResult(Fit.NEEDS_INPUT, "mesh", note)
+        return expressed._replace(fields={**expressed.fields, "sharding.strategy": word, "sharding.group_size": word})
 
 
-def arguments(cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
-    """The arguments of FSDP2 for a config, and the result for each of its fields."""
-    expressed = render(SCRIPT_RULES, cfg, topology, undecided)
-    if not cfg.sharding.hybrid or topology.world_size > 1:
-        return expressed
-    # A topology of one rank means that the number of ranks is unknown, but a mesh needs it.
-    word = FieldResult(Fit.NEEDS_INPUT, "mesh", "depends on the number of ranks; add --world-size and --gpus-per-node")
-    return expressed._replace(fields={**expressed.fields, "sharding.strategy": word, "sharding.group_size": word})
+ARGUMENTS = FSDPArguments()
 
 
 def _assumed(native: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import boolean, integer, listed, one_of, refuses
 from unishard.contract.rules import Fit
-from unishard_fsdp.precision_keys import PRECISION
+from unishard_fsdp.arguments.precision import PRECISION
 
 __all__ = ["KEYS", "STRATEGIES", "strategy_of"]
 

@@ -15,9 +15,9 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.field_rows import NO_FILES, moved_together, nonfinite_unchecked, noted, rows, saved_by_script
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
-from unishard_fsdp.precision_keys import DTYPES
+from unishard_fsdp.arguments.precision import DTYPES
 
-__all__ = ["SCRIPT_RULES"]
+__all__ = ["RULES"]
 
 
 def _sharded(cfg: Config) -> bool:
@@ -291,5 +291,5 @@ _OWN: Mapping[str, Rule] = {
     ),
 }
 
-SCRIPT_RULES: Mapping[str, Rule] = rows(_OWN)
+RULES: Mapping[str, Rule] = rows(_OWN)
 """Rows for FSDP2's arguments and for the training script."""
