@@ -76,7 +76,15 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shared = {name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained}
         """The parameters that no rank may skip."""
         ordered = [*self._shared.values()] if stage == 2 else []
-        self._unused = UnusedParameters(spec, engine.optimizer, inner, device, self._stale.missing, ordered)
+        self._unused = UnusedParameters(
+            spec,
+            engine.optimizer,
+            inner,
+            device,
+            self._stale.missing,
+            ordered,
+            alike=spec.compares_ranks and not skippable,
+        )
         self._state = ZeroOptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
         self.forward_is_collective = stage == 3
         self.reduces_each_backward = stage >= 2

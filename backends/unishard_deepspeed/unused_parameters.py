@@ -52,9 +52,9 @@ class UnusedParameters:
     """Tracks which parameters get a gradient in an accumulation window, and keeps the optimizer from updating the
     others.
 
-    The cost is a call of `set.add` per gradient, and per update an all-reduce of one byte per parameter, which overlaps
-    DeepSpeed's work until the optimizer steps. A rank reads the result only if it has not used all parameters itself.
-    It uses private names only once a parameter is unused.
+    The cost is a call of `set.add` per gradient. Where ranks may use different parameters, it is also an all-reduce of
+    one byte per parameter in each update, which overlaps DeepSpeed's work until the optimizer steps; a rank reads the
+    result only if it has not used all parameters itself. It uses private names only once a parameter is unused.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class UnusedParameters:
         device: torch.device,
         missing: Sequence[PrivateApi] = (),
         ordered: Sequence[nn.Parameter] = (),
+        *,
+        alike: bool = False,
     ) -> None:
         """Register hooks.
 
@@ -75,11 +77,13 @@ class UnusedParameters:
             device: Where this rank computes.
             missing: Patches that a window with an unused parameter needs, and whose private names DeepSpeed lacks.
             ordered: Parameters whose gradients are reduced together in the order in which they come.
+            alike: Whether all ranks use the same parameters, which the engine compares; see `shared_parameters`.
         """
         self._kind = spec.kind
         self._optimizer = optimizer
         self._inner = inner
         self._missing = missing
+        self._alike = alike and not missing
         patch = PRIVATE_API.get(f"unused-{self._kind}")
         self._early = bool(missing) or not (patch is None or patch.works)
         """Whether waiting for the result may raise, which must not happen during DeepSpeed's step."""
@@ -130,7 +134,8 @@ class UnusedParameters:
         return self._order.hash
 
     def find(self) -> None:
-        """Start to find the parameters that no rank has used, once at the end of a window. Collective.
+        """Start to find the parameters that no rank has used, once at the end of a window. Collective unless the ranks
+        are alike.
 
         Raises:
             BackendError: On every rank: a parameter is unused, and DeepSpeed lacks a private name for that.
@@ -142,26 +147,35 @@ class UnusedParameters:
         self._found, self._known = True, complete and not self._missing
         if self._known:
             self.masters.unused = set()
+        if self._alike:
+            if not complete:
+                self._conclude(self._used_here(), self._gap)
+            return
         if complete and not self._gap:
             self._flags.fill_(1)
             self._flags[-1:].zero_()
         else:
-            used = [parameter in self.used for parameter in self._inner.trained]
-            self._flags.copy_(torch.tensor([*used, self._gap], dtype=torch.uint8))
+            self._flags.copy_(torch.tensor([*self._used_here(), self._gap], dtype=torch.uint8))
         if dist.get_world_size() > 1:
             self._reduction = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
         if self._early:
             self._wait()
+
+    def _used_here(self) -> list[bool]:
+        return [parameter in self.used for parameter in self._inner.trained]
 
     def _wait(self) -> None:
         """Wait for the result, once."""
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None
-        if self._known:
-            return
+        if not self._known:
+            *flags, gap = self._flags.tolist()
+            self._conclude(flags, gap)
+
+    def _conclude(self, flags: Sequence[bool], gap: bool) -> None:
+        """Keep which parameters are unused, by a flag for each trained one that some rank has used."""
         self._known = True
-        *flags, gap = self._flags.tolist()
         self.masters.unused = {
             parameter for parameter, used in zip(self._inner.trained, flags, strict=True) if not used
         }
