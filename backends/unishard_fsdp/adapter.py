@@ -45,6 +45,8 @@ class TorchAdapter(EngineAdapter):
         self._copies = dist.get_world_size()
         self._skip: DeviceSkip | None = DeviceSkip(optimizer)
         """None if the optimizer's steps are collective, or made in host memory."""
+        self._norm: Tensor | None = None
+        """That of the gradients of this window, once it was asked for."""
         self._last = True  # torch's default: each backward ends a window
 
     def backward(self, loss: Tensor) -> None:
@@ -56,10 +58,9 @@ class TorchAdapter(EngineAdapter):
         """Clip by the global norm, and step the torch optimizer; where its kernels can skip on the device, without
         reading the norm.
         """
-        stepped = [parameter for parameter in self._trainable if parameter.grad is not None]
-        # Not `local`: a call for each parameter would count.
-        gradients = [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
-        norm = total_norm(gradients, self.device, copies=self._copies) / divisor
+        stepped, gradients = self._gradients()
+        norm = (self._total_norm(gradients) if self._norm is None else self._norm) / divisor
+        self._norm = None
         value, updated = HostRead(norm), True if self._steps_always else None
         on_device = updated is None and self._skip is not None and self._skip.possible(stepped, norm)
         if updated is None and not on_device:
@@ -71,6 +72,22 @@ class TorchAdapter(EngineAdapter):
         for parameter in stepped:
             parameter.grad = None
         return value, updated
+
+    def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """The parameters that have a gradient, and this rank's part of each."""
+        stepped = [parameter for parameter in self._trainable if parameter.grad is not None]
+        # Not `local`: a call for each parameter would count.
+        return stepped, [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
+
+    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
+        return total_norm(gradients, self.device, copies=self._copies)
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The norm of the gradients, which `update` uses again."""
+        if self._norm is None:
+            self._norm = self._total_norm(self._gradients()[1])
+        return self._norm
 
     def _step(self) -> None:
         self.optimizer.step()
@@ -113,6 +130,8 @@ class TorchAdapter(EngineAdapter):
 
     def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
         """`parameter.grad`."""
+        if create:  # to be changed
+            self._norm = None
         if parameter.grad is None:
             if not create:
                 return None
@@ -128,6 +147,7 @@ class TorchAdapter(EngineAdapter):
 
     def drop_gradients(self) -> None:
         """Set gradients to None."""
+        self._norm = None
         for parameter in self._trainable:
             parameter.grad = None
 

@@ -99,6 +99,7 @@ def test_what_an_engine_is() -> None:
         "unsharded",
         "windows",
         *("save", "load", "on_save", "wait", "export"),
+        *("set_boundary", "grad_norm", "state_dict", "load_weights", "weights", "routed"),
         *("ema", "is_main", "print", "rank", "world_size"),
     }
     assert Resumed._fields == ("path", "step", "epoch", "state", "notes")
@@ -130,7 +131,7 @@ def test_signatures() -> None:
     )
     assert str(inspect.signature(unishard.prepare)) == (
         "(model: 'nn.Module', cfg: 'Config', optimizer: 'OptimizerFactory | torch.optim.Optimizer | None' = None, "
-        "scheduler: 'SchedulerFactory | LRScheduler | None' = None, *, train: 'bool' = True) -> 'Engine'"
+        "scheduler: 'SchedulerFactory | LRScheduler | None' = None, *, train: 'bool' = True, reseed: 'bool' = True) -> 'Engine'"
     )
 
 

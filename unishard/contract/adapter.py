@@ -204,6 +204,12 @@ class EngineAdapter(InferenceAdapter):
 
     # -- with defaults -----------------------------------------------------------------------------
 
+    def grad_norm(self) -> Tensor | None:
+        """The global L2 norm of the finished gradients, not divided yet, which the coming `update` uses again; None if
+        the engine takes it only there. Collective.
+        """
+        return None
+
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """The innermost torch optimizer, which makes the updates."""

@@ -6,7 +6,7 @@ adapter (`unishard.contract.adapter`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import EllipsisType
@@ -32,6 +32,7 @@ from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.passes import Passes
+from unishard.engine.loop.routed import Routed
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
@@ -41,6 +42,7 @@ from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
 from unishard.engine.state.tensors import StateTensors
 from unishard.engine.state.unsharded import explain_sharded_read, naming_sharded_reads, unsharded
+from unishard.engine.state.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
 from unishard.failures.endings import names_causes
@@ -83,6 +85,7 @@ class Engine:
         self._trainable = Trainable(module)
         self._tensors = StateTensors(adapter, training)
         self._parameters = ParameterAccess(adapter, order, self._tensors)
+        self._weights = Weights(adapter, order, self._tensors, self._parameters)
         self._accumulation: Accumulation | None = None
         if training is None or plan.optimizer is None:
             module.eval()
@@ -115,6 +118,7 @@ class Engine:
         )
         self._checkpoints = SaveAndLoad(run)
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
+        self._routed = Routed(module, order, self)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -145,7 +149,27 @@ class Engine:
             raise ContractError("the model was put in training mode inside engine.lockstep(); do that after the block")
         return self._accumulation.forward(*args, **kwargs)
 
-    def backward(self, loss: Tensor, num_items: int | Tensor | None = None, **refused: Never) -> None:
+    def set_boundary(self, last: bool) -> None:
+        """Say whether the coming micro-batch ends its accumulation window, in a loop that decides that by itself.
+
+        Call it before each forward, with the same value on every rank; a value holds until the next call or the end of
+        the window. Not for loops over `batches` or `windows`, which know. Not collective.
+
+        The length of such a window is not known before its end, so mean losses are divided by it in the update.
+
+        Args:
+            last: Whether the coming micro-batch is the last one of its window.
+
+        Raises:
+            ContractError: Inside a window whose length is known, between a forward and its `step`, or on a closed
+                engine.
+        """
+        self._training("set_boundary")
+        self._order.set_boundary(last)
+
+    def backward(
+        self, loss: Tensor, num_items: int | Tensor | None = None, *, scaled: bool = False, **refused: Never
+    ) -> None:
         """Run the backward of one micro-batch. Collective.
 
         Args:
@@ -154,6 +178,8 @@ class Engine:
             num_items: How many items (tokens, samples) `loss` sums over on this rank, 0 or more. The update then uses
                 the gradient of the mean over all items of the window and of all ranks, however they are distributed.
                 Pass it for every micro-batch of a window and on every rank, or not at all.
+            scaled: Whether `loss` is already divided, as frameworks do: the update then uses the sum of the gradients
+                over the window, averaged over the ranks. For every micro-batch of a window, or for none.
             refused: Nothing: arguments of torch's `backward`, such as `retain_graph`, are not accepted.
 
         Raises:
@@ -164,7 +190,7 @@ class Engine:
         """
         refuse_keywords("backward", refused)
         with naming_sharded_reads(self._adapter):
-            self._training("backward").backward(loss, num_items)
+            self._training("backward").backward(loss, num_items, scaled=scaled)
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
         """End a micro-batch; at the end of an accumulation window, update the parameters. Call it after every backward.
@@ -487,6 +513,82 @@ class Engine:
         """
         return unsharded(self._parameters, self._adapter, self._order, names)
 
+    def state_dict(self, *, dtype: str | None = None, all_ranks: bool = False) -> dict[str, Tensor]:
+        """Read all weights and persistent buffers into host memory, one at a time. Collective, at any time.
+
+        Args:
+            dtype: `fp32`, `bf16` or `fp16`, for floating-point tensors; None for the master weights as they are.
+            all_ranks: Whether every rank gets them; each then holds the whole model in host memory.
+
+        Returns:
+            Full tensors by name, as the unsharded model's `state_dict`, on rank 0; empty on the others unless
+            `all_ranks` is set. Tied names share one tensor.
+
+        Raises:
+            ContractError: There is no such dtype, or the engine is closed.
+            RankMismatchError: Another rank did not call it, or with other arguments.
+        """
+        self._order.require_open("state_dict")
+        return self._weights.state_dict(dtype, all_ranks=all_ranks)
+
+    def load_weights(self, source: Mapping[str, Tensor] | str | Path | None, *, strict: bool = True) -> None:
+        """Replace all weights, and every copy that the engine computes with, one at a time. Collective.
+
+        The optimizer's state stays, and so do schedule and step count: to continue a run, see `load`.
+
+        Args:
+            source: Full tensors by name, as `state_dict` returns them, or a directory with safetensors in the layout of
+                `save_pretrained`. Rank 0's is used; the others may pass None.
+            strict: Whether every name must match. If False, what matches is loaded.
+
+        Raises:
+            CheckpointError: On every rank, before anything is changed: a name is missing or unknown, a shape differs,
+                or the files cannot be read.
+            ContractError: Inside an accumulation window or `unsharded`, or on a closed engine.
+        """
+        self._order.require_boundary("load_weights")
+        self._order.require_no_graph("load_weights")
+        self._weights.load(source, strict=strict)
+
+    def weights(self, *, dtype: str | None = None, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Stream all weights and persistent buffers, for example to an inference server. Collective: iterate over all.
+
+        Args:
+            dtype: As in `state_dict`.
+            merged: Whether to add LoRA adapters of peft to the weights that they change, and to yield the base model's
+                names.
+
+        Yields:
+            Name and full tensor on `device`, on every rank, one at a time: no rank ever holds the whole model twice.
+            Tied weights come once, under their first name.
+
+        Raises:
+            ContractError: There is no such dtype, `merged` finds adapters other than LoRA of linear layers, or the
+                engine is closed.
+        """
+        self._order.require_open("weights")
+        return self._weights.stream(dtype, merged=merged)
+
+    def routed(self, *methods: str, parts: Iterable[str] = ()) -> nn.Module:
+        """Let calls of the model itself run through the engine, for frameworks that hold a model and call it.
+
+        Not collective. The model keeps its identity and its weights' names; its class becomes a subclass of its own
+        with the same name, until the engine is closed or `routed` is called again.
+
+        Args:
+            methods: Names of methods that are to run as the engine's forward too, such as `compute_loss`. `generate`
+                needs no mention.
+            parts: Names of modules inside the model, such as `encoder`, that are called from outside.
+
+        Returns:
+            `engine.module`: `model(...)` is then `engine(...)`.
+
+        Raises:
+            ContractError: The model has no such method or part, or the engine is closed.
+        """
+        self._order.require_open("routed")
+        return self._routed.open(methods, [*parts])
+
     def parameter_norms(self) -> dict[str, float]:
         """L2 norm of each master weight, frozen ones too, at any time. Collective: one all-reduce, as `grad_norms`.
 
@@ -549,6 +651,20 @@ class Engine:
         """
         self._training("grad_norms")
         return self._gradients.grad_norms()
+
+    def grad_norm(self) -> Tensor:
+        """The norm that `step` will return as `grad_norm`, before the step, which uses it again if its engine can.
+
+        Collective. Call it where `grad` can be called.
+
+        Returns:
+            A 0-d fp32 tensor on `device`, the same on every rank; FSDP2 does not wait for it.
+
+        Raises:
+            ContractError: The window is not at its end, or the engine is closed.
+        """
+        self._training("grad_norm")
+        return self._gradients.grad_norm()
 
     def ema(self, decay: float = 0.999) -> MovingAverage:
         """Keep an exponential moving average of the weights that train, from now on. Collective.
@@ -820,6 +936,7 @@ class Engine:
         lifetime.ended_by(why)
         self._order.close(why)
         try:
+            self._routed.close()
             self._guarded.close()
             if self._accumulation is not None:
                 self._accumulation.close()

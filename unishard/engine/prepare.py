@@ -46,11 +46,13 @@ def prepare(
     scheduler: SchedulerFactory | LRScheduler | None = None,
     *,
     train: bool = True,
+    reseed: bool = True,
 ) -> Engine:
     """Shard a model over all ranks and build its engine. Collective: call it on every rank with the same arguments.
 
     Starts the process group from torchrun's or srun's environment, or a group of one rank. Parameters and buffers are
-    first broadcast from rank 0. With `train=True`, torch is seeded with `training.seed` plus the rank afterwards.
+    first broadcast from rank 0. With `train=True`, torch is seeded with `training.seed` plus the rank
+    afterwards, unless `reseed` is False.
 
     Any number of models can be prepared in one process, in any order, each with its own config.
 
@@ -74,6 +76,7 @@ def prepare(
             kept only in `precision.compute`, sharded under full_shard, else replicated. The model is put in evaluation
             mode, its forward builds a graph only if an input requires a gradient, and `backward` and `step` raise an
             error. The config's optimizer and loop settings are ignored.
+        reseed: False to leave torch's random state as it is, where a framework has seeded it.
 
     Returns:
         The engine. Use it as a context manager or call `close()`.
@@ -98,7 +101,7 @@ def prepare(
         with _closed_on_error(adapter):
             _verify(adapter, plan)
             engine = Engine(adapter, plan, written)
-        return engine if plan.optimizer is None else _begin(engine, plan)
+        return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 
 
 @contextmanager
@@ -164,12 +167,13 @@ def _verify(adapter: InferenceAdapter, plan: RunPlan) -> None:
         ExpectedMemory(plan.memory).compare(placement, adapter.device)
 
 
-def _begin(engine: Engine, plan: RunPlan) -> Engine:
+def _begin(engine: Engine, plan: RunPlan, *, reseed: bool) -> Engine:
     """Seed torch, and resume if asked: not for inference, which must not affect another model's training.
 
     Collective.
     """
-    torch.manual_seed(plan.loop.seed + plan.topology.rank)
+    if reseed:
+        torch.manual_seed(plan.loop.seed + plan.topology.rank)
     if plan.checkpoint.dir is not None and plan.checkpoint.on_existing == "resume":
         try:
             engine.load("latest")

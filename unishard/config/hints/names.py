@@ -30,13 +30,9 @@ METHODS = _by_name(
             "engine.step().grad_norm"
         ),
         "parameters named_parameters get_parameter": _PARAMETERS,
-        "state_dict get_state_dict": (
-            "engine.save() writes a checkpoint, engine.export(folder) the weights, and engine.parameter(name) reads one"
-        ),
-        "load_state_dict": (
-            "load weights before unishard.prepare, resume with engine.load(), or set one with "
-            "engine.set_parameter(name, value)"
-        ),
+        "get_state_dict": "engine.state_dict() returns all weights, and engine.save() writes a checkpoint",
+        "load_state_dict": "engine.load_weights(weights) replaces the weights, and engine.load() resumes a run",
+        "set_gradient_accumulation_boundary": "call engine.set_boundary(last) before the forward",
         "to cuda cpu xpu to_empty to_device": "remove the call: unishard.prepare puts the model on engine.device, "
         "engine.batches the data",
         "half bfloat16 float double type autocast": "remove the call: dtypes are those of `precision` in the config",

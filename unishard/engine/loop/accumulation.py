@@ -29,7 +29,7 @@ from unishard.engine.loop.edited_gradients import EditedGradients
 from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
 from unishard.engine.loop.inplace_writes import InplaceWrites
-from unishard.engine.loop.items import Items
+from unishard.engine.loop.items import Items, LossKind
 from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.reached_parameters import ReachedParameters
 from unishard.engine.loop.skipped_updates import SkippedUpdates
@@ -196,7 +196,7 @@ class Accumulation:
                     stack.enter_context(watch.forward())
             yield
 
-    def backward(self, loss: Tensor, num_items: int | Tensor | None) -> None:
+    def backward(self, loss: Tensor, num_items: int | Tensor | None, *, scaled: bool) -> None:
         """Run the backward of one micro-batch."""
         order = self._order
         _require_backward(order, loss, training=self.adapter.module.training)
@@ -204,19 +204,22 @@ class Accumulation:
             self._trainable.require_frozen()
         order.check_sampled(
             "backward",
-            _DETAILS[num_items is None, isinstance(num_items, Tensor)],
+            ", scaled" if scaled else _DETAILS[num_items is None, isinstance(num_items, Tensor)],
             skipped=self._reached.before_backward(loss),
         )
-        self._items.add(num_items, last=order.last)
-        self.observers.on_loss(loss, num_items)
-        if self._looks_for_division and num_items is None:
+        kind = LossKind.SCALED if scaled else LossKind.COUNTED if num_items is not None else LossKind.MEAN
+        self._items.add(num_items, kind, last=order.last)
+        # The scaled losses of a window add up to one mean.
+        self.observers.on_loss(loss, int(not order.micro_batch) if scaled else num_items)
+        if self._looks_for_division and kind is LossKind.MEAN:
             self._looks_for_division = False
             warn_if_divided(loss, self._training.gradient_accumulation_steps)
         if self._looks_for_mean and num_items is not None:
             self._looks_for_mean = False
             warn_if_mean(loss)
         self._edited.compare()
-        divided = loss if order.window == 1 or num_items is not None else loss / order.window
+        known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
+        divided = loss / order.window if known else loss
         if self._loss_scale.dynamic:
             self.resolve_pending()
         try:
@@ -258,9 +261,7 @@ class Accumulation:
             )
             if self._edited.found:
                 self._edited.refuse()
-        order.phase, order.graph = Phase.OPEN, False
-        order.micro_batch += 1
-        if order.micro_batch < order.window:
+        if not order.end_micro_batch():
             return Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False)
         step = self._end_window(max_norm)
         self.observers.on_step(step)
@@ -303,7 +304,7 @@ class Accumulation:
         return self._finished
 
     def _divisor(self) -> float:
-        return self._items.divisor() * self._loss_scale.value
+        return self._items.divisor(undivided=self._order.pushed) * self._loss_scale.value
 
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self._schedule.lr

@@ -64,6 +64,8 @@ class CallOrder:
         """Micro-batches in a full accumulation window, and in the current one."""
         self.micro_batch = 0
         """Micro-batches of the current window that are done."""
+        self.pushed = False
+        """Whether the caller says where the current window ends, see `set_boundary`."""
         self.updates = 0
         """Accumulation windows that have ended."""
         self.writes = 0
@@ -166,6 +168,11 @@ class CallOrder:
         finally:
             self._forwarding = False
 
+    @property
+    def inside_forward(self) -> bool:
+        """Whether the engine runs the model, so that a call of it is the model's own."""
+        return self._forwarding
+
     def enter_module(self, name: str) -> None:
         """Check that the forward enters the same module on all ranks: in the first updates before its parameters are
         gathered. Collective.
@@ -210,11 +217,40 @@ class CallOrder:
                 "one; call backward and step for every batch, and leave a loop only when step().updated or "
                 "step().skipped is true"
             )
-        self.window, self.discarded = length, False
+        self.window, self.discarded, self.pushed = length, False, False
+
+    def set_boundary(self, last: bool) -> None:
+        """Say whether the coming micro-batch ends its window.
+
+        Raises:
+            ContractError: It is known already: by a loop over batches, or by a forward that waits for its backward.
+        """
+        self.require_open("set_boundary")
+        if self.phase is Phase.BACKWARD_DONE:
+            raise ContractError("set_boundary was called after backward; call engine.step() first, then set_boundary")
+        if self.micro_batch and not self.pushed:
+            raise ContractError(
+                f"set_boundary was called after {self.micro_batch} of {self.window} micro-batches of a window; call it "
+                "before each forward from the first one on, and not in a loop over engine.batches or engine.windows"
+            )
+        if self.graph and last is not self.last:
+            raise ContractError(
+                "set_boundary was called after a forward that was told otherwise; call it before the first forward of "
+                "a micro-batch"
+            )
+        self.pushed, self.window = True, self.micro_batch + (1 if last else 2)
+
+    def end_micro_batch(self) -> bool:
+        """Count a micro-batch; whether its window has ended."""
+        ended, self.phase, self.graph = self.last, Phase.OPEN, False
+        self.micro_batch += 1
+        if self.pushed and not ended:
+            self.window += 1  # until the caller says where it ends
+        return ended
 
     def end_window(self) -> None:
         """End the window after its update was made or skipped."""
-        self.window, self.micro_batch = self.full_window, 0
+        self.window, self.micro_batch, self.pushed = self.full_window, 0, False
         self.updates += 1
         self._began, before = time.monotonic(), self._began
         self._seconds = self._began - before
@@ -222,6 +258,8 @@ class CallOrder:
     def discard_window(self) -> None:
         """Discard the window after its gradients were dropped."""
         self.phase, self.graph, self.micro_batch = Phase.OPEN, False, 0
+        if self.pushed:
+            self.window, self.pushed = self.full_window, False
         self.discarded = True
 
     def close(self, why: BaseException | None) -> None:

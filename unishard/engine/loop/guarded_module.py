@@ -138,15 +138,15 @@ class GuardedModule:
             raise ContractError(
                 f"state_dict() was called on a prepared {self._name}, of whose weights this rank holds only shards or "
                 "rounded copies; write a checkpoint with engine.save(folder), write the weights in Hugging Face's "
-                "layout with engine.export(folder), or read one with engine.parameter(name)"
+                "layout with engine.export(folder), or read them with engine.state_dict()"
             )
 
     def _before_load_state_dict(self, module: nn.Module, *state: Any) -> None:
         if not self._lifted:
             raise ContractError(
                 f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; "
-                "load the weights before unishard.prepare, or load a checkpoint with engine.load(folder), or set one "
-                "with engine.set_parameter(name, value)"
+                "load the weights before unishard.prepare, or load a checkpoint with engine.load(folder), or replace "
+                "them with engine.load_weights(weights)"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from operator import index
 
 import torch
@@ -13,14 +14,22 @@ from unishard.distributed import host_numbers
 from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError
 
-__all__ = ["Items"]
+__all__ = ["Items", "LossKind"]
+
+
+class LossKind(Enum):
+    """What the losses of a window are, in the words of an error."""
+
+    MEAN = "without num_items"
+    COUNTED = "with num_items"
+    SCALED = "with scaled=True"
 
 
 class Items:
     """The items (tokens, samples) of one accumulation window, over its micro-batches and the ranks."""
 
     def __init__(self) -> None:
-        self._counts = False
+        self._kind = LossKind.MEAN
         self._number = 0
         """Those counted in Python."""
         self._total: Tensor | None = None
@@ -30,13 +39,14 @@ class Items:
         """Waits for the sum over all ranks, once that is on its way."""
         self._losses = 0
 
-    def add(self, count: int | Tensor | None, *, last: bool) -> None:
+    def add(self, count: int | Tensor | None, kind: LossKind, *, last: bool) -> None:
         """Add one micro-batch's items on this rank, before its backward is queued; waits for nothing.
 
         Collective for the last one.
 
         Args:
-            count: None if its loss is already a mean.
+            count: None if they are not counted.
+            kind: What its loss is.
             last: Whether the micro-batch is the last of its window. What was counted in Python is then added up over
                 the ranks during the backward; what was counted in tensors travels to the host, behind the forward, and
                 the update waits for it while the device still has the backward to do.
@@ -44,13 +54,13 @@ class Items:
         Raises:
             ContractError: `count` is not a whole number of at least 0, or the window has losses of the other kind.
         """
-        if self._losses and (count is not None) is not self._counts:
+        if self._losses and kind is not self._kind:
             raise ContractError(
-                "backward was called with num_items and without it in one accumulation window; pass it for every "
-                "micro-batch, or for none"
+                f"backward was called {self._kind.value} and {kind.value} in one accumulation window; call it the same "
+                "way for every micro-batch of a window"
             )
+        self._kind = kind
         if count is not None:
-            self._counts = True
             if isinstance(count, Tensor):
                 _require(
                     not (
@@ -67,20 +77,23 @@ class Items:
                 self._number += _whole(count)
         if last and self._total is not None:
             self._read = HostRead(self._total)
-        elif last and self._counts:
+        elif last and kind is LossKind.COUNTED:
             self._everyones = host_numbers.start_total(self._number)
         self._losses += 1
 
-    def divisor(self) -> float:
+    def divisor(self, *, undivided: bool) -> float:
         """Divisor of the gradients, which are summed over the window and averaged over the ranks.
 
         Collective if items were counted.
 
+        Args:
+            undivided: Whether mean losses were not divided by the length of the window, which was not known yet.
+
         Raises:
             ContractError: On every rank: the window has no items.
         """
-        if not self._counts:
-            return 1.0
+        if self._kind is not LossKind.COUNTED:
+            return float(self._losses) if undivided and self._kind is LossKind.MEAN else 1.0
         if self._everyones is None:
             counted = self._read if self._read is not None or self._total is None else HostRead(self._total)
             self._everyones = host_numbers.start_total(self._number + (0 if counted is None else int(counted.get())))
@@ -93,7 +106,7 @@ class Items:
 
     def clear(self) -> None:
         """Reset at the end of a window."""
-        self._counts, self._number, self._losses = False, 0, 0
+        self._kind, self._number, self._losses = LossKind.MEAN, 0, 0
         self._total = self._read = self._everyones = None
 
 

@@ -185,7 +185,7 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
             if (
                 group.get("fused")
                 and isinstance(optimizer, _NOT_FUSED_ON_SHARDS)
-                and isinstance(group["params"][0], DTensor)
+                and any(isinstance(parameter, DTensor) for parameter in group["params"])
             ):
                 group["fused"] = False
         _require_steps(optimizer)
@@ -249,7 +249,7 @@ def _instance_problems(
             "freeze them with requires_grad_(False)"
         )
     for index, group in enumerate(optimizer.param_groups):
-        if not any(parameter.requires_grad for parameter in group["params"]):
+        if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
             yield f"group {index} of {kind} has only frozen parameters; remove it"
 
 

@@ -44,7 +44,7 @@ class ParameterAccess:
         """Replace a master weight and every copy that the engine computes with."""
         parameter = self.find("set_parameter", name)
         self._order.require_no_graph("set_parameter")
-        self._replace("set_parameter", name, parameter, value)
+        self.replace("set_parameter", name, parameter, value)
 
     @without_inference_mode
     @contextmanager
@@ -69,7 +69,7 @@ class ParameterAccess:
         self._order.check_now("gathered", ", writing back")
         with torch.no_grad():
             for parameter, name in names_of.items():
-                self._replace("gathered", name, parameter, tensors[name])
+                self.replace("gathered", name, parameter, tensors[name])
 
     @torch.no_grad()
     def parameter_norms(self) -> dict[str, float]:
@@ -119,7 +119,8 @@ class ParameterAccess:
         )
         raise ContractError(f"{call}: the model has no parameter {name!r}; {hint}")
 
-    def _replace(self, call: str, name: str, parameter: nn.Parameter, value: Tensor) -> None:
+    def replace(self, call: str, name: str, parameter: nn.Parameter, value: Tensor) -> None:
+        """Write rank 0's value into a master weight and into every copy of it. Collective."""
         shard = self._adapter.master_shard(parameter)
         full = from_first_rank(call, name, shard, value, self._device)
         write_shard(shard, full)
@@ -166,17 +167,31 @@ class GradientAccess:
             write_shard(shard, from_first_rank("set_grad", name, shard, value, self._device).mul_(divisor))
 
     @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients, for the coming update."""
+        self._order.require_end_of_window("grad_norm")
+        self._order.check_sampled("grad_norm")
+        divisor = self._finish("grad_norm")
+        norm = self._adapter.grad_norm()
+        if norm is None:
+            norm = torch.tensor([*self._norms().values()], dtype=torch.float64, device=self._device).norm().float()
+        return norm / divisor
+
+    @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
         """The norm of each gradient by name."""
         self._order.require_end_of_window("grad_norms")
         self._order.check_now("grad_norms")
         divisor = self._finish("grad_norms")
+        return {name: norm / divisor for name, norm in self._norms().items()}
+
+    def _norms(self) -> dict[str, float]:
         shards = {}
         for name, parameter in self._tensors.each():
             shard = self._adapter.grad_shard(parameter, create=False) if parameter.requires_grad else None
             if shard is not None:
                 shards[name] = shard
-        return {name: norm / divisor for name, norm in shard_norms(shards, self._device).items()}
+        return shard_norms(shards, self._device)
 
     def _finish(self, call: str) -> float:
         self._order.require_end_of_window(call)

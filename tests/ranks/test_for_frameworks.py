@@ -1,0 +1,270 @@
+"""What a framework around the engine needs: windows that it ends itself, losses that it has scaled, the norm before the
+step, the model as the engine's entry, and all weights at once."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from playing import SPANNING, checked, my_rank, own_share, play, prepare, refused, train, values
+from safetensors.torch import save_file
+from torch import nn
+from torch.testing import assert_close
+
+import unishard
+from unishard.testing.cells import BACKENDS
+from unishard.testing.features.lora import lora
+from unishard.testing.models import MODELS, llama, mlp
+
+LENGTHS = (3, 1, 2)
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2}
+
+
+def losses(engine, micro_batches, *, lengths=None, scaled=False):
+    """Mean losses and norms of windows of these lengths: pushed, or pulled."""
+    found, batches = [], iter(micro_batches)
+    for length in LENGTHS:
+        for turn in range(length):
+            if lengths == "pushed":
+                engine.set_boundary(turn + 1 == length)
+            loss = engine(**next(batches)).loss
+            engine.backward(loss / length if scaled else loss, scaled=scaled)
+            if turn + 1 == length:
+                norm = engine.grad_norm()
+                assert engine.grad_norm() == norm
+            step = engine.step()
+            found.append(engine.mean(loss))
+        assert step.updated
+        assert_close(norm.item(), step.grad_norm, rtol=1e-6, atol=0)
+        found.append(step.grad_norm)
+    return found
+
+
+def windows(backend, strategy, precision):
+    cfg = checked(backend, strategy, precision=precision, training={"gradient_clipping": 0.5})
+    data = own_share(sum(LENGTHS))
+    with prepare(cfg) as engine:
+        pulled = []
+        for window in engine.windows(data, lengths=LENGTHS):
+            for batch in window:
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                step = engine.step()
+                pulled.append(engine.mean(loss))
+            pulled.append(step.grad_norm)
+    for scaled in (False, True):
+        with prepare(cfg) as engine:
+            pushed = losses(engine, data, lengths="pushed", scaled=scaled)
+            assert_close(pushed, pulled, rtol=TOLERANCE[precision], atol=0)
+            # A value holds until the next one, a discarded window is forgotten, and the config's windows come back.
+            engine.set_boundary(False)
+            for batch in data[:2]:
+                engine.backward(engine(**batch).loss)
+                assert not engine.step().updated
+            engine.discard()
+            assert train(engine, data[:1])[0][1].updated
+
+
+def wrong_windows(backend):
+    with prepare(checked(backend, training={"gradient_accumulation_steps": 2})) as engine:
+        one, two = own_share(2)
+        engine.backward(engine(**one).loss)
+        after_backward = refused(engine.set_boundary, True)
+        engine.step()
+        known = refused(engine.set_boundary, True)
+        mixed = refused(engine.backward, engine(**two).loss, scaled=True)
+        engine.discard()
+        engine.set_boundary(True)
+        loss = engine(**one).loss
+        late = refused(engine.set_boundary, False)
+        engine.backward(loss)
+        assert engine.step().updated
+        return after_backward, known, mixed, late
+
+
+class Parts(nn.Module):
+    """Has a method, and a part that is called from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        return self.inner(x=x, labels=labels)
+
+    def score(self, x):
+        return self.head(x).square().mean()
+
+
+def routed(backend, strategy):
+    """The model's own calls are the engine's."""
+    cfg = checked(backend, strategy, sharding={"strategy": strategy, "conditional_modules": ["Mlp", "Linear"]})
+    torch.manual_seed(0)
+    model = Parts()
+    (batch,), given = own_share(1), type(model)
+    x = torch.arange(8.0).view(2, 4) + my_rank()
+    plain = [model(**batch).loss.item(), model.score(x).item(), model.inner(**batch).loss.item()]
+    with unishard.prepare(model, cfg, reseed=False) as engine:
+        assert engine.routed("score", parts=["inner"]) is model
+        assert isinstance(model, given)
+        assert type(model).__name__ == "Parts"
+        found = []
+        for call in (lambda: model(**batch).loss, lambda: model.score(x), lambda: model.inner(**batch).loss):
+            loss = call()
+            found.append(loss.item())
+            engine.backward(loss)
+            engine.step(clip_grad_norm=1e-12)
+        assert_close(found, plain, rtol=1e-5, atol=0)
+        model.eval()
+        assert not model(**batch).loss.requires_grad
+        none = refused(engine.routed, "compute_loss")
+    assert "compute_loss" in none
+    return type(model).__call__ is nn.Module.__call__
+
+
+def generated(backend):
+    with unishard.prepare(llama(), checked(backend)) as engine:
+        model = engine.routed()
+        model.eval()
+        ids = torch.ones(1, 3 + my_rank(), dtype=torch.int64)
+        return model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] - ids.shape[1]
+
+
+def whole(backend, strategy, precision, folder):
+    """All weights out and in again."""
+    expected = {name: value.clone() for name, value in MODELS["llama"].build().state_dict().items()}
+    with unishard.prepare(MODELS["llama"].build(), checked(backend, strategy, precision=precision)) as engine:
+        first = engine.state_dict()
+        assert bool(first) is (my_rank() == 0)
+        everywhere = engine.state_dict(all_ranks=True, dtype="bf16")
+        streamed = dict(engine.weights())
+        assert everywhere.keys() == expected.keys()
+        for name, value in expected.items():
+            assert everywhere[name].equal(value.to(torch.bfloat16)), name
+            assert name not in streamed or streamed[name].equal(value), name
+            assert not first or first[name].equal(value), name
+        train(engine, own_share(2, "llama"))
+        assert not engine.state_dict(all_ranks=True)["model.norm.weight"].equal(expected["model.norm.weight"])
+        wrong = {**expected, "model.norm.weight": torch.ones(3)}
+        problems = refused(engine.load_weights, wrong if my_rank() == 0 else None)
+        missing = {name: value for name, value in expected.items() if name != "model.norm.weight"}
+        problems += refused(engine.load_weights, missing)
+        engine.load_weights(missing, strict=False)
+        engine.load_weights(expected if my_rank() == 0 else None)
+        if my_rank() == 0:
+            save_file({name: value.contiguous() for name, value in expected.items()}, f"{folder}/model.safetensors")
+        for _ in range(2):
+            for name, value in engine.state_dict(all_ranks=True).items():
+                assert value.equal(expected[name]), name
+            train(engine, own_share(1, "llama"))
+            engine.load_weights(folder)
+    return problems
+
+
+def merged(backend, strategy):
+    """What peft merges, with the names of the base model."""
+    model, own = lora(), lora()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = own.merge_and_unload().state_dict()
+    with unishard.prepare(model, checked(backend, strategy)) as engine:
+        found = dict(engine.weights(merged=True))
+        assert (
+            found.keys() == {name for name, _ in own.get_base_model().named_parameters()}
+            or found.keys() <= expected.keys()
+        )
+        for name, value in found.items():
+            assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+        assert any("lora_A" in name for name, _ in engine.weights())
+
+
+def empty_group(backend, strategy):
+    """The Trainer makes a group without decay, which has no parameter under PEFT."""
+    model = mlp()
+    optimizer = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    cfg = checked(backend, strategy, optimizer=None)
+    with tempfile.TemporaryDirectory() as own, unishard.prepare(model, cfg, optimizer, scheduler) as engine:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        done = train(engine, own_share(2))
+        assert len(optimizer.param_groups) == 2
+        engine.load(engine.save(folders[0]))
+        train(engine, own_share(1))
+    with prepare(checked(backend, strategy, optimizer={"name": "adamw", "lr": 0.1, "weight_decay": 0.01})) as engine:
+        again = train(engine, own_share(2))
+        assert_close([loss for loss, _ in again], [loss for loss, _ in done], rtol=1e-6, atol=0)
+
+
+def seed(backend):
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with unishard.prepare(mlp(), checked(backend), reseed=False):
+        return torch.equal(before, torch.get_rng_state())
+
+
+PAIRS = tuple((backend, strategy) for backend, strategy, _ in SPANNING)
+SCENARIOS = (
+    *((windows, cell) for cell in SPANNING),
+    *((wrong_windows, (backend,)) for backend in BACKENDS),
+    *((routed, pair) for pair in PAIRS),
+    *((generated, (backend,)) for backend in BACKENDS),
+    *((merged, pair) for pair in PAIRS),
+    *((empty_group, pair) for pair in PAIRS),
+    *((seed, (backend,)) for backend in BACKENDS),
+)
+
+
+def of(scenario, *arguments):
+    return values(play(SCENARIOS)[scenario, arguments])
+
+
+@pytest.mark.parametrize("cell", SPANNING, ids="-".join)
+def test_windows_that_the_caller_ends_are_those_that_a_loop_is_given(cell):
+    of(windows, *cell)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_whose_end_is_known_is_not_told_again(backend):
+    (after_backward, known, mixed, late), _ = of(wrong_windows, backend)
+    assert "set_boundary was called after backward; call engine.step() first" in after_backward
+    assert "set_boundary was called after 1 of 2 micro-batches of a window" in known
+    assert "called without num_items and with scaled=True in one accumulation window" in mixed
+    assert "after a forward that was told otherwise" in late
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_calls_of_a_routed_model_run_through_the_engine(pair):
+    assert all(of(routed, *pair))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_routed_model_generates(backend):
+    assert of(generated, backend) == [2, 2]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_weights_are_streamed_with_adapters_merged(pair):
+    of(merged, *pair)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_an_empty_group_changes_nothing(pair):
+    of(empty_group, *pair)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_random_state_is_the_callers(backend):
+    assert all(of(seed, backend))
+
+
+@pytest.mark.parametrize("cell", SPANNING, ids="-".join)
+def test_all_weights_go_out_and_in(cell, tmp_path):
+    problems, other = values(play(((whole, (*cell, str(tmp_path))),))[whole, (*cell, str(tmp_path))])
+    assert problems == other
+    assert "model.norm.weight has the shape (3,), not" in problems
+    assert "model.norm.weight is missing; pass weights of this model, or strict=False" in problems
