@@ -11,7 +11,8 @@ from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
-from unishard.contract.field_rows import FALLBACKS, left_to_script
+from unishard.contract.fallbacks import FALLBACKS
+from unishard.contract.field_rows import left_to_script
 from unishard.contract.key_rows import boolean, integer, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When
