@@ -22,31 +22,18 @@ below runtime/:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 
 from unishard.config import Config
 from unishard.config.nested import Native
-from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import (
-    ITEMSIZE,
-    Bytes,
-    Collective,
-    Footprint,
-    ModelShape,
-    ParameterShape,
-    itemsize,
-    optimizer_tensors,
-)
+from unishard.contract.footprint import Bytes, Collective, Footprint, ModelShape
 from unishard_deepspeed import fields
-from unishard_deepspeed.second_copy import group_of
+from unishard_deepspeed.stage3_footprint import Stage3
+from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
 __all__ = ["footprint_of"]
-
-RESERVED = (1.05, 1.4)
-"""Buckets are allocated once; stage 3's gathers have many sizes. A rule of thumb, not measured here."""
 
 
 def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
@@ -59,103 +46,13 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
         topology: The ranks.
         native: The native config of `translate`.
     """
-    kinds: dict[int, type[_StageFootprint]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: _Stage3}
+    kinds: dict[int, type[StageFootprint]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: Stage3}
     if fields.bf16_optimizer(cfg):
         return _BF16Stage1(shape, cfg, topology, native).footprint()
     return kinds[fields.stage(cfg)](shape, cfg, topology, native).footprint()
 
 
-class _StageFootprint(ABC):
-    """What the stages have in common."""
-
-    def __init__(self, shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> None:
-        precision = cfg.precision
-        self.shape, self.cfg, self.native = shape, cfg, native
-        self.zero = native["zero_optimization"]
-        self.world = topology.world_size
-        self.rank = topology.rank
-        self.ranks = shard_group_size(cfg, topology)
-        """Ranks that share one copy."""
-        self.compute, self.master = ITEMSIZE[precision.compute], ITEMSIZE[precision.master]
-        self.reduce, self.accumulate = ITEMSIZE[precision.reduce], ITEMSIZE[precision.accumulate]
-        self.micro = cfg.training.gradient_accumulation_steps
-        self.offloads = cfg.offload.optimizer == "cpu"
-        self.trainable = [parameter for parameter in shape.trainable if parameter.numel]
-        self.numel = sum(parameter.numel for parameter in self.trainable)
-
-    @cached_property
-    def groups(self) -> list[list[ParameterShape]]:
-        """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups
-        of their own.
-        """
-        from unishard.engine.optim.parameter_groups import groups_of
-
-        named = {parameter.name: parameter for parameter in self.trainable}
-        groups = [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]
-        parts = [
-            [each for each in group if each.kept(self.cfg.precision) is kept]
-            for kept in (False, True)
-            for group in groups
-        ]
-        return [part for part in parts if part]
-
-    def element(self, parameter: ParameterShape) -> int:
-        """Bytes of an element of a parameter as the model holds it."""
-        if parameter.kept(self.cfg.precision):
-            return ITEMSIZE["fp32"]
-        if fields.bare(self.cfg) or self.cfg.precision.compute == "fp32" or not parameter.floating:
-            return self.master if parameter.trainable else itemsize(parameter.dtype)
-        return self.compute
-
-    def whole_frozen(self) -> int:
-        """Bytes of the frozen parameters, each in full."""
-        return sum(parameter.numel * self.element(parameter) for parameter in self.shape.frozen)
-
-    def state(self, elements: Sequence[int]) -> int:
-        """Bytes of the optimizer state of tensors with these numbers of elements."""
-        optimizer = self.cfg.optimizer
-        tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
-        return sum(numel * tensors * self.master + rest for numel in elements)
-
-    def model_buffers(self) -> int:
-        """Bytes of the model's buffers after `prepare`."""
-        cast = self.cfg.precision.buffers
-        sizes = (
-            ITEMSIZE[cast] if cast != "keep" and each.floating else itemsize(each.dtype) for each in self.shape.buffers
-        )
-        return sum(buffer.numel * size for buffer, size in zip(self.shape.buffers, sizes, strict=True))
-
-    def everywhere(self, size: int) -> tuple[int, ...]:
-        """The same bytes beside each unit and the root."""
-        return (size,) * len(self.shape.by_unit)
-
-    def place(self, size: int) -> Bytes:
-        """Where what belongs to the optimizer is kept."""
-        return Bytes(host=size) if self.offloads else Bytes(size)
-
-    @abstractmethod
-    def footprint(self) -> Footprint:
-        """All of it."""
-
-    def done(self, size: int) -> Iterator[int]:
-        """Whole gradients of the units behind each unit, and of the root, which is the first in backward.
-
-        Args:
-            size: Bytes of an element.
-        """
-        sizes = [
-            sum(parameter.numel for parameter in unit if parameter.trainable) * size for unit in self.shape.by_unit
-        ]
-        for index in range(len(sizes)):
-            yield sum(sizes) if self.micro > 1 else sum(sizes[index + 1 :]) if index + 1 < len(sizes) else 0
-
-    def between_groups(self, numel: int, dtype: int) -> Iterator[Collective]:
-        """The average over groups that each hold a copy, once a step."""
-        if (groups := self.world // self.ranks) > 1:
-            yield Collective("all_reduce", "gradients", "step", numel * dtype, groups, self.ranks)
-
-
-class _Stage0(_StageFootprint):
+class _Stage0(StageFootprint):
     """Everything on every rank."""
 
     def footprint(self) -> Footprint:
@@ -164,11 +61,7 @@ class _Stage0(_StageFootprint):
         gradients = self.numel * self.accumulate
         wide = self.numel * self.master if self.accumulate != self.master else 0
         bucket = min(self.numel, 500_000_000) * self.reduce
-        traffic = (
-            [Collective("all_reduce", "gradients", "step", self.numel * self.reduce, self.world)]
-            if self.world > 1
-            else []
-        )
+        traffic = Collective("all_reduce", "gradients", "step", self.numel * self.reduce, self.world)
         return Footprint(
             parameters=Bytes(
                 sum(parameter.numel * self.element(parameter) for parameter in self.shape.parameters if parameter.numel)
@@ -184,12 +77,12 @@ class _Stage0(_StageFootprint):
             keeps_whole=True,
             final=gradients,
             step=gradients + max(wide, bucket),
-            traffic=tuple(traffic),
+            traffic=(traffic,) * (self.world > 1),
             reserved=RESERVED,
         )
 
 
-class _Stage12(_StageFootprint):
+class _Stage12(StageFootprint):
     """ZeRO-1 and ZeRO-2: whole parameters, and a part of the flat master weights."""
 
     @cached_property
@@ -273,147 +166,21 @@ class _BF16Stage1(_Stage12):
     """ZeRO-1 by BF16_Optimizer: whole fp32 gradients, which stay between steps."""
 
     def footprint(self) -> Footprint:
-        part, whole = sum(self.parts), sum(self.aligned)
-        gradients = whole * self.accumulate
+        whole = sum(self.aligned)
+        gradients, bucket = Bytes(whole * self.accumulate), min(whole, 500_000_000) * self.reduce
         return Footprint(
             parameters=Bytes(self.flat + self.whole_frozen()),
-            masters=Bytes(part * self.master),
+            masters=Bytes(sum(self.parts) * self.master),
             optimizer=Bytes(self.state(self.parts)),
-            gradients=Bytes(gradients),
-            kept_gradients=Bytes(gradients),
+            gradients=gradients,
+            kept_gradients=gradients,
             buffers=Bytes(self.model_buffers()),
-            gathered=min(whole, 500_000_000) * self.reduce,
+            gathered=bucket,
             forward=self.everywhere(0),
             backward=tuple(self.done(self.compute)),
             keeps_whole=True,
             final=self.numel * self.compute,
-            step=min(whole, 500_000_000) * self.reduce,
+            step=bucket,
             traffic=tuple(self._traffic()),
             reserved=RESERVED,
         )
-
-
-class _Stage3(_StageFootprint):
-    """ZeRO-3: shards of each parameter, gathered by unit."""
-
-    @cached_property
-    def group(self) -> int | None:
-        """Ranks that keep a second copy of what was gathered, until the update if it is trainable."""
-        return group_of(self.zero, self.ranks)
-
-    def footprint(self) -> Footprint:
-        part = sum(parameter.flat(self.ranks) for parameter in self.trainable)
-        held = sum(parameter.flat(self.ranks) * self.element(parameter) for parameter in self.shape.parameters)
-        held += sum(map(self._copy, self.shape.frozen))
-        numels = [sum(parameter.flat(self.ranks) for parameter in group) for group in self.groups]
-        bucket = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel)) * self.reduce
-        kept = part * self.accumulate
-        copy = part * self.master
-        offloads_parameters = self.cfg.offload.params != "none"
-        copies = 0 if offloads_parameters else sum(map(self._copy, self.trainable))
-        return Footprint(
-            parameters=Bytes(host=held) if offloads_parameters else Bytes(held),
-            masters=self.place(part * self.master),
-            optimizer=self.place(self.state(numels)),
-            gradients=self.place(kept + (copy if self.offloads else 0)),
-            kept_gradients=self.place(kept + (copy if self.offloads else 0)),
-            buffers=Bytes(self.model_buffers() + bucket),
-            gathered=max(self._gathered()),
-            forward=tuple(map(sum, zip(self._gathered(), self._saved(), self._copied(copies), strict=True))),
-            backward=tuple(
-                size + copies
-                for size in map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))
-            ),
-            final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies,
-            step=(0 if self.offloads else copy) + copies,
-            traffic=tuple(self._traffic()),
-            reserved=RESERVED,
-        )
-
-    def _sizes(self, measure: Callable[[ParameterShape], int]) -> list[int]:
-        return [sum(map(measure, unit)) for unit in self.shape.by_unit]
-
-    def _full(self, parameter: ParameterShape) -> int:
-        return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
-
-    def _copy(self, parameter: ParameterShape) -> int:
-        """Bytes of this rank's shard of the second copy."""
-        return self._full(parameter) // self.group if self.group else 0
-
-    def _copied(self, copies: int) -> Iterator[int]:
-        """Second copies of trainable parameters while each unit computes in forward: in the first micro-batch those of
-        the units before.
-
-        Args:
-            copies: Bytes of all of them on the device.
-        """
-        sizes = self._sizes(lambda parameter: self._copy(parameter) if parameter.trainable and copies else 0)
-        for index in range(len(sizes)):
-            yield copies if self.micro > 1 else sum(sizes[:index]) + sizes[-1]
-
-    def _saved(self, *, backward: bool = False) -> Iterator[int]:
-        """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has
-        released them.
-
-        It saves views of them unless the layer is recomputed, and DeepSpeed 0.19.8 gives a released parameter other
-        storage instead of freeing this one (runtime/zero/partition_parameters.py, free_param). DeepSpeed's own linear
-        (memory_efficient_linear, off in unishard) saves none. The first unit has the embedding, whose backward needs
-        none.
-        """
-        full = self._sizes(self._full)
-        releases = self.cfg.sharding.reshard_after_forward is not False
-        saves = (
-            releases and self.cfg.activation_checkpointing == "none" and not self.zero.get("memory_efficient_linear")
-        )
-        for index in range(len(full)):
-            yield sum(full[1 : index + backward]) if saves else 0
-
-    def _gathered(self, *, backward: bool = False) -> Iterator[int]:
-        """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole
-        gradients.
-        """
-        full = self._sizes(self._full)
-        limit = int(self.zero["stage3_prefetch_bucket_size"])
-        ahead = (
-            max(self._sizes(lambda parameter: parameter.numel)) if limit == fields.UNLIMITED else limit
-        ) * self.compute
-        grads = self._sizes(lambda parameter: parameter.numel * self.compute if parameter.trainable else 0)
-        for index, size in enumerate(full):
-            gathered = size + min(ahead, sum(full) - size)
-            if not self.cfg.sharding.reshard_after_forward:
-                gathered = sum(full) if backward else sum(full[: index + 1])
-            yield gathered + (grads[index] if backward and index + 1 < len(full) else 0)
-
-    def _traffic(self) -> Iterator[Collective]:
-        if self.ranks > 1:
-            yield from self._gathers(sum(self._sizes(self._full)), again=bool(self.cfg.sharding.reshard_after_forward))
-            numel = sum(parameter.flat(self.ranks) for parameter in self.trainable) * self.ranks
-            yield Collective("reduce_scatter", "gradients", "backward", numel * self.reduce * self.micro, self.ranks)
-        yield from self.between_groups(sum(parameter.flat(self.ranks) for parameter in self.trainable), self.accumulate)
-
-    def _prefetched(self) -> int:
-        """Bytes that are gathered ahead for backward when forward ends, and kept: of the last unit, and of what follows
-        it.
-        """
-        limit, last = int(self.zero["stage3_prefetch_bucket_size"]), len(self.shape.units) - 1
-        unit = [place for place, parameter in enumerate(self.shape.parameters) if parameter.unit == last]
-        if last < 0 or not unit or limit < sum(self.shape.parameters[place].numel for place in unit):
-            return 0
-        return sum(self._full(parameter) for place, parameter in enumerate(self.shape.parameters) if place >= unit[0])
-
-    def _gathers(self, full: int, *, again: bool) -> Iterator[Collective]:
-        """The all-gathers of a step: with a second copy among all ranks only the first, and only of what is
-        trainable.
-        """
-        backward = full - self._prefetched() if again else 0
-        if not self.group:
-            yield Collective("all_gather", "parameters", "forward", full * self.micro, self.ranks)
-            if backward:
-                yield Collective("all_gather", "parameters", "backward", backward * self.micro, self.ranks)
-            return
-        first = sum(map(self._full, self.trainable))
-        yield Collective("all_gather", "parameters", "forward", first, self.ranks)
-        if near := full * self.micro - first:
-            yield Collective("all_gather", "parameters", "forward", near, self.group)
-        if backward:
-            yield Collective("all_gather", "parameters", "backward", backward * self.micro, self.group)

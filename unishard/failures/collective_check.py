@@ -13,28 +13,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from unishard.config import Communication
-from unishard.distributed.process_group import TIMEOUT, host_group
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
 from unishard.failures.call_log import CallLog, tail_from
 from unishard.failures.device_wait import DeviceWait
+from unishard.failures.digest_exchange import DigestExchange
 from unishard.failures.endings import headline
 from unishard.failures.verdict import different_calls
 from unishard.failures.watchdog import watch
 
 __all__ = ["DesyncCheck", "Member", "begin", "check_now", "interval", "join", "leaving", "samples", "samples_modules"]
 
-LATE = TIMEOUT
-"""How long a rank may be late outside the library."""
-_RADIX = 8
-"""Up to this many ranks exchange digests in one round; more ranks need log(ranks) rounds."""
 _ANSWER = 3.0
 """Seconds to wait for another rank to report its call."""
 _EVERY = 10
@@ -43,21 +37,10 @@ _PACE = 1.0
 """Seconds after which they are waited for again, if optimizer steps take longer than a tenth of that."""
 _SAID = 8
 """Calls that a rank reports when it closes an engine."""
-_ABSENT = 2**40
-"""A digest that no call has: a rank that receives it raises."""
 
 _current: DesyncCheck | None = None
 _begun = 0
 """Calls of `begin` without a check."""
-
-
-class _Sent(NamedTuple):
-    """A digest that this rank has sent without waiting for the others' digests."""
-
-    number: int
-    digest: int
-    sending: list[tuple[Any, Tensor]]
-    receiving: list[tuple[Any, Tensor]]
 
 
 class Member:
@@ -251,16 +234,8 @@ class DesyncCheck:
         self.call_log = call_log = CallLog()
         if self.line is not None:
             self.line.place, self.line.unit = call_log.now, lambda: call_log.unit
-        # Gloo even with NCCL: nothing here waits for a device. The main thread's collectives there have other tags than
-        # what is sent here.
-        self._group = host_group()
-        self._rounds = list(_rounds(self.size))
-        self.number = 0
-        """Digests that this rank has sent."""
-        self._sent: list[_Sent] = []
+        self._exchange = DigestExchange(self.rank, self.size)
         self.failed = ""
-        self._absent = False
-        """Whether the others have been told that this rank makes no call any more."""
         self.waiting = False
         self.device_wait: DeviceWait | None = None
         self.thread = threading.get_ident()
@@ -293,13 +268,13 @@ class DesyncCheck:
     ) -> float:
         """See `Member.check_now`."""
         with self._waits():
-            self._drain()
+            if (different := self._exchange.first_different()) is not None:
+                raise RankMismatchError(self._report(different))
             with self._lock:  # the watchdog may answer for this rank at the same time
                 self.record(place, is_module=is_module, skipped=skipped, order=order, held=held)
-                self.number += 1
-            least, largest, slowest = self._exchange(self.call_log.state, int(seconds * 1e6))
-            if least != largest:
-                raise RankMismatchError(self._report(self.number))
+            equal, slowest = self._exchange.compare(self.call_log.state, int(seconds * 1e6))
+            if not equal:
+                raise RankMismatchError(self._report(self._exchange.number))
             return slowest / 1e6
 
     def leave(self, place: str, why: BaseException | None) -> None:
@@ -309,17 +284,17 @@ class DesyncCheck:
         with self._lock:
             self.call_log.record(place, error="" if why is None else _headline(why))
             self.moved = time.monotonic()
-            self._send(self.call_log.state)
+            self._exchange.send(self.call_log.state)
         if self.line is not None:
             tail = self.call_log.tail()
-            self.line.give(self._key(self.number), tail._replace(calls=tail.calls[-_SAID:]))
+            self.line.give(self._key(self._exchange.number), tail._replace(calls=tail.calls[-_SAID:]))
 
     def give_up(self, why: str) -> None:
         """Called by the watchdog: no rank can go on."""
         with self._lock:
             self.failed = self.failed or why
             if not self.waiting:
-                self._say_absent()
+                self._exchange.say_absent()
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
@@ -331,69 +306,14 @@ class DesyncCheck:
             yield
         except RankMismatchError:
             raise
-        except RuntimeError:  # gloo: the other rank is gone, or later than LATE
-            self.failed = self._report(self.number)
+        except RuntimeError:  # gloo: the other rank is gone, or later than the timeout of the process group
+            self.failed = self._report(self._exchange.number)
             raise RankMismatchError(self.failed) from None
         finally:
             with self._lock:
                 self.waiting, self.moved = False, time.monotonic()
                 if self.failed:
-                    self._say_absent()
-
-    def _say_absent(self) -> None:
-        """Release ranks that wait for this one. The check cannot be used any more."""
-        if not self._absent:
-            self._absent = True
-            self._send(_ABSENT)
-
-    def _exchange(self, digest: int, time: int) -> tuple[int, int, int]:
-        """The least and the largest digest of all ranks, and the longest time."""
-        least = largest = digest
-        for stage, distances in enumerate(self._rounds):
-            sending, receiving = self._stage(
-                stage, distances, torch.tensor([least, largest, time], dtype=torch.int64, device="cpu")
-            )
-            for work, theirs in receiving:
-                work.wait()
-                low, high, other = theirs.tolist()
-                least, largest, time = min(least, low), max(largest, high), max(time, other)
-            for work, _ in sending:
-                work.wait()
-        return least, largest, time
-
-    def _send(self, digest: int) -> None:
-        """Send a digest to all ranks that this rank sends to in any round, without waiting."""
-        self.number += 1
-        sending, receiving = [], []
-        mine = torch.tensor([digest, digest, 0], dtype=torch.int64, device="cpu")
-        try:
-            for stage, distances in enumerate(self._rounds):
-                out, back = self._stage(stage, distances, mine)
-                sending += out
-                receiving += back
-        except RuntimeError:  # another rank is gone already, and reports its own error
-            pass
-        self._sent.append(_Sent(self.number, digest, sending, receiving))
-
-    def _stage(
-        self, stage: int, distances: list[int], mine: Tensor
-    ) -> tuple[list[tuple[Any, Tensor]], list[tuple[Any, Tensor]]]:
-        rank, size, group = self.rank, self.size, self._group
-        sending = [(group.send([mine], (rank + distance) % size, stage), mine) for distance in distances]
-        receiving = []
-        for distance in distances:
-            theirs = torch.empty(3, dtype=torch.int64, device="cpu")
-            receiving.append((group.recv([theirs], (rank - distance) % size, stage), theirs))
-        return sending, receiving
-
-    def _drain(self) -> None:
-        """Receive the others' digests for the calls that this rank did not wait for."""
-        while self._sent:
-            number, digest, sending, receiving = self._sent.pop(0)
-            for work, _ in (*receiving, *sending):
-                work.wait()
-            if digest == _ABSENT or any(value != digest for _, theirs in receiving for value in theirs.tolist()[:2]):
-                raise RankMismatchError(self._report(number))
+                    self._exchange.say_absent()
 
     def _report(self, number: int) -> str:
         """Exchange the last calls after a digest that differed, and describe where they differ."""
@@ -417,13 +337,3 @@ class DesyncCheck:
 def _headline(error: BaseException) -> str:
     """An error in one line; a RankMismatchError only by its name, since its message lists all ranks again."""
     return type(error).__name__ if isinstance(error, RankMismatchError) else headline(error)
-
-
-def _rounds(size: int) -> Iterator[list[int]]:
-    """Distances to the peers of each round of a dissemination exchange, after which every rank has heard of every
-    other.
-    """
-    step = 1
-    while step < size:
-        yield [step * turn for turn in range(1, _RADIX) if step * turn < size]
-        step *= _RADIX

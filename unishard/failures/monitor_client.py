@@ -54,11 +54,8 @@ class Ending(NamedTuple):
     how: str
 
     def __str__(self) -> str:
-        if self.how == DIED:
-            return (
-                f"rank {self.rank} is gone: its process ended without an error (killed, for lack of memory, or in C++)"
-            )
-        return f"rank {self.rank} {self.text}"
+        died = "is gone: its process ended without an error (killed, for lack of memory, or in C++)"
+        return f"rank {self.rank} {died if self.how == DIED else self.text}"
 
 
 class MonitorClient:
@@ -212,11 +209,9 @@ class MonitorClient:
             seconds: How long to wait for news.
         """
         self.wait(lambda: any(_WEIGHTS[ending.how] == 0 for ending in self.others()), seconds)
-        own = self.endings.get(self.rank)
-        others = (
-            [own] if own is not None and own.how == SILENT else self.others()
-        )  # the others have ended without this one
-        return min(others, key=lambda ending: _WEIGHTS[ending.how], default=None)
+        # Where this one was silent, the others have ended without it.
+        silent = [ending for ending in list(self.endings.values()) if (ending.rank, ending.how) == (self.rank, SILENT)]
+        return min(silent or self.others(), key=lambda ending: _WEIGHTS[ending.how], default=None)
 
     def cause(self, seconds: float = 0.0) -> str:
         """Why the run cannot go on: the verdict, or the ending of another rank; empty if unknown.
@@ -225,8 +220,7 @@ class MonitorClient:
             seconds: How long to wait for news.
         """
         self.wait(lambda: self.doomed, seconds)
-        first = self.first()
-        return self.verdict or ("" if first is None else str(first))
+        return self.verdict or str(self.first() or "")
 
     def has_printed(self, rank: int) -> bool:
         """Whether a rank has written its error, or is gone."""
@@ -392,20 +386,15 @@ def forget() -> None:
 def _connect(host: str, port: int, hello: dict[str, Any]) -> socket.socket | None:
     """A connection to the monitor, if it answers there."""
     try:
-        connection = socket.create_connection((host, port), _CONNECT)
+        with contextlib.ExitStack() as unanswered:
+            connection = unanswered.enter_context(socket.create_connection((host, port), _CONNECT))
+            keep_alive(connection)
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            while (data := connection.recv(1)) != b"\n":  # what follows is for the thread
+                if not data:
+                    return None
+            unanswered.pop_all()
     except OSError:
-        return None
-    try:
-        keep_alive(connection)
-        connection.sendall(json.dumps(hello).encode() + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n"):  # what follows is for the thread
-            data = connection.recv(1)
-            if not data:
-                raise OSError("refused")
-            answer += data
-    except OSError:
-        connection.close()
         return None
     connection.settimeout(None)
     return connection

@@ -13,7 +13,7 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.loading import Origin, Origins
 from unishard.config.nested import Native, flat
-from unishard.contract.field_rows import FALLBACKS
+from unishard.contract.fallbacks import FALLBACKS
 from unishard.contract.render import AUTO, FieldResult
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.comparing import NOT_SAID, Difference, compare

@@ -10,7 +10,7 @@ from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect, Unreadable, interpret
-from unishard.contract.field_rows import rows
+from unishard.contract.fallbacks import rows
 from unishard.contract.render import AUTO, Rendered, render
 from unishard.contract.rules import Fit, Rule
 from unishard.contract.templates import is_placeholder

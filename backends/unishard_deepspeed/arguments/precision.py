@@ -11,7 +11,8 @@ from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
-from unishard.contract.field_rows import FALLBACKS, left_to_script
+from unishard.contract.fallbacks import FALLBACKS
+from unishard.contract.field_rows import left_to_script
 from unishard.contract.key_rows import boolean, integer, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When
@@ -160,17 +161,9 @@ def _least(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 def _overflow(value: Any, given: DocumentValues) -> KeyEffect:
-    read = (compute(given), stage(given)) in (
-        ("bf16", 1),
-        ("bf16", 2),
-        ("fp32", 0),
-    )  # the last checks nothing either way
-    if (
-        not boolean(value)
-        and isinstance(compute(given), Undecided)
-        and may_compute(given, "bf16")
-        and stage(given) in (1, 2)
-    ):
+    found, at = compute(given), stage(given)
+    read = (found, at) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
+    if not boolean(value) and isinstance(found, Undecided) and may_compute(given, "bf16") and at in (1, 2):
         return undecided("precision.compute: ignore in bf16, otherwise skip", "training.nonfinite")
     if boolean(value) or not read:
         return dropped("is on, or unused: only used at stages 1 and 2 in bf16")
@@ -182,6 +175,10 @@ _STATIC = "fp16 is off, or its loss scale stays"
 _LEAST = "the scale at which DeepSpeed ends a run that keeps overflowing"
 _OF_AMP = "belongs to amp, and DeepSpeed 0.19.8 refuses it here; remove it"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
+
+
+def _rejected(note: str) -> Key:
+    return Key(lambda value, given: KeyEffect(Fit.IGNORED, note, rejected_upstream=True), "", Fit.IGNORED, note)
 
 
 def _scaling(read: Any, holds: Any = _dynamic, field: str = "") -> Key:
@@ -216,9 +213,7 @@ def _block(name: str) -> dict[str, Key]:
         f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
-            f"{name}.{key}": Key(
-                lambda value, given: KeyEffect(Fit.IGNORED, _IN_BF16, rejected_upstream=True), "", Fit.IGNORED, _IN_BF16
-            )
+            f"{name}.{key}": _rejected(_IN_BF16)
             for key in (
                 "auto_cast",
                 "loss_scale",
@@ -228,9 +223,7 @@ def _block(name: str) -> dict[str, Key]:
                 "min_loss_scale",
             )
         },
-        f"{name}.opt_level": Key(
-            lambda value, given: KeyEffect(Fit.IGNORED, _OF_AMP, rejected_upstream=True), "", Fit.IGNORED, _OF_AMP
-        ),
+        f"{name}.opt_level": _rejected(_OF_AMP),
     }
 
 
@@ -248,9 +241,7 @@ KEYS: Mapping[str, Key] = {
         field="precision.loss_scale_growth_interval",
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
-    "fp16.opt_level": Key(
-        lambda value, given: KeyEffect(Fit.IGNORED, _OF_AMP, rejected_upstream=True), "", Fit.IGNORED, _OF_AMP
-    ),
+    "fp16.opt_level": _rejected(_OF_AMP),
     "fp16.min_loss_scale": Key(_least, "", Fit.IGNORED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
     "torch_autocast.enabled": Key(_autocast, "precision.compute", Fit.APPROXIMATE, _AUTOCAST),

@@ -13,7 +13,8 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import NO_FILES, moved_together, nonfinite_unchecked, noted, rows, saved_by_script
+from unishard.contract.fallbacks import noted, rows
+from unishard.contract.field_rows import NO_FILES, moved_together, nonfinite_unchecked, saved_by_script
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard_fsdp.arguments.precision import DTYPES
 

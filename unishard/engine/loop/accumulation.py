@@ -339,7 +339,10 @@ class Accumulation:
         if self._held is not None:
             self._held.keep()
         step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
-        if updated is None and not self._needs_outcome():
+        at_once = (  # something cannot take the update back, or raises
+            self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
+        )
+        if updated is None and not at_once:
             self._pending = norm.get if isinstance(norm, HostRead) else None
             self._optimizer.updated()
             self._schedule.advance()
@@ -357,12 +360,6 @@ class Accumulation:
                 "and loss, lower optimizer.lr, or set training.nonfinite to skip"
             )
         return step
-
-    def _needs_outcome(self) -> bool:
-        """Whether something must know at once if the update was made: it cannot take it back, or raises."""
-        return (
-            self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
-        )
 
 
 _DETAILS = {(True, False): "", (False, False): ", with num_items", (False, True): ", with num_items in a tensor"}

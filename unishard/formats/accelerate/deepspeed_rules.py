@@ -14,7 +14,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row, rows, when_default
+from unishard.contract.fallbacks import rows
+from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row, when_default
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.fsdp import CLASSES

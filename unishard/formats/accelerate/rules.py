@@ -13,18 +13,16 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.fallbacks import FALLBACKS, noted, rows
 from unishard.contract.field_rows import (
     BEFORE_EACH_FORWARD,
     BUFFERS,
-    FALLBACKS,
     RESHARDS_TO_ALL,
     asked,
     exact,
     moved_together,
     nonfinite_unchecked,
-    noted,
     row,
-    rows,
     when_default,
 )
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless

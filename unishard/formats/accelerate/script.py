@@ -11,15 +11,8 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.field_rows import (
-    FALLBACKS,
-    exact,
-    left_to_script,
-    noted,
-    row,
-    saved_by_script,
-    when_default,
-)
+from unishard.contract.fallbacks import FALLBACKS, noted
+from unishard.contract.field_rows import exact, left_to_script, row, saved_by_script, when_default
 from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
 from unishard.formats.accelerate.deepspeed import LAUNCHER
 from unishard.formats.accelerate.entries import block_of

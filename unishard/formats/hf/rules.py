@@ -8,6 +8,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract import registry
+from unishard.contract.fallbacks import noted, rows
 from unishard.contract.field_rows import (
     BEFORE_EACH_FORWARD,
     BUFFERS,
@@ -15,9 +16,7 @@ from unishard.contract.field_rows import (
     copied,
     exact,
     nonfinite_unchecked,
-    noted,
     row,
-    rows,
     when_default,
 )
 from unishard.contract.render import AUTO, FieldResult, Rendered, render

@@ -11,6 +11,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
+from unishard.contract.fallbacks import rows
 from unishard.contract.field_rows import (
     BEFORE_EACH_FORWARD,
     BUFFERS,
@@ -18,7 +19,6 @@ from unishard.contract.field_rows import (
     exact,
     moved_together,
     row,
-    rows,
     when_default,
 )
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless

@@ -1,0 +1,118 @@
+"""What the footprints of DeepSpeed's stages have in common. Pure: imports neither torch nor deepspeed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from unishard.config import Config
+from unishard.config.nested import Native
+from unishard.config.shard_groups import shard_group_size
+from unishard.config.topology import Topology
+from unishard.contract.footprint import (
+    ITEMSIZE,
+    Bytes,
+    Collective,
+    Footprint,
+    ModelShape,
+    ParameterShape,
+    itemsize,
+    optimizer_tensors,
+)
+from unishard_deepspeed import fields
+
+__all__ = ["RESERVED", "StageFootprint"]
+
+RESERVED = (1.05, 1.4)
+"""Buckets are allocated once; stage 3's gathers have many sizes. A rule of thumb, not measured here."""
+
+
+class StageFootprint(ABC):
+    """What the stages have in common."""
+
+    def __init__(self, shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> None:
+        precision = cfg.precision
+        self.shape, self.cfg, self.native = shape, cfg, native
+        self.zero = native["zero_optimization"]
+        self.world = topology.world_size
+        self.rank = topology.rank
+        self.ranks = shard_group_size(cfg, topology)
+        """Ranks that share one copy."""
+        self.compute, self.master = ITEMSIZE[precision.compute], ITEMSIZE[precision.master]
+        self.reduce, self.accumulate = ITEMSIZE[precision.reduce], ITEMSIZE[precision.accumulate]
+        self.micro = cfg.training.gradient_accumulation_steps
+        self.offloads = cfg.offload.optimizer == "cpu"
+        self.trainable = [parameter for parameter in shape.trainable if parameter.numel]
+        self.numel = sum(parameter.numel for parameter in self.trainable)
+
+    @cached_property
+    def groups(self) -> list[list[ParameterShape]]:
+        """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups
+        of their own.
+        """
+        from unishard.engine.optim.parameter_groups import groups_of
+
+        named = {parameter.name: parameter for parameter in self.trainable}
+        groups = [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]
+        parts = [
+            [each for each in group if each.kept(self.cfg.precision) is kept]
+            for kept in (False, True)
+            for group in groups
+        ]
+        return [part for part in parts if part]
+
+    def element(self, parameter: ParameterShape) -> int:
+        """Bytes of an element of a parameter as the model holds it."""
+        if parameter.kept(self.cfg.precision):
+            return ITEMSIZE["fp32"]
+        if fields.bare(self.cfg) or self.cfg.precision.compute == "fp32" or not parameter.floating:
+            return self.master if parameter.trainable else itemsize(parameter.dtype)
+        return self.compute
+
+    def whole_frozen(self) -> int:
+        """Bytes of the frozen parameters, each in full."""
+        return sum(parameter.numel * self.element(parameter) for parameter in self.shape.frozen)
+
+    def state(self, elements: Sequence[int]) -> int:
+        """Bytes of the optimizer state of tensors with these numbers of elements."""
+        optimizer = self.cfg.optimizer
+        tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
+        return sum(numel * tensors * self.master + rest for numel in elements)
+
+    def model_buffers(self) -> int:
+        """Bytes of the model's buffers after `prepare`."""
+        cast = self.cfg.precision.buffers
+        sizes = (
+            ITEMSIZE[cast] if cast != "keep" and each.floating else itemsize(each.dtype) for each in self.shape.buffers
+        )
+        return sum(buffer.numel * size for buffer, size in zip(self.shape.buffers, sizes, strict=True))
+
+    def everywhere(self, size: int) -> tuple[int, ...]:
+        """The same bytes beside each unit and the root."""
+        return (size,) * len(self.shape.by_unit)
+
+    def place(self, size: int) -> Bytes:
+        """Where what belongs to the optimizer is kept."""
+        return Bytes(host=size) if self.offloads else Bytes(size)
+
+    @abstractmethod
+    def footprint(self) -> Footprint:
+        """All of it."""
+
+    def done(self, size: int) -> Iterator[int]:
+        """Whole gradients of the units behind each unit, and of the root, which is the first in backward.
+
+        Args:
+            size: Bytes of an element.
+        """
+        sizes = [
+            sum(parameter.numel for parameter in unit if parameter.trainable) * size for unit in self.shape.by_unit
+        ]
+        for index in range(len(sizes)):
+            yield sum(sizes) if self.micro > 1 else sum(sizes[index + 1 :]) if index + 1 < len(sizes) else 0
+
+    def between_groups(self, numel: int, dtype: int) -> Iterator[Collective]:
+        """The average over groups that each hold a copy, once a step."""
+        if (groups := self.world // self.ranks) > 1:
+            yield Collective("all_reduce", "gradients", "step", numel * dtype, groups, self.ranks)

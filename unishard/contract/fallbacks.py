@@ -1,0 +1,202 @@
+"""The row of each field that a table of rules does not speak of: a tool has no key for it, or leaves it to your
+training script.
+
+A format, or an engine's arguments, write down only where they differ; `rows` fills in the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from unishard.config import Config, Logging, Profile, leaves
+from unishard.contract.field_rows import (
+    BUFFERS,
+    NO_FILES,
+    asked,
+    left_to_script,
+    no_key,
+    row,
+    saved_by_script,
+    started_elsewhere,
+    when_default,
+)
+from unishard.contract.loop_rules import NOT_FP16
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, unless
+
+__all__ = ["FALLBACKS", "noted", "rows"]
+
+
+def _belongs(note: str, *names: str) -> Rule:
+    """An argument that only some optimizers have."""
+    case = unless(
+        "another optimizer", lambda cfg: cfg.optimizer.name not in names, "the optimizer has no such argument"
+    )
+    return row(Fit.NEEDS_INPUT, SCRIPT, note, case)
+
+
+def _scheduled(case: str, holds: Callable[[Config], bool]) -> Rule:
+    return row(Fit.NEEDS_INPUT, SCRIPT, "build the learning rate schedule", unless(case, holds))
+
+
+def _scaled(path: str, note: str) -> Rule:
+    return row(Fit.NEEDS_INPUT, SCRIPT, note, NOT_FP16, when_default(path, "GradScaler's default"))
+
+
+def _no_warmup(cfg: Config) -> bool:
+    return not cfg.scheduler.warmup_steps
+
+
+def _endless(cfg: Config) -> bool:
+    return not cfg.scheduler.ends
+
+
+_IN_FP32 = unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", "everything is in fp32")
+_TIME = "affects only time and memory"
+_GROUPS = "parameter groups of the optimizer"
+_CHECK = "a check of collective calls by the training loop"
+_KEPT = "the tool keeps the newest or all: all are kept"
+_TRACES = "traces only; use torch.profiler"
+
+FALLBACKS: Mapping[str, Rule] = {
+    **{
+        path: left_to_script(note)
+        for path, note in {
+            "backend": "set up the engine",
+            "sharding.strategy": "shard the model",
+            "precision.compute": "compute in this dtype",
+            "precision.master": "load the model in this dtype",
+            "training.micro_batch_size": "batch_size of the DataLoader, for each rank",
+            "training.seed": "seed torch and the DataLoader",
+            "optimizer.name": "build the optimizer",
+            "optimizer.lr": "lr of the optimizer",
+            "optimizer.weight_decay": "weight_decay of the optimizer",
+        }.items()
+    },
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {
+            "sharding.group_size": "build a device mesh with groups of this size",
+            "sharding.reshard_after_forward": "pass it to fully_shard",
+            "sharding.units": "shard modules of these classes",
+            "sharding.conditional_modules": "leave modules of these classes out",
+            "precision.matmul": "call torch.set_float32_matmul_precision",
+            "precision.reduce": "reduce gradients in this dtype",
+            "precision.buffers": "cast the model's floating-point buffers before it is wrapped",
+            "offload.params": "offload the parameters",
+            "offload.optimizer": "offload the optimizer state",
+            "activation_checkpointing": "checkpoint the model's blocks",
+            "training.gradient_accumulation_steps": "accumulate gradients over micro-batches",
+            "training.gradient_clipping": "clip the gradient norm",
+            "training.last_window": "drop the batches that do not fill an accumulation window",
+            "optimizer.amsgrad": "amsgrad of the optimizer",
+            "optimizer.momentum": "momentum of the optimizer",
+            "optimizer.nesterov": "nesterov of the optimizer",
+            "optimizer.no_decay": _GROUPS,
+            "optimizer.groups": _GROUPS,
+            "compile.mode": "call torch.compile",
+            "compile.backend": "pass it to torch.compile",
+        },
+    ),
+    "precision.cast_inputs": row(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "cast only these inputs to the compute dtype",
+        _IN_FP32,
+        when_default("precision.cast_inputs"),
+    ),
+    "precision.keep_fp32": row(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "leave these parameters in fp32, and cast around their modules",
+        _IN_FP32,
+        unless(
+            "auto or empty",
+            lambda cfg: cfg.precision.keep_fp32 in ("auto", []),
+            "unless the class of the model names some",
+        ),
+    ),
+    "training.buffers": BUFFERS,
+    "training.nonfinite": row(
+        Fit.APPROXIMATE,
+        NO_KEY,
+        "updates with infinite or NaN gradients are made",
+        unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore"),
+    ),
+    **asked(
+        Fit.IGNORED,
+        NO_KEY,
+        {
+            "offload.pin_memory": f"{_TIME}; FSDP always pins",
+            "training.global_batch_size": "follows from the other sizes",
+        },
+    ),
+    **{
+        path: no_key(note)
+        for path, note in {
+            "communication.reduce_bucket_size": f"{_TIME}; FSDP reduces the gradients of a unit together",
+            "communication.prefetch_bucket_size": f"{_TIME}; FSDP gathers the next unit ahead",
+            "communication.overlap": f"{_TIME}; torch always overlaps",
+            "communication.desync_check": _CHECK,
+            "communication.desync_timeout": _CHECK,
+            "strict": "controls unishard's own report",
+        }.items()
+    },
+    **saved_by_script("your save function"),
+    **asked(Fit.APPROXIMATE, NO_KEY, {"checkpoint.keep_every": _KEPT, "checkpoint.keep_best": _KEPT}),
+    **{
+        path: no_key("affects only logs", lambda cfg: not cfg.logging.to, "nothing is logged")
+        for path, _ in leaves(Logging, "logging.")
+    },
+    **{path: no_key(_TRACES, lambda cfg: not cfg.profile.steps, "no steps") for path, _ in leaves(Profile, "profile.")},
+    **started_elsewhere(),
+    **asked(Fit.EQUIVALENT, NO_KEY, {"sharding.min_unit_params": "the same math with smaller units"}),
+    "precision.accumulate": row(
+        Fit.APPROXIMATE,
+        "none: the dtype of the master weights",
+        "gradients add up in the dtype of the master weights, which is more exact",
+        unless("that of master", lambda cfg: cfg.precision.accumulate == cfg.precision.master),
+    ),
+    "precision.loss_scale": _scaled(
+        "precision.loss_scale", "torch's GradScaler has only a dynamic scale; scale the loss yourself"
+    ),
+    "precision.initial_loss_scale": _scaled("precision.initial_loss_scale", "init_scale of torch's GradScaler"),
+    "precision.loss_scale_growth_interval": _scaled(
+        "precision.loss_scale_growth_interval", "growth_interval of torch's GradScaler"
+    ),
+    **asked(Fit.UNSUPPORTED, NO_KEY, {"offload.nvme_path": NO_FILES}),
+    "optimizer.betas": _belongs("betas of the optimizer", "adamw", "adam", "lion"),
+    "optimizer.eps": _belongs("eps of the optimizer", "adamw", "adam", "adagrad"),
+    "scheduler.name": _scheduled(
+        "constant without warmup", lambda cfg: cfg.scheduler.name == "constant" and _no_warmup(cfg)
+    ),
+    "scheduler.warmup_steps": _scheduled("0", _no_warmup),
+    "scheduler.warmup_type": _scheduled("no warmup", _no_warmup),
+    "scheduler.warmup_start_ratio": _scheduled("no warmup", _no_warmup),
+    "scheduler.delay_steps": _scheduled("0", lambda cfg: not cfg.scheduler.delay_steps),
+    "scheduler.total_steps": _scheduled("without an end", _endless),
+    "scheduler.min_lr_ratio": _scheduled("without an end", _endless),
+    "native": row(
+        Fit.APPROXIMATE,
+        NO_KEY,
+        "no key for settings of the engine itself; set them in your training script",
+        unless("nothing for the engine", lambda cfg: not cfg.native.get(cfg.backend)),
+    ),
+}
+"""By field."""
+
+
+def noted(notes: Mapping[str, str]) -> dict[str, Rule]:
+    """Fallbacks with a note that names what the tool itself has for it."""
+    return {path: FALLBACKS[path]._replace(note=note) for path, note in notes.items()}
+
+
+def rows(*own: Mapping[str, Rule], without: Collection[str] = ()) -> dict[str, Rule]:
+    """One row for each leaf of the config, in its order: a table's own, or the fallback.
+
+    Args:
+        own: Rows of the table; of two for one field, the last counts.
+        without: Fields that another table says.
+    """
+    found = dict(FALLBACKS) | {path: row for table in own for path, row in table.items()}
+    return {path: found[path] for path, _ in leaves(Config) if path not in without}
