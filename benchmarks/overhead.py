@@ -27,6 +27,7 @@ import unishard
 from unishard.distributed.process_group import device_of
 from unishard.engine.model.units import find_units
 from unishard.engine.optim.optimizers import factory
+from unishard.engine.resolve import resolve
 from unishard.failures.lifetime import ensure
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
@@ -147,15 +148,13 @@ def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
 
 
 def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
-    from unishard_deepspeed import build as building
     from unishard_deepspeed import start
     from unishard_deepspeed.private.reduction import reduce_units_by_parameter
 
     module, topology = build(model), ensure(unishard.Topology.from_environment())
     device, deepspeed = device_of(topology), start.load(topology)
-    units = [unit.name for unit in find_units(module, cfg.sharding)]
-    settings = building.completed(unishard.translate(cfg, topology=topology).native, module, units)
-    settings["gradient_clipping"] = CLIP
+    plan = resolve(module, cfg, topology, None, None, train=True)
+    settings = {**plan.engine.native, "gradient_clipping": CLIP}
     optimizer = factory(cfg.optimizer, module)(module.to(device).named_parameters())
     with start.quiet():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
