@@ -59,8 +59,8 @@ class TorchAdapter(EngineAdapter):
         reading the norm.
         """
         stepped, gradients = self._gradients()
-        norm = (self._total_norm(gradients) if self._norm is None else self._norm) / divisor
-        self._norm = None
+        norm, self._norm = self._norm, None
+        norm = (total_norm(gradients, self.device, copies=self._copies) if norm is None else norm) / divisor
         value, updated = HostRead(norm), True if self._steps_always else None
         on_device = updated is None and self._skip is not None and self._skip.possible(stepped, norm)
         if updated is None and not on_device:
@@ -79,14 +79,11 @@ class TorchAdapter(EngineAdapter):
         # Not `local`: a call for each parameter would count.
         return stepped, [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
 
-    def _total_norm(self, gradients: list[Tensor]) -> Tensor:
-        return total_norm(gradients, self.device, copies=self._copies)
-
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The norm of the gradients, which `update` uses again."""
         if self._norm is None:
-            self._norm = self._total_norm(self._gradients()[1])
+            self._norm = total_norm(self._gradients()[1], self.device, copies=self._copies)
         return self._norm
 
     def _step(self) -> None:
