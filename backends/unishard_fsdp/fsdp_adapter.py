@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
 from unishard_fsdp.parameter_usage import GatheredLeaves
 from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.private.released import forget_states
 from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.toggled_parameters import ToggledParameters
@@ -263,6 +265,11 @@ class FSDPAdapter(TorchAdapter):
         self._toggled.watch()
         if self._mixed:
             self._refresh_trainable()
+
+    def releasing(self) -> Callable[[], None]:
+        """Let torch forget that it has sharded the modules."""
+        PRIVATE_API["released-modules"].require()
+        return partial(forget_states, [*self.module.modules()])
 
     def close(self) -> None:
         """Remove the hooks from the model."""

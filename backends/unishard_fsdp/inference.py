@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from unishard.distributed.shards import Shard
 from unishard.engine.model.input_casts import cast_inputs
 from unishard_fsdp.clipping import local
 from unishard_fsdp.generation import gathering_in_generate
+from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.private.released import forget_states
 from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.unsharded import UnshardedModules, sharded_read
@@ -79,6 +82,11 @@ class FSDPInferenceAdapter(InferenceAdapter):
             if isinstance(module, FSDPModule):
                 module.reshard()
         self._unsharded.gather_again()
+
+    def releasing(self) -> Callable[[], None]:
+        """Let torch forget that it has sharded the modules."""
+        PRIVATE_API["released-modules"].require()
+        return partial(forget_states, [*self.module.modules()])
 
     def close(self) -> None:
         """Remove the input casts from the model; FSDP2's hooks stay with it."""

@@ -99,7 +99,7 @@ def test_what_an_engine_is() -> None:
         "unsharded",
         "windows",
         *("save", "load", "on_save", "wait", "export"),
-        *("set_boundary", "grad_norm", "state_dict", "load_weights", "weights", "routed"),
+        *("set_boundary", "grad_norm", "state_dict", "load_weights", "weights", "routed", "release"),
         *("ema", "is_main", "print", "rank", "world_size"),
     }
     assert Resumed._fields == ("path", "step", "epoch", "state", "notes")

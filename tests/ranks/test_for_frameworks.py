@@ -207,6 +207,44 @@ def seed(backend):
         return torch.equal(before, torch.get_rng_state())
 
 
+def again(backend, strategy, precision):
+    """Evaluated, trained, and trained on the other engine, with one model."""
+    data, other = own_share(2, "llama"), next(each for each in BACKENDS if each != backend)
+    cfg = {name: checked(name, strategy, precision=precision, activation_checkpointing="full") for name in BACKENDS}
+    with unishard.prepare(llama(), cfg[backend]) as engine:
+        expected = train(engine, data)
+        weights = engine.state_dict(all_ranks=True)
+    model = llama()
+    before = {name: type(module) for name, module in model.named_modules()}
+    with torch.no_grad():
+        loss = model(**data[0]).loss
+    engine = unishard.prepare(model, checked(backend, strategy), train=False)
+    engine.routed()
+    with torch.no_grad():
+        assert_close(engine(**data[0]).loss.cpu(), loss, rtol=1e-5, atol=0)
+    assert engine.release() is model
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.state_dict().keys() == weights.keys()
+    assert_close(model(**data[0]).loss, loss, rtol=1e-6, atol=0, check_device=False)
+    engine = unishard.prepare(model, cfg[backend])
+    assert [step.grad_norm for _, step in train(engine, data)] == [step.grad_norm for _, step in expected]
+    engine.release()
+    for name, value in model.state_dict().items():
+        assert value.cpu().equal(weights[name]), name
+    with unishard.prepare(model, cfg[other]) as engine:
+        found = train(engine, data)
+    with pytest.raises(unishard.ModelError, match=r"call engine.release\(\) on its engine in place of close"):
+        unishard.prepare(model, cfg[other])
+    fresh = llama()
+    fresh.load_state_dict(weights)
+    with unishard.prepare(fresh, cfg[other]) as engine:
+        assert [loss for loss, _ in train(engine, data)] == [loss for loss, _ in found]
+    if precision == "bf16":
+        rounded = unishard.prepare(llama(), cfg[backend], train=False)
+        assert "was rounded to bf16 by prepare(..., train=False)" in refused(rounded.release)
+        rounded.close()
+
+
 PAIRS = tuple((backend, strategy) for backend, strategy, _ in SPANNING)
 SCENARIOS = (
     *((windows, cell) for cell in SPANNING),
@@ -216,6 +254,7 @@ SCENARIOS = (
     *((merged, pair) for pair in PAIRS),
     *((empty_group, pair) for pair in PAIRS),
     *((seed, (backend,)) for backend in BACKENDS),
+    *((again, cell) for cell in SPANNING),
 )
 
 
@@ -268,3 +307,8 @@ def test_all_weights_go_out_and_in(cell, tmp_path):
     assert problems == other
     assert "model.norm.weight has the shape (3,), not" in problems
     assert "model.norm.weight is missing; pass weights of this model, or strict=False" in problems
+
+
+@pytest.mark.parametrize("cell", SPANNING, ids="-".join)
+def test_a_released_model_is_plain_and_can_be_prepared_again(cell):
+    of(again, *cell)

@@ -74,6 +74,14 @@ class InferenceAdapter(ABC):
     def close(self) -> None:
         """Release the engine's resources. Called once."""
 
+    def releasing(self) -> Callable[[], None]:
+        """What the modules need once the engine is closed, so that they can be sharded again.
+
+        Raises:
+            BackendError: They cannot.
+        """
+        return lambda: None
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `generate`; every rank makes the same number of forwards."""
         return self.module.generate(*args, **kwargs)  # type: ignore[operator]

@@ -77,6 +77,8 @@ class ModelPlan:
     """Whether they keep the outputs of costly operations."""
     compiled: Sequence[Unit]
     compile: Compile
+    plain: Any
+    """What its modules were before: `unishard.engine.model.plain_modules.PlainModules`."""
 
     @property
     def name(self) -> str:

@@ -32,7 +32,7 @@ from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.passes import Passes
-from unishard.engine.loop.routed import Routed
+from unishard.engine.loop.routed import RoutedCalls
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
@@ -118,7 +118,8 @@ class Engine:
         )
         self._checkpoints = SaveAndLoad(run)
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
-        self._routed = Routed(module, order, self)
+        self._routed = RoutedCalls(module, order, self)
+        self._plain = plan.model.plain
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -915,6 +916,36 @@ class Engine:
         )
 
     # -- the end -----------------------------------------------------------------------------------
+
+    def release(self) -> nn.Module:
+        """Close the engine, and make its model plain again, so that it can be used or prepared once more. Collective.
+
+        For a model that is evaluated and then trained, or trained in two runs. Every rank gets the full weights, in
+        host memory: those that trained in `precision.master`, the others as they are. Hooks and methods that the model
+        got after `prepare` are removed.
+
+        Returns:
+            The model.
+
+        Raises:
+            BackendError: This torch lacks a private name that FSDP2 needs for it.
+            ContractError: `train=False` has rounded the weights to `precision.compute`; or inside an accumulation
+                window, or on a closed engine.
+        """
+        self._order.require_boundary("release")
+        self._order.require_no_graph("release")
+        plain, rounded = self._plain, self._weights.rounded(self._plain.dtypes)
+        if rounded is not None:
+            raise ContractError(
+                f"release: {rounded} was rounded to {self._precision.compute} by prepare(..., train=False), and what "
+                "it was is lost; build the model again, or prepare it with precision: fp32"
+            )
+        forget, weights = self._adapter.releasing(), self._weights.state_dict(None, all_ranks=True)
+        module = self.module
+        self._close(None)
+        plain.restore(weights)
+        forget()
+        return module
 
     def close(self) -> None:
         """Release the engine's resources. A second call does nothing; any other use afterwards is an error."""

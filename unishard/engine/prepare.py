@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.model import activation_checkpointing, batch_norm, compilation, kept_fp32, materialization, matmul
 from unishard.engine.model.dtypes import cast_model
+from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.optim import stepping
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.resolve import Fingerprint, fingerprint_of, resolve
@@ -34,9 +34,6 @@ from unishard.failures.endings import naming_causes
 from unishard.observe.expected_memory import ExpectedMemory
 
 __all__ = ["prepare"]
-
-_prepared: WeakSet[nn.Module] = WeakSet()
-"""Models that were sharded in place, and their modules; this is possible only once."""
 
 
 def prepare(
@@ -129,7 +126,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
     materialization.check(model, train=trains)
     matmul.apply(planned.precision)
     kept_fp32.mark(model, planned.kept)
-    _prepared.update(model.modules())
+    PREPARED.update(model.modules())
     cast_model(model, planned.precision, train=trains)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and
     # gathers once.
@@ -200,12 +197,15 @@ def _require_new(model: nn.Module) -> None:
     Raises:
         ModelError: It was prepared, or a part of it with parameters was.
     """
-    if model in _prepared:
-        raise ModelError(f"this {type(model).__name__} was already prepared; build a new model and prepare it once")
+    if model in PREPARED:
+        raise ModelError(
+            f"this {type(model).__name__} was already prepared; call engine.release() on its engine in place of "
+            "close(), which makes it plain again, or build a new model"
+        )
     shared = (
         f"module {name}"
         for name, module in model.named_modules()
-        if module in _prepared and any(True for _ in module.parameters())
+        if module in PREPARED and any(True for _ in module.parameters())
     )
     tied = (f"parameter {name}" for name, parameter in model.named_parameters() if stepping.is_marked(parameter))
     if part := next(chain(shared, tied), None):

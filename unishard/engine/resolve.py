@@ -27,6 +27,7 @@ from unishard.engine.model import (
 )
 from unishard.engine.model.empty_parameters import freeze_empty
 from unishard.engine.model.facts import description_of, facts_of
+from unishard.engine.model.plain_modules import PlainModules
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.engine.optim import optimizers
@@ -112,6 +113,7 @@ def resolve(
             selective=cfg.activation_checkpointing == "selective",
             compiled=compiled,
             compile=cfg.compile,
+            plain=PlainModules(model),
         ),
         optimizer=setup,
         loop=cfg.training,

@@ -57,6 +57,14 @@ PRIVATE_API = by_name(
         until="2.15",
     ),
     PrivateApi(
+        name="released-modules",
+        case="engine.release()",
+        names=("torch.distributed._composable_state:_module_state_mapping",),
+        versions=_RUN,
+        link="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable_state.py#L11",
+        instead="build the model again, and load its weights with engine.load_weights",
+    ),
+    PrivateApi(
         name="conditional-modules",
         case="sharding.conditional_modules with a sharded strategy",
         names=(

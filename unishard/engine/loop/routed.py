@@ -15,13 +15,13 @@ from torch import nn
 from unishard.engine.loop.call_order import CallOrder
 from unishard.errors import ContractError
 
-__all__ = ["Routed"]
+__all__ = ["RoutedCalls"]
 
 _SHARDED = "FSDP"
 """Prefix of the class that `fully_shard` gives a module (torch 2.13)."""
 
 
-class Routed:
+class RoutedCalls:
     """Sends calls of a model to its engine until it is closed."""
 
     def __init__(self, module: nn.Module, order: CallOrder, run: Callable[..., Any]) -> None:

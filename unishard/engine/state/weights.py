@@ -48,6 +48,11 @@ class Weights:
                 found[name] = _cast(full, chosen).cpu()
         return found | {name: found[first] for name, first in self._tensors.ties().items() if keeps}
 
+    def rounded(self, dtypes: Mapping[str, torch.dtype]) -> str | None:
+        """A weight that the engine keeps in fewer bytes than these dtypes have; None if there is none."""
+        held = ((name, self._adapter.master_shard(self._tensors.named[name]).values) for name in dtypes)
+        return next((name for name, values in held if values.itemsize < dtypes[name].itemsize), None)
+
     @torch.no_grad()
     def load(self, source: Mapping[str, Tensor] | str | Path | None, *, strict: bool) -> None:
         """Replace weights and buffers by rank 0's."""
