@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from playing import config, curve, own_share, prepare, train
+from harness import config, curve, own_share, prepare, train
 
 from unishard.testing import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cells import BACKENDS, races
-from playing import checked, config, my_rank, own_share, prepare, train
+from harness import checked, config, my_rank, own_share, prepare, train
 
 import unishard
 from unishard.checkpoint import finding

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import BACKENDS, races
-from playing import config, curve, my_rank, own_share, prepare, train
+from harness import config, curve, my_rank, own_share, prepare, train
 
 import unishard
 from unishard.distributed import agreement, devices
@@ -22,7 +22,7 @@ from unishard.testing.models import MODELS, batch
 PLAIN = {"CUDA_VISIBLE_DEVICES": ""}
 SCRIPT = """
 import sys, torch
-from playing import config, curve, own_share, prepare, train
+from harness import config, curve, own_share, prepare, train
 with prepare(config(sys.argv[1])) as engine:
     found = curve(train(engine, own_share(2)))
     print("found", engine.device, torch.cuda.device_count(), list(found.losses))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cells import OFFLOADS, WINDOWS
+from harness import config, own_share, prepare, train
 from planting import noticed, without
-from playing import config, own_share, prepare, train
 
 from unishard.checkpoint.background import Background
 from unishard.data import batches

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from playing import config, own_share, prepare
+from harness import config, own_share, prepare
 
 from unishard.testing import run_ranks
 

@@ -1,11 +1,19 @@
-"""Ends a run with the worst cells of the conformance suite."""
+"""A folder for what ranks save; ends a run with the worst cells of the conformance suite."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 _CELL = re.compile(r"\[(?P<backend>[a-z0-9_]+)-(?P<cell>.*-(?P<precision>fp32|bf16|fp16)-\dranks)\]$")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 import typer
 from full_disk import Outcome, fill
-from intercepting import Event, Interception
+from harness.faults import Event, Interception
 from small_saves import (
     NEW,
     NEXT,

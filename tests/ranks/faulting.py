@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from playing import checked as config
-from playing import my_rank, own_share
+from harness import checked as config
+from harness import my_rank, own_share
 
 import unishard
 from unishard.checkpoint import finding, manifest, saving

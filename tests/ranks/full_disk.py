@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from intercepting import Event, Interception
+from harness.faults import Event, Interception
 from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, found_wrong, kept, left_wrong, snapshot, start
 
 from unishard.checkpoint import finding

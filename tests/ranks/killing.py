@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from faults.fault import WARNING
+from harness import WARNING
 
 from unishard.checkpoint import finding, manifest
 from unishard.checkpoint.verifying import damaged

@@ -8,14 +8,13 @@ from functools import cache
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, prepare, values
+from harness import BACKENDS, SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, prepare, values
 from recording import Recorder
 from torch import nn
 from torch.nn import functional
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS, MlpOutput
 
 EXTRAS = {

@@ -6,12 +6,11 @@ import copy
 
 import pytest
 import torch
-from playing import STRATEGIES, config, error, own_share, play, prepare, train, values
+from harness import BACKENDS, STRATEGIES, config, error, own_share, play, prepare, train, values
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
 
 

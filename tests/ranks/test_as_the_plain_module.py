@@ -8,10 +8,9 @@ from functools import cache
 
 import pytest
 import torch
-from playing import config, my_rank, play, values
+from harness import BACKENDS, config, my_rank, play, values
 
 import unishard
-from unishard.testing.cells import BACKENDS
 
 UPDATES, RATE = 3, 0.1
 

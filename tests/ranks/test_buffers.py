@@ -9,13 +9,12 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from playing import STRATEGIES, config, heard, my_rank, play, values
+from harness import BACKENDS, STRATEGIES, config, heard, my_rank, play, values
 from recording import Countable, Recorder
 from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput
 
 WORLD = 2

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from playing import play, values
+from harness import BACKENDS, play, values
 
 from benchmarks.calls import BLOCKS, STRATEGIES, count
 from unishard.failures import collective_check
-from unishard.testing.cells import BACKENDS
 
 MARGIN = 1.05
 CELLS = tuple((backend, strategy, blocks) for backend in BACKENDS for strategy in STRATEGIES for blocks in BLOCKS)

@@ -8,11 +8,10 @@ import warnings
 
 import pytest
 import torch
-from playing import STRATEGIES, config, error, play, values
+from harness import BACKENDS, STRATEGIES, config, error, play, values
 from torch import nn
 
 import unishard
-from unishard.testing.cells import BACKENDS
 
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 SPANNING = CELLS[:4:3] + CELLS[4:]

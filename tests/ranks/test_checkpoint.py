@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, in_turn, my_rank, on_ranks, own_share, play, prepare, refused, train, values
+from harness import BACKENDS, config, in_turn, my_rank, on_ranks, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.nn import functional
 
 import unishard
 from unishard.checkpoint import finding, manifest
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
 ADAMW = {"name": "adamw", "lr": 1e-2}

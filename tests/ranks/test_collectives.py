@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from playing import STRATEGIES, play, values
-from playing import checked as config
+from harness import BACKENDS, STRATEGIES, play, values
+from harness import checked as config
 from recording import (
     ACCUMULATION,
     BLOCK,
@@ -24,7 +24,6 @@ from recording import TABLE as TABLE_OF_EMBEDDINGS
 from unishard import Topology
 from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
-from unishard.testing.cells import BACKENDS
 
 NO_PREFETCH = {"communication": {"prefetch_bucket_size": 0}}
 ALL_AHEAD = {"communication": {"prefetch_bucket_size": 50_000_000}}

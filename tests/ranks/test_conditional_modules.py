@@ -6,12 +6,11 @@ import warnings
 
 import pytest
 import torch
-from playing import STRATEGIES, config, error, my_rank, play, values
+from harness import BACKENDS, STRATEGIES, config, error, my_rank, play, values
 
 import unishard
 from unishard.config import Sharding
 from unishard.engine.model.units import find_units
-from unishard.testing.cells import BACKENDS
 from unishard.testing.features.conditional import Mixture, Pictures
 
 MODELS = {"Mixture": Mixture, "Pictures": Pictures}

@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from playing import (
+from harness import (
+    BACKENDS,
     SPANNING,
     STRATEGIES,
     config,
@@ -24,7 +25,6 @@ from playing import (
 
 import unishard
 from unishard.testing import conformance, oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
 
 # -- training --------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from crashing import GRACE, MEMORY, Harness, spanning
-from intercepting import Event, Interception
-from playing import config, everyones, my_rank, own_share, prepare, train
+from harness import config, everyones, my_rank, own_share, prepare, train
+from harness.faults import Event, Interception
 from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
 
 import unishard

@@ -7,11 +7,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from playing import checked as config
-from playing import curve, own_share, prepare, train
+from harness import BACKENDS, curve, own_share, prepare, train
+from harness import checked as config
 
 from unishard.testing import run_ranks
-from unishard.testing.cells import BACKENDS
 from unishard_fsdp.host_optimizer import HostCopies
 
 pytestmark = pytest.mark.gpu

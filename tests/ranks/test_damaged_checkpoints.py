@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, curve, my_rank, own_share, play, refused, train, values
+from harness import BACKENDS, config, curve, my_rank, own_share, play, refused, train, values
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import StepLR
 
 import unishard
 from unishard.checkpoint import manifest, metadata, shard_index
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import mlp
 
 WEIGHT, MOMENT = "model.inp.weight", "optim.state.inp.weight.exp_avg"

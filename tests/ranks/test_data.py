@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from playing import play, values
+from harness import play, values
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from harness import config, own_share, prepare, train
 from hypothesis import given
 from hypothesis import strategies as st
-from playing import config, own_share, prepare, train
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard

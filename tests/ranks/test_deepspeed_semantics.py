@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from playing import MICRO_BATCH, play, values
+from harness import MICRO_BATCH, play, values
 
 import unishard
 from unishard.config.topology import Topology

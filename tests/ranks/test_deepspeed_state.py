@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_optimizer_state
-from playing import config, error, own_share, play, values
+from harness import config, error, own_share, play, values
 from torch import nn
 from torch.nn import functional
 

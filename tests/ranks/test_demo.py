@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from forking import completed, in_a_fork
-from playing import run_script
+from harness import run_script
 from rich.console import Console
 from rich.status import Status
 

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from playing import checked as config
-from playing import heard, own_share, play, prepare, train
+from harness import BACKENDS, heard, own_share, play, prepare, train
+from harness import checked as config
 
 from unishard.failures import collective_check
 from unishard.failures.digest_exchange import DigestExchange
 from unishard.testing import RankFailure, run_ranks
-from unishard.testing.cells import BACKENDS
 
 LIMIT = 10.0
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from playing import SPANNING, config, curve, everyones, own_share, play, values
+from harness import SPANNING, config, curve, everyones, own_share, play, values
 from torch.nn import functional
 
 import unishard

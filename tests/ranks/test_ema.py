@@ -5,11 +5,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import config, everyones, heard, in_turn, on_ranks, own_share, play, prepare, refused, train, values
+from harness import (
+    BACKENDS,
+    config,
+    everyones,
+    heard,
+    in_turn,
+    on_ranks,
+    own_share,
+    play,
+    prepare,
+    refused,
+    train,
+    values,
+)
 from safetensors.torch import load_file
 
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import mlp
 
 DECAY = 0.8

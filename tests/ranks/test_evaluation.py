@@ -7,11 +7,22 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from conforming import MICRO_BATCHES, configured
-from playing import STRATEGIES, checked, config, error, own_share, play, prepare, train, values
+from harness import (
+    BACKENDS,
+    MICRO_BATCHES,
+    STRATEGIES,
+    checked,
+    config,
+    configured,
+    error,
+    own_share,
+    play,
+    prepare,
+    train,
+    values,
+)
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import batch, llama
 
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from playing import STRATEGIES, config, my_rank, play, values
+from harness import BACKENDS, STRATEGIES, config, my_rank, play, values
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,7 +18,6 @@ from unishard.checkpoint.export.online import export
 from unishard.checkpoint.export.sources import sources_of, tensors_of
 from unishard.distributed.lazy_shards import lazy_shard_of
 from unishard.distributed.shards import Shard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import llama
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from counting import begin, counted, peak_of
-from playing import PRECISIONS, SPANNING, STRATEGIES, config, heard, play, values
+from harness import BACKENDS, PRECISIONS, SPANNING, STRATEGIES, config, heard, play, values
 from recording import ACCUMULATION, Countable
 from test_collectives import OPTIONS, TABLE
 from torch import nn
@@ -20,7 +20,6 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
-from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import MODELS, batch, llama
 from unishard.tools.plan.candidates import candidate_of

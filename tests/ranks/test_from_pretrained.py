@@ -12,11 +12,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from playing import config, error, my_rank, own_share, play, train, values
-from playing import refused as refused_by
+from harness import BACKENDS, config, error, my_rank, own_share, play, train, values
+from harness import refused as refused_by
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
 
 _kept = []

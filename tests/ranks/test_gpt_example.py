@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 
 import pytest
-from playing import run_script
+from harness import run_script
 from ruamel.yaml import YAML
 
 import unishard

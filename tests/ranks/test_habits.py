@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
+from harness import BACKENDS, error, heard, own_share, play, prepare, train, values
+from harness import checked as config
 from mistakes.habits import ACCUMULATION, clip_each_micro_batch
-from playing import checked as config
-from playing import error, heard, own_share, play, prepare, train, values
 from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import mlp
 
 SEEN = (("fsdp", "shard_grad_op"), ("fsdp", "full_shard"))

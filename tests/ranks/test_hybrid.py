@@ -9,15 +9,26 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from conforming import ACCUMULATION, MICRO_BATCHES, assert_conforms, configured
-from playing import curve, everyones, my_rank, own_share, play, train, values
+from harness import (
+    ACCUMULATION,
+    BACKENDS,
+    MICRO_BATCHES,
+    assert_conforms,
+    configured,
+    curve,
+    everyones,
+    my_rank,
+    own_share,
+    play,
+    train,
+    values,
+)
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 from test_options import routing
 from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
 from unishard_deepspeed.private.master_weights import master_tensors

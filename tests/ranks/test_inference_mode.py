@@ -5,11 +5,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conforming import MICRO_BATCHES, assert_conforms, configured, tolerance, windows
-from playing import SPANNING, curve, own_share, play, prepare, train, values
+from harness import (
+    BACKENDS,
+    MICRO_BATCHES,
+    SPANNING,
+    assert_conforms,
+    configured,
+    curve,
+    own_share,
+    play,
+    prepare,
+    tolerance,
+    train,
+    values,
+    windows,
+)
 
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import mlp
 
 

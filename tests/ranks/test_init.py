@@ -11,13 +11,12 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from playing import SPANNING, config, own_share, play, train, values
+from harness import BACKENDS, SPANNING, config, own_share, play, train, values
 from torch import nn
 
 import unishard
 from unishard.failures import lifetime
 from unishard.testing import run_ranks
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, llama, mlp
 
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from playing import STRATEGIES, config, my_rank, play, values
+from harness import BACKENDS, STRATEGIES, config, my_rank, play, values
 from torch import nn
 
 import unishard
 from unishard.distributed.nested_tensors import cast
-from unishard.testing.cells import BACKENDS
 
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)

@@ -6,12 +6,11 @@ import os
 
 import pytest
 import torch.distributed as dist
-from playing import checked as config
-from playing import own_share, prepare, train
+from harness import BACKENDS, own_share, prepare, train
+from harness import checked as config
 
 import unishard
 from unishard.testing import run_ranks
-from unishard.testing.cells import BACKENDS
 
 pytestmark = pytest.mark.ranks
 

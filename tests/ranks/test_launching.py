@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import launched_training
 import pytest
-from faults.fault import WARNING
 from forking import in_a_fork
+from harness import WARNING
 
 from unishard.cli import app
 from unishard.testing import run_ranks

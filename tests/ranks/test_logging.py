@@ -10,14 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from playing import config, in_turn, my_rank, on_ranks, own_share, prepare, raised, refused, train
+from harness import BACKENDS, config, in_turn, my_rank, on_ranks, own_share, prepare, raised, refused, train
 
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
 from unishard.observe.destinations import table
 from unishard.observe.throughput import flops_per_token
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MODELS
 
 everywhere = pytest.mark.parametrize("backend", BACKENDS)

@@ -7,14 +7,13 @@ from functools import cache
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, train, values
+from harness import BACKENDS, SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, train, values
 from recording import Recorder
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import unishard
 from unishard.engine.model.facts import facts_of
-from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp
 

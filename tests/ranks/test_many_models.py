@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, my_rank, own_share, play, prepare, train, values
+from harness import BACKENDS, SPANNING, STRATEGIES, config, my_rank, own_share, play, prepare, train, values
 from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, mlp
 
 UPDATES, ACCUMULATION, CLIP = 4, 2, 0.3

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import mistakes  # noqa: F401  # its modules fill the list
 import pytest
+from harness import BACKENDS, error, play, values
 from mistakes.mistake import ELSEWHERE, MISTAKES, OUTCOMES, Mistake
-from playing import error, play, values
-
-from unishard.testing.cells import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 IN_TURNS = [(BACKENDS[(number + number // 2) % 2], mistake) for number, mistake in enumerate(MISTAKES)]

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from playing import SPANNING, STRATEGIES, config, curve, heard, play, train, values
+from harness import BACKENDS, SPANNING, STRATEGIES, config, curve, heard, play, train, values
 from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 
 SIZE, TURNS, WORLD = 2, 3, 2

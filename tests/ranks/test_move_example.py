@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from playing import run_script
+from harness import run_script
 from transformers import AutoModelForCausalLM
 
 from unishard.checkpoint.tensor_reader import Tensors

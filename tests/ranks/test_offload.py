@@ -8,14 +8,29 @@ from unittest import mock
 
 import pytest
 import torch
-from conforming import ACCUMULATION, MICRO_BATCHES, assert_conforms, configured, tolerance, windows
-from playing import PRECISIONS, curve, error, everyones, my_rank, own_share, play, train, values
+from harness import (
+    ACCUMULATION,
+    BACKENDS,
+    MICRO_BATCHES,
+    PRECISIONS,
+    assert_conforms,
+    configured,
+    curve,
+    error,
+    everyones,
+    my_rank,
+    own_share,
+    play,
+    tolerance,
+    train,
+    values,
+    windows,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import MlpOutput, mlp
 from unishard_deepspeed.private.master_weights import master_tensors
 

@@ -7,14 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from conforming import assert_conforms
-from playing import STRATEGIES, config, curve, error, everyones, own_share, play, train, values
+from harness import (
+    BACKENDS,
+    STRATEGIES,
+    assert_conforms,
+    config,
+    curve,
+    error,
+    everyones,
+    own_share,
+    play,
+    train,
+    values,
+)
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import MODELS, MlpOutput, mlp
 

@@ -10,15 +10,30 @@ from functools import cache
 
 import pytest
 import torch
-from conforming import ACCUMULATION, MICRO_BATCHES, assert_conforms, configured, tolerance, windows
-from playing import PRECISIONS, SPANNING, STRATEGIES, curve, own_share, play, prepare, train, values
+from harness import (
+    ACCUMULATION,
+    BACKENDS,
+    MICRO_BATCHES,
+    PRECISIONS,
+    SPANNING,
+    STRATEGIES,
+    assert_conforms,
+    configured,
+    curve,
+    own_share,
+    play,
+    prepare,
+    tolerance,
+    train,
+    values,
+    windows,
+)
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import unishard
 from unishard.testing import conformance, oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import TOLERANCES, Tolerance
 from unishard.testing.models import MlpOutput, batch, mlp
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import config, my_rank, on_ranks
+from harness import config, my_rank, on_ranks
 from torch import nn
 from torch.nn import functional
 

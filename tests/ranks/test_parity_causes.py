@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from playing import MICRO_BATCH, config, my_rank, play, values
+from harness import BACKENDS, MICRO_BATCH, config, my_rank, play, values
 from torch.nn import functional
 
 import unishard
 from unishard.config.nested import merge
 from unishard.contract.tolerances import TOLERANCES
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import batch, mlp
 from unishard.tools.compare.golden import ComparedRun, facts_of
 from unishard.tools.compare.modules import first_module, modules_in

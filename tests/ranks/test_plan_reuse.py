@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from playing import config, own_share, play, prepare, train, values
+from harness import BACKENDS, config, own_share, play, prepare, train, values
 
 from unishard.checkpoint import planning
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.testing.cells import BACKENDS
 
 
 def saved(backend, where, background):

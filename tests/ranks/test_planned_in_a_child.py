@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from playing import config, heard, own_share, play, prepare, refused, train, values
+from harness import config, heard, own_share, play, prepare, refused, train, values
 from small_saves import content_of, snapshot, start
 
 from unishard.checkpoint import finding, plan_cache

@@ -7,12 +7,11 @@ from collections import UserDict
 
 import pytest
 import torch
-from playing import STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
+from harness import BACKENDS, STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, llama, mlp
 
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)

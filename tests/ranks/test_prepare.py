@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from playing import (
+from harness import (
+    BACKENDS,
     SPANNING,
     STRATEGIES,
     config,
@@ -30,7 +31,6 @@ from torch import nn
 import unishard
 from unishard.contract import registry
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, mlp
 
 # -- what trains -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from playing import config, in_turn, on_ranks, own_share, prepare, train
+from harness import config, in_turn, on_ranks, own_share, prepare, train
 
 
 @pytest.fixture(scope="module")

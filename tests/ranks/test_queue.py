@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from playing import STRATEGIES, own_share, play, prepare, refused, values
-from playing import checked as config
+from harness import BACKENDS, STRATEGIES, own_share, play, prepare, refused, values
+from harness import checked as config
 from waiting import Wait, Waits
-
-from unishard.testing.cells import BACKENDS
 
 WARM_UP, WATCHED = 11, 10
 """Updates: the first ones look closer at what the script does, and so does every tenth."""

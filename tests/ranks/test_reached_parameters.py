@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import checked, error, my_rank, play, values
+from harness import checked, error, my_rank, play, values
 from torch import nn
 from torch.nn import functional
 

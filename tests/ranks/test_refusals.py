@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import config, error, my_rank, play, prepare
+from harness import BACKENDS, config, error, my_rank, play, prepare
 from torch import nn
 
 import unishard
 from unishard.contract import registry
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import Mlp, mlp
 
 

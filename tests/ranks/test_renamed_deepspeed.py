@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from playing import config, my_rank, play, refused, values
+from harness import config, my_rank, play, refused, values
 from renaming import renamed
 from torch import nn
 from torch.nn import functional

@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from conforming import MICRO_BATCHES, assert_conforms, configured, windows
-from playing import curve, own_share, play, refused, train, values
+from harness import MICRO_BATCHES, assert_conforms, configured, curve, own_share, play, refused, train, values, windows
 from renaming import renamed
 from torch import nn
 from torch.nn import functional

@@ -8,12 +8,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from conforming import ACCUMULATION, configured
-from playing import config, curve, error, own_share, play, train, values
+from harness import ACCUMULATION, BACKENDS, config, configured, curve, error, own_share, play, train, values
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.conformance import compare
 from unishard.testing.models import batch, mlp
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch.distributed as dist
-from playing import checked as config
-from playing import own_share, prepare, train
+from harness import checked as config
+from harness import own_share, prepare, train
 
 import unishard
 from unishard.testing import run_ranks

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from playing import STRATEGIES, config, own_share, play, train, values
+from harness import STRATEGIES, config, own_share, play, train, values
 
 import unishard
 from unishard.engine.state import restore

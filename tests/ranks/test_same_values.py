@@ -7,10 +7,9 @@ import re
 
 import pytest
 import torch
-from playing import checked, my_rank, play, prepare, values
+from harness import BACKENDS, checked, my_rank, play, prepare, values
 
 from unishard.errors import RankMismatchError
-from unishard.testing.cells import BACKENDS
 from unishard.testing.models import batch
 
 EARLY, LATE = 3, 13

@@ -6,8 +6,25 @@ from functools import cache
 
 import pytest
 import torch
-from conforming import ACCUMULATION, MICRO_BATCHES, UPDATES, assert_conforms, configured, tolerance, windows
-from playing import SPANNING, config, curve, error, everyones, own_share, play, prepare, train, values
+from harness import (
+    ACCUMULATION,
+    MICRO_BATCHES,
+    SPANNING,
+    UPDATES,
+    assert_conforms,
+    config,
+    configured,
+    curve,
+    error,
+    everyones,
+    own_share,
+    play,
+    prepare,
+    tolerance,
+    train,
+    values,
+    windows,
+)
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional

@@ -7,13 +7,11 @@ import weakref
 from collections import Counter
 
 import pytest
-from playing import play, values
+from harness import BACKENDS, play, values
 from soak.life import live
 from soak.plan import STRATEGIES, Segment, draw
 from soak.run import deviation
 from soak.usage import ROOM, WARM, Usage, grown, usage
-
-from unishard.testing.cells import BACKENDS
 
 pytestmark = pytest.mark.ranks
 

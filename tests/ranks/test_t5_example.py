@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from forking import completed
-from playing import run_script
+from harness import run_script
 
 from unishard.testing import run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import heard, on_ranks
+from harness import heard, on_ranks
 
 import unishard
 from unishard.contract import tested_versions

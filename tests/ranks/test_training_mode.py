@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from playing import config, heard, in_turn, on_ranks
+from harness import config, heard, in_turn, on_ranks
 from torch import nn
 
 import unishard

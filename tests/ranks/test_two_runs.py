@@ -17,13 +17,12 @@ import launched_training
 import pytest
 import torch.distributed as dist
 from forking import in_a_fork
-from playing import config, own_share, prepare, refused, train
+from harness import BACKENDS, config, own_share, prepare, refused, train
 
 from unishard.checkpoint import finding, lease, manifest
 from unishard.checkpoint.verifying import damaged
 from unishard.distributed.processes import machine, started
 from unishard.testing import run_ranks
-from unishard.testing.cells import BACKENDS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not machine(), reason="needs /proc")]
 NODE = {"owner": "b" * 16, "run": "1f3a9c2e", "host": "node7", "since": "noon"}

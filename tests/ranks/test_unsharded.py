@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from playing import config, play, values
+from harness import BACKENDS, config, play, values
 from torch import Tensor, nn
 from torch.nn import functional
 
 import unishard
 from unishard.testing import oracle
-from unishard.testing.cells import BACKENDS
 
 WINDOW, UPDATES, WORDS = 2, 2, 17
 OPTIMIZER = {"name": "sgd", "lr": 0.02, "momentum": 0.9}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import STRATEGIES, config, error, my_rank, play, values
+from harness import STRATEGIES, config, error, my_rank, play, values
 from torch import nn
 from torch.nn import functional
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from playing import config, everyones, in_turn, my_rank, on_ranks, play, prepare, refused, values
+from harness import config, everyones, in_turn, my_rank, on_ranks, play, prepare, refused, values
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm

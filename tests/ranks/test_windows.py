@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from playing import STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
+from harness import BACKENDS, STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
 from recording import Recorder
 
 import unishard
-from unishard.testing.cells import BACKENDS
 
 # -- num_items -------------------------------------------------------------------------------------
 

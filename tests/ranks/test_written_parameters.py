@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from playing import STRATEGIES, config, my_rank, play, refused, values
+from harness import BACKENDS, STRATEGIES, config, my_rank, play, refused, values
 from torch import nn
 
 import unishard
-from unishard.testing.cells import BACKENDS
 
 WORLD = 2
 CELLS = tuple((backend, strategy, "fp32") for backend in BACKENDS for strategy in STRATEGIES[1:]) + tuple(

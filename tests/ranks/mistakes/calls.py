@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from playing import checked as config
-from playing import own_share, prepare
+from harness import checked as config
+from harness import own_share, prepare
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader

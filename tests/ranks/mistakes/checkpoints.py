@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from playing import checked as config
-from playing import my_rank, own_share, prepare, train
+from harness import checked as config
+from harness import my_rank, own_share, prepare, train
 
 from mistakes.mistake import elsewhere, mistake
 from unishard.checkpoint import finding, manifest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from playing import config
+from harness import config
 from ruamel.yaml import YAML
 from torch import nn
 

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
-from playing import checked as config
-from playing import prepare
+from harness import checked as config
+from harness import prepare
 from torch import nn
 
 import unishard

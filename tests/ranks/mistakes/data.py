@@ -7,8 +7,8 @@ import itertools
 import warnings
 from contextlib import contextmanager
 
-from playing import checked as config
-from playing import my_rank, prepare
+from harness import checked as config
+from harness import my_rank, prepare
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 

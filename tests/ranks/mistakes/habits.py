@@ -9,8 +9,8 @@ import io
 import tempfile
 
 import torch
-from playing import STRATEGIES, curve, own_share, prepare, train
-from playing import checked as config
+from harness import STRATEGIES, curve, own_share, prepare, train
+from harness import checked as config
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import unishard

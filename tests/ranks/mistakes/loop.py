@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from playing import checked as config
-from playing import own_share, prepare, train
+from harness import checked as config
+from harness import own_share, prepare, train
 
 from mistakes.mistake import mistake
 

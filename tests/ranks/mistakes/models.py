@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from playing import STRATEGIES, own_share, prepare
-from playing import checked as config
+from harness import STRATEGIES, own_share, prepare
+from harness import checked as config
 from torch import nn
 from torch.nn import functional
 

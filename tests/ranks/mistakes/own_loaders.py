@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from playing import checked as config
-from playing import my_rank, prepare
+from harness import checked as config
+from harness import my_rank, prepare
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import unishard

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from playing import checked as config
-from playing import my_rank
+from harness import checked as config
+from harness import my_rank
 
 import unishard
 from mistakes.mistake import elsewhere, mistake

@@ -1,18 +1,18 @@
-"""Stands between a process and the disk, and between a rank and the others, wherever a save may be cut off."""
+"""What goes wrong, and the points where it can: between a process and the disk, between a rank and the others, wherever a
+save may be cut off."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-
-__all__ = ["Event", "Interception"]
 
 _COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 """What `unishard.distributed.on_ranks` and torch.distributed.checkpoint (torch 2.13, checkpoint/utils.py) speak
@@ -30,6 +30,27 @@ _AREAS = {
     r"(^|/)\.tmp-[^/]*$": "directory",
     r"assets": "assets",
 }
+
+
+def stopped(what: BaseException) -> Callable[..., Any]:
+    """A function that raises, in place of one that is called at a point."""
+
+    def stop(*arguments: Any, **named: Any) -> Any:
+        raise what
+
+    return stop
+
+
+def killing(victims: Sequence[int]) -> Callable[[], None]:
+    """What kills these ranks. Collective."""
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+
+    def kill() -> None:
+        for victim in victims:
+            os.kill(pids[victim], signal.SIGKILL)
+
+    return kill
 
 
 class Event(NamedTuple):

@@ -1,0 +1,9 @@
+"""Starts ranks, trains something tiny, lets something go wrong at a point, and judges what came of it.
+
+A test in the ranks is a function with asserts under `in_ranks`; what it returns is looked at by nobody. Faults, and
+the points where they come, are in `harness.faults`; ranks that end as scripts end in `harness.scripts`.
+"""
+
+from harness.judging import *  # noqa: F403
+from harness.starting import *  # noqa: F403
+from harness.training import *  # noqa: F403

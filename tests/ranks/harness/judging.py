@@ -1,0 +1,101 @@
+"""What came of it: an error, a line of a log, a curve, a checkpoint on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import unishard
+from unishard.checkpoint import finding, manifest
+from unishard.checkpoint.verifying import damaged
+from unishard.testing import conformance
+from unishard.testing.conformance import Cell, Tolerance
+from unishard.testing.oracle import Curve
+
+WARNING = re.compile(
+    r"rank \d has (waited|been) .*|a signal to .*"
+    r"|\[Rank \d\] \[deepspeed\] .*"
+    r"|(\[rank\d\]:)?\[W\d+ .*|Exception raised from .*|frame #\d+: .*|<omitting python frames>|"
+)
+"""What ranks log before it is clear that the run cannot go on: unishard, DeepSpeed, and torch with a stack in C++."""
+
+
+def caught(kind: type[BaseException], call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """What a call raised of a kind, or `nothing`."""
+    try:
+        call(*arguments, **named)
+    except kind as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
+
+
+def refused(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    """What a call raised of unishard's errors, or `nothing`."""
+    return caught(unishard.UnishardError, call, *arguments, **named)
+
+
+@contextlib.contextmanager
+def heard(logger: str = "unishard", level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What a logger says in the block."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
+    """Wait for a condition; whether it came in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# -- curves ----------------------------------------------------------------------------------------
+
+
+def tolerance(backend: str, strategy: str, precision: str, model: str = "mlp") -> Tolerance:
+    """What the conformance suite allows this engine, its declared gaps included."""
+    return conformance.tolerance(backend, Cell(model, strategy, 2, 0.5, precision, 2))
+
+
+def assert_conforms(found: Curve, wanted: Curve, allowed: Tolerance) -> None:
+    """Every field of the deviation is within its bound."""
+    bounds = {name: getattr(allowed, name) for name in ("first_losses", "losses", "first_norm", "norms")}
+    deviation = conformance.compare(found, wanted)._asdict()
+    bounds["lrs"] = 1e-12
+    beyond = {name: f"{value:.2g} > {bounds[name]:g}" for name, value in deviation.items() if not value <= bounds[name]}
+    assert not beyond, beyond
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def steps(folder: str | Path) -> list[int]:
+    """Of the complete checkpoints there."""
+    return [found.step for found in finding.checkpoints(Path(folder))]
+
+
+def problems_of(folder: Path) -> list[str]:
+    """What `unishard checkpoint verify` says of a checkpoint."""
+    try:
+        return damaged(folder, manifest.read(folder))
+    except unishard.CheckpointError as error:
+        return [str(error)]
+
+
+def newest(root: Path) -> str:
+    """The name of the newest complete checkpoint, or what is wrong with it; empty if there is none."""
+    found = finding.latest(root) if root.exists() else None
+    return "" if found is None else "; ".join(problems_of(found)) or found.name
