@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 
 import pytest
-from faulting import branch, endings, signalled
 from faults.fault import BOUND, ROWS, spanning
 from faults.page import timed
 from faults.played import ELSEWHERE, ENDS, PLAYED, WAYS
+from faults.scenarios import branch, signalled
+from harness.scripts import endings
 from page_rows import DOCS
 
 from unishard.testing.cells import BACKENDS

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import BACKENDS, config, in_turn, my_rank, on_ranks, own_share, prepare, raised, refused, train
+import torch.distributed as dist
+from harness import BACKENDS, config, in_ranks, in_turn, my_rank, own_share, prepare, refused, train, update
 
 from unishard.config.topology import Topology
 from unishard.contract import registry
@@ -20,19 +21,18 @@ from unishard.observe.throughput import flops_per_token
 from unishard.testing.models import MODELS
 
 everywhere = pytest.mark.parametrize("backend", BACKENDS)
+WINDOWS = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("logs"))
+def logging(root, every=1, to=("jsonl",)):
+    return {"to": list(to), "every_steps": every, "dir": root}
 
 
-def logging(backend, root, name, every=1, to=("jsonl",)):
-    return {"to": list(to), "every_steps": every, "dir": f"{root}/{backend}-{name}"}
-
-
-def lines(backend, root, name):
-    return [json.loads(line) for line in Path(root, f"{backend}-{name}", "log.jsonl").read_text().splitlines()]
+def lines(root, name="log"):
+    """What rank 0 has written."""
+    if dist.is_initialized():
+        dist.barrier()
+    return [json.loads(line) for line in Path(root, f"{name}.jsonl").read_text().splitlines()]
 
 
 def close(one, other):
@@ -42,20 +42,15 @@ def close(one, other):
 # -- the engine's own values -----------------------------------------------------------------------
 
 
-def measured(backend, root):
-    """Five windows of two micro-batches, the last of one, with and without logs."""
-    sections = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}}
-    with prepare(config(backend, logging=logging(backend, root, "measured", every=2), **sections)) as engine:
-        logged = train(engine, own_share(9))
-    with prepare(config(backend, **sections)) as engine:
-        return logged, train(engine, own_share(9))
-
-
 @everywhere
+@in_ranks
 def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, root):
-    logged, plain = on_ranks(measured, backend, root)[0]
-    assert logged == plain
-    found = lines(backend, root, "measured")
+    """Five windows of two micro-batches, the last of one, with and without logs."""
+    with prepare(config(backend, logging=logging(root, every=2), **WINDOWS)) as engine:
+        logged = train(engine, own_share(9))
+    with prepare(config(backend, **WINDOWS)) as engine:
+        assert train(engine, own_share(9)) == logged
+    found = lines(root)
     assert [line["step"] for line in found] == [2, 4]
     for line, micro_batches in zip(found, (logged[:4], logged[4:8]), strict=True):
         assert close(line["loss"], sum(loss for loss, _ in micro_batches) / 4)
@@ -69,59 +64,46 @@ def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, r
         assert close(line["sent_gib"] * 2**30, planned_to_send(backend))
 
 
-def modules(backend, root):
-    """Two updates with recomputation, whose second has its modules measured, and the same without."""
-    sections = {
-        "training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
-        "activation_checkpointing": "full",
-    }
-    logged = logging(backend, root, "modules") | {"module_steps": [2]}
-    with prepare(config(backend, logging=logged, **sections)) as engine:
-        measured, hooks = (
-            train(engine, own_share(6)),
-            sum(len(module._forward_hooks) for module in engine.module.modules()),
-        )
-        own = engine.module.blocks[1].up
-    with prepare(config(backend, **sections)) as engine:
-        return measured, train(engine, own_share(6)), hooks, len(own._forward_hooks)
-
-
-@everywhere
-def test_modules_are_measured_and_training_stays_bit_equal(backend, root):
-    measured, plain, *_ = on_ranks(modules, backend, root)[0]
-    assert measured == plain
-    rows = [json.loads(line) for line in Path(root, f"{backend}-modules", "modules.jsonl").read_text().splitlines()]
-    assert {row["step"] for row in rows} == {2}
-    found = {row["module"]: row for row in rows if "module" in row}
-    assert list(found)[:5] == ["inp", "blocks.0.norm", "blocks.0.up", "blocks.0.down", "blocks.0"]
-    assert list(found)[-2:] == ["head", ""]
-    assert (
-        found["head"]["backward_order"] < found["blocks.0"]["backward_order"] < found["blocks.0.up"]["backward_order"]
-    )
-    norms = [row["gradient_norm"] for row in rows if "parameter" in row]
-    assert close(sum(norm**2 for norm in norms) ** 0.5, measured[3][1].grad_norm)
-    on_ranks(modules, BACKENDS[0], root)
-    other = [
-        json.loads(line) for line in Path(root, f"{BACKENDS[0]}-modules", "modules.jsonl").read_text().splitlines()
-    ]
-    for mine, theirs in zip(rows, other, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            assert value == (
-                pytest.approx(theirs[name], rel=1e-5, abs=1e-7) if isinstance(value, float) else theirs[name]
-            ), mine
+@in_ranks
+def test_modules_are_measured_and_training_stays_bit_equal(root):
+    """Two updates with recomputation, whose second has its modules measured, and the same without; the engines measure
+    the same."""
+    measured = {}
+    for backend in BACKENDS:
+        sections = WINDOWS | {"activation_checkpointing": "full"}
+        logged = logging(f"{root}/{backend}") | {"module_steps": [2]}
+        with prepare(config(backend, logging=logged, **sections)) as engine:
+            trained = train(engine, own_share(6))
+        with prepare(config(backend, **sections)) as engine:
+            assert train(engine, own_share(6)) == trained
+        rows = measured[backend] = lines(f"{root}/{backend}", "modules")
+        assert {row["step"] for row in rows} == {2}
+        found = {row["module"]: row for row in rows if "module" in row}
+        assert list(found)[:5] == ["inp", "blocks.0.norm", "blocks.0.up", "blocks.0.down", "blocks.0"]
+        assert list(found)[-2:] == ["head", ""]
+        order = [found[name]["backward_order"] for name in ("head", "blocks.0", "blocks.0.up")]
+        assert order == sorted({*order})
+        norms = [row["gradient_norm"] for row in rows if "parameter" in row]
+        assert close(sum(norm**2 for norm in norms) ** 0.5, trained[3][1].grad_norm)
+    for mine, theirs in zip(*measured.values(), strict=True):
+        assert mine == {
+            name: pytest.approx(value, rel=1e-5, abs=1e-7) if isinstance(value, float) else value
+            for name, value in theirs.items()
+        }
 
 
 def planned_to_send(backend):
     """Bytes by the formulas of the plan."""
-    cfg = config(backend, training={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0})
+    cfg = config(backend, **WINDOWS)
     shape = shape_of(MODELS["mlp"].build(), cfg.sharding)
     return sum(each.sent() for each in registry.get(backend).footprint(shape, cfg, Topology(2, 2)).traffic)
 
 
-def weighted(backend, root):
+@in_turn
+@in_ranks
+def test_a_loss_over_items_is_their_mean(backend, root):
     """Losses that are sums over items, whose counts differ between ranks; a window that is discarded."""
-    with prepare(config(backend, logging=logging(backend, root, "weighted"))) as engine:
+    with prepare(config(backend, logging=logging(root))) as engine:
         sums = []
         for turn, micro_batch in enumerate(engine.batches(own_share(3))):
             items = 1 + my_rank() + turn
@@ -130,89 +112,69 @@ def weighted(backend, root):
             if turn == 1:
                 engine.discard()
             else:
-                sums.append((2 * engine.mean(loss), 2 * engine.mean(float(items))))
+                sums.append(engine.mean(loss) / engine.mean(float(items)))
                 engine.step()
-        return sums
+    assert [(line["step"], line["loss"]) for line in lines(root)] == [
+        (step, pytest.approx(mean, rel=1e-6)) for step, mean in enumerate(sums, 1)
+    ]
 
 
 @in_turn
-def test_a_loss_over_items_is_their_mean(backend, root):
-    sums = on_ranks(weighted, backend, root)[0]
-    found = lines(backend, root, "weighted")
-    assert [line["step"] for line in found] == [1, 2]
-    for line, (total, items) in zip(found, sums, strict=True):
-        assert close(line["loss"], total / items)
-
-
-def skipped(backend, root):
-    with prepare(config(backend, logging=logging(backend, root, "skipped"))) as engine:
+@in_ranks
+def test_skipped_updates_are_counted(backend, root):
+    with prepare(config(backend, logging=logging(root))) as engine:
         for turn, micro_batch in enumerate(engine.batches(own_share(3))):
             engine.backward(engine(**micro_batch).loss * (float("nan") if turn == 1 else 1))
             engine.step()
-
-
-@in_turn
-def test_skipped_updates_are_counted(backend, root):
-    on_ranks(skipped, backend, root)
-    found = lines(backend, root, "skipped")
+    found = lines(root)
     assert [line["skipped_updates"] for line in found] == [0, 1, 1]
     assert found[1]["loss"] is None
     assert found[1]["grad_norm"] is None
 
 
-def paused(backend, root):
+@in_turn
+@in_ranks
+def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root):
     """An evaluation and a save before the first update, and a save inside an evaluation."""
-    cfg = config(backend, logging=logging(backend, root, "paused"))
-    with prepare(cfg) as engine:
+    with prepare(config(backend, logging=logging(root))) as engine:
         engine.eval()
         time.sleep(0.3)
         engine.train()
         for micro_batch in engine.batches(own_share(2)):
-            engine.backward(engine(**micro_batch).loss)
-            engine.step()
+            update(engine, micro_batch)
             engine.eval()
-            engine.save(f"{root}/{backend}-paused-saved")
+            engine.save(f"{root}/saved")
             time.sleep(0.3)
             engine.train()
+    speeds = [line["samples_per_second"] for line in lines(root) if "loss" in line]
+    assert [0.1 < speed < 1e5 for speed in speeds] == [True, True]
 
 
 @in_turn
-def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root):
-    on_ranks(paused, backend, root)
-    assert [0.1 < line["samples_per_second"] < 1e5 for line in lines(backend, root, "paused") if "loss" in line] == [
-        True,
-        True,
-    ]
-
-
-def tokens(backend, root):
-    section = logging(backend, root, "tokens")
-    with prepare(config(backend, logging=section, optimizer={"name": "adamw"}), "llama") as engine:
-        train(engine, own_share(2, "llama"))
-        return flops_per_token(engine._adapter)
-
-
-@in_turn
+@in_ranks
 def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend, root):
-    flops = on_ranks(tokens, backend, root)[0]
-    model = __import__("unishard.testing.models", fromlist=["MODELS"]).MODELS["llama"].build()
+    with prepare(config(backend, logging=logging(root), optimizer={"name": "adamw"}), "llama") as engine:
+        train(engine, own_share(2, "llama"))
+        flops = flops_per_token(engine._adapter)
+    model = MODELS["llama"].build()
     head = model.get_output_embeddings().weight
     tables = {model.get_input_embeddings().weight} - {head}
     count = sum(parameter.numel() for parameter in model.parameters() if parameter not in tables)
     assert flops == (6 * count, 12 * model.config.num_hidden_layers * model.config.hidden_size)
-    for line in lines(backend, root, "tokens"):
+    for line in lines(root):
         assert line["tokens_per_second"] > line["samples_per_second"] > 0
 
 
 # -- the user's values -----------------------------------------------------------------------------
 
 
-def own_values(backend, root):
+@in_turn
+@in_ranks
+def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
     """One rank logs more than the other, an evaluation after the step of a record and its save, and values after the
     last record."""
-    section = logging(backend, root, "own", every=2)
-    cfg = config(backend, logging=section, checkpoint={"dir": f"{root}/{backend}-own-saved", "every_steps": 2})
-    with prepare(cfg) as engine:
+    checkpoint = {"dir": f"{root}/saved", "every_steps": 2}
+    with prepare(config(backend, logging=logging(root, every=2), checkpoint=checkpoint)) as engine:
         for turn, micro_batch in enumerate(engine.batches(own_share(5)), 1):
             loss = engine(**micro_batch).loss
             engine.backward(loss)
@@ -224,20 +186,15 @@ def own_values(backend, root):
                 engine.eval()
                 engine.log(**{"eval/loss": 0.25})
                 engine.train()
-        return refused(engine.log, loss=1.0), refused(engine.log, word="x"), refused(engine.log, many=loss.new_zeros(2))
-
-
-@in_turn
-def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
-    answers = on_ranks(own_values, backend, root)
-    assert answers[0] == answers[1]
-    assert answers[0] == (
-        "ContractError: log: loss is a value that the engine logs itself; choose another name, such as my_loss",
-        "ContractError: log: word must be a number or a tensor with one, got 'x'",
-        "ContractError: log: many must be one number, got a tensor of shape (2,); pass its mean, many.mean()",
-    )
+        assert [
+            refused(engine.log, **each) for each in ({"loss": 1.0}, {"word": "x"}, {"many": loss.new_zeros(2)})
+        ] == [
+            "ContractError: log: loss is a value that the engine logs itself; choose another name, such as my_loss",
+            "ContractError: log: word must be a number or a tensor with one, got 'x'",
+            "ContractError: log: many must be one number, got a tensor of shape (2,); pass its mean, many.mean()",
+        ]
     found = {}
-    for line in lines(backend, root, "own"):
+    for line in lines(root):
         assert not found.get(line["step"], {}).keys() & (line.keys() - {"step"}), "no value twice"
         found.setdefault(line["step"], {}).update(line)
     assert list(found) == [2, 4, 5]
@@ -250,27 +207,23 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def resumed(backend, root):
-    """A run that ends at step 5 and has saved step 4; the same program resumes it."""
-    section = logging(backend, root, "resumed")
-    for count in (5, 7):
-        checkpoint = {"dir": f"{root}/{backend}-saved", "every_steps": 2, "on_existing": "resume"}
-        with prepare(config(backend, checkpoint=checkpoint, logging=section)) as engine:
-            train(engine, own_share(count))
-
-
 @in_turn
+@in_ranks
 def test_a_resumed_run_has_each_step_once(backend, root):
-    on_ranks(resumed, backend, root)
-    found = [line["step"] for line in lines(backend, root, "resumed") if "loss" in line]
-    assert found == list(range(1, 12))
+    """A run that ends at step 5 and has saved step 4; the same program resumes it."""
+    for count in (5, 7):
+        checkpoint = {"dir": f"{root}/saved", "every_steps": 2, "on_existing": "resume"}
+        with prepare(config(backend, checkpoint=checkpoint, logging=logging(root))) as engine:
+            train(engine, own_share(count))
+    assert [line["step"] for line in lines(root) if "loss" in line] == list(range(1, 12))
 
 
 # -- nothing asked ---------------------------------------------------------------------------------
 
 
-def unasked(backend, root):
-    """The functions of logging that a step calls where `logging` is not set."""
+@in_turn
+@in_ranks
+def test_a_step_without_logging_calls_nothing_of_it(backend):
     called = []
 
     def profile(frame, event, argument):
@@ -280,36 +233,20 @@ def unasked(backend, root):
     with prepare(config(backend)) as engine:
         train(engine, own_share(1))
         sys.setprofile(profile)
-        try:
-            train(engine, own_share(2))
-            engine.log(accuracy=1.0)
-        finally:
-            sys.setprofile(None)
-    return called
+        train(engine, own_share(2))
+        engine.log(accuracy=1.0)
+        sys.setprofile(None)
+    assert called == []
 
 
 @in_turn
-def test_a_step_without_logging_calls_nothing_of_it(backend, root):
-    assert on_ranks(unasked, backend, root) == [[], []]
-
-
-def missing(backend, root):
-    find_spec, table.find_spec = table.find_spec, lambda name: None
-    try:
-        prepare(config(backend, logging=logging(backend, root, "missing", to=["tensorboard"])))
-    finally:
-        table.find_spec = find_spec
-
-
-def unwritable(backend, root):
-    Path(root, f"{backend}-file").touch()
-    prepare(config(backend, logging={"to": ["jsonl"], "dir": f"{root}/{backend}-file/logs"}))
-
-
-@in_turn
+@in_ranks
 def test_what_cannot_be_written_is_an_error_of_prepare(backend, root):
-    needs = "tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove tensorboard"
-    assert raised(missing, backend, root) == f"ConfigError: logging.to: {needs}"
-    assert raised(unwritable, backend, root).startswith(
+    Path(root, "file").touch()
+    assert refused(prepare, config(backend, logging=logging(f"{root}/file/logs"))).startswith(
         "ConfigError: logging.to: jsonl cannot be started: NotADirectoryError"
     )
+    table.find_spec = lambda name: None
+    needs = "tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove tensorboard"
+    told = refused(prepare, config(backend, logging=logging(root, to=["tensorboard"])))
+    assert told == f"ConfigError: logging.to: {needs}"

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from faulting import Ending
+from harness import WARNING
+from harness.scripts import Ending, Run
 from page_rows import rows
 
 from unishard.testing.cells import BACKENDS
@@ -16,14 +17,6 @@ __all__ = ["BOUND", "ROWS", "WARNING", "Fault", "Row", "spanning"]
 
 BOUND = 25.0
 """Seconds from the fault to the end of the last rank."""
-WARNING = re.compile(
-    r"rank \d has (waited|been) .*|a signal to .*"
-    r"|\[Rank \d\] \[deepspeed\] .*"
-    r"|(\[rank\d\]:)?\[W\d+ .*|Exception raised from .*|frame #\d+: .*|<omitting python frames>|"
-)
-"""What ranks log before it is clear that the run cannot go on: unishard, DeepSpeed, and torch with a stack in C++."""
-
-Run = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Row(NamedTuple):

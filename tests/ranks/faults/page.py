@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from faulting import endings
+from harness.scripts import endings
 from page_rows import DOCS
 
 from faults.fault import Fault

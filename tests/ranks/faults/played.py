@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-import faulting as play
-
+from faults import scenarios as play
 from faults.fault import Fault
 
 __all__ = ["ELSEWHERE", "ENDS", "PLAYED", "WAYS"]
@@ -68,8 +67,8 @@ PLAYED = [
         Fault(
             _SIGNAL.format(number % 2),
             place if number == 0 else f"`engine.{place}`",
-            play.terminated,
-            (place, number % 2),
+            play.train,
+            (place, "SIGTERM, to save", number % 2),
         )
         for number, place in enumerate(_SIGNALLED)
     ),

@@ -41,6 +41,16 @@ def stopped(what: BaseException) -> Callable[..., Any]:
     return stop
 
 
+def truncate(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def flip(path: Path, share: float, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[min(int(share * len(data)), len(data) - 1)] ^= 1 << bit
+    path.write_bytes(data)
+
+
 def killing(victims: Sequence[int]) -> Callable[[], None]:
     """What kills these ranks. Collective."""
     pids: list[Any] = [None] * dist.get_world_size()

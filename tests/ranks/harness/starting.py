@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pickle
 import sys
 import traceback
@@ -89,8 +90,8 @@ def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, 
     Args:
         body: The function.
         world: Number of ranks.
-        cells: Arguments of which each makes a test. The same ranks play all: a rank must not raise alone where the
-            others wait for it, so asserts stand at the end.
+        cells: Arguments of which each makes a test; behind them the function may take `root`, a folder for all. The
+            same ranks play all: a rank must not raise alone where the others wait for it, so asserts stand at the end.
     """
     if body is None:
         return functools.partial(in_ranks, world=world, cells=cells)
@@ -99,8 +100,10 @@ def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, 
     def alone(**fixtures: Any) -> None:
         run_ranks(world, _assert, pickle.dumps((scenario, fixtures)))
 
-    def with_others(cell: tuple[Any, ...]) -> None:
-        values(play(tuple((scenario, each) for each in cells), world)[scenario, cell])
+    def with_others(cell: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
+        root = str(tmp_path_factory.getbasetemp() / scenario.name)
+        more = (root,) if "root" in inspect.signature(body).parameters else ()
+        values(play(tuple((scenario, (*each, *more)) for each in cells), world)[scenario, (*cell, *more)])
 
     if cells:
         test = functools.wraps(body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))(with_others)
