@@ -13,36 +13,20 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 import typer
 from full_disk import Outcome, fill
-from harness.faults import Event, Interception
-from small_saves import (
-    NEW,
-    NEXT,
-    NEXT_STEP,
-    SCENARIOS,
-    WORLD,
-    Scenario,
-    found_wrong,
-    kept,
-    left_wrong,
-    prepare,
-    save_as_an_engine,
-    start,
-)
+from harness.faults import Event, Interception, killing
+from small_saves import NEW, NEXT, NEXT_STEP, SCENARIOS, WORLD, Scenario, prepare, save_as_an_engine, start, wrong_with
 
-from unishard.checkpoint import finding
-from unishard.distributed.on_ranks import on_first
 from unishard.testing import RankFailure, run_ranks
 
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
@@ -100,14 +84,7 @@ def count(roots: Mapping[Scenario, str]) -> list[list[Event]]:
 def cut_off(root: str, point: Point) -> None:
     """A save in which ranks are killed; those that it ended for leave a note and wait for the others. Collective."""
     group, rank = start()
-    pids: list[Any] = [None] * WORLD
-    dist.all_gather_object(pids, os.getpid(), group=group)
-
-    def kill() -> None:
-        for victim in point.victims:
-            os.kill(pids[victim], signal.SIGKILL)
-
-    events: list[Event] = []
+    kill, events = killing(point.victims), []
 
     def act(event: Event) -> None:
         events.append(event)
@@ -115,9 +92,7 @@ def cut_off(root: str, point: Point) -> None:
             kill()
 
     counts = rank == point.victims[-1]
-    interception = Interception() if counts else None
-    if interception is not None:
-        interception.act = act
+    interception = Interception(act) if counts else None
     save_as_an_engine(Path(root), point.scenario, NEW, group)
     if interception is not None:
         interception.act = lambda event: None
@@ -135,18 +110,11 @@ def _note_of(root: str, rank: int) -> Path:
 def examine(roots: Sequence[tuple[str, Scenario, bool]]) -> list[str]:
     """What is wrong in each directory, empty where nothing is: as it is found, and after one more save. Collective."""
     group, _ = start()
-    return [_examine(Path(root), scenario, promised, group) for root, scenario, promised in roots]
 
-
-def _examine(root: Path, scenario: Scenario, promised: bool, group: dist.ProcessGroup) -> str:
-    wrong, before = on_first(group, lambda: found_wrong(root, scenario, promised))
-    if wrong:
-        return wrong
-    try:
+    def again(root: Path) -> None:
         save_as_an_engine(root, Scenario("once more", NEXT_STEP), NEXT, group)
-    except Exception as error:  # whatever it is, the run cannot go on
-        return f"the next save: {type(error).__name__}: {error}"
-    return on_first(group, lambda: left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))
+
+    return [wrong_with(Path(root), scenario, promised, again, group) for root, scenario, promised in roots]
 
 
 # -- all points ------------------------------------------------------------------------------------
@@ -256,7 +224,8 @@ def main() -> int:
         with typer.progressbar(length=len(points), label="points") as bar:
             lost = harness.play(points, lambda: bar.update(1))
         outcomes = harness.fill(stride=1 if asked is None else 5)
-    typer.echo(table(points))
+    for kind, number in Counter(point.kind for point in points).items():
+        typer.echo(f"{number:5}  {kind}")
     for point, problem in lost:
         typer.echo(f"LOST: {point.scenario.name}, ranks {point.victims} at event {point.at} ({point.kind}): {problem}")
     typer.echo(
@@ -271,26 +240,6 @@ def main() -> int:
         )
     typer.echo(f"{len(outcomes)} moments at which a disk ran full, {len(wrong)} wrong")
     return int(bool(lost or wrong))
-
-
-def table(points: Sequence[Point]) -> str:
-    """How many points of each kind there are, by victims and by scenario."""
-    columns = {"rank 0": (0,), "rank 1": (1,), "both": (1, 0)} | {scenario.name: scenario for scenario in SCENARIOS}
-    counted: dict[str, Counter[object]] = {}
-    for point in points:
-        counted.setdefault(point.kind, Counter()).update([tuple(sorted(point.victims, reverse=True)), point.scenario])
-    counted["all"] = sum(counted.values(), Counter())
-    lines = [("just before", *columns)] + [
-        (kind, *(str(each[column]) for column in columns.values())) for kind, each in counted.items()
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
 
 
 if __name__ == "__main__":

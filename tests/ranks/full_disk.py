@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
+from harness import refused
 from harness.faults import Event, Interception
-from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, found_wrong, kept, left_wrong, snapshot, start
+from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, snapshot, start, wrong_with
 
-from unishard.checkpoint import finding
 from unishard.checkpoint.saving import save
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_first
-from unishard.errors import CheckpointError
 
 __all__ = ["Outcome", "fill"]
 
@@ -63,13 +62,20 @@ def fill(templates: Mapping[Scenario, str], stride: int) -> list[Outcome]:
 def _fill(
     interception: Interception, template: Path, scenario: Scenario, victim: int, at: int, group: dist.ProcessGroup
 ) -> Outcome | None:
+    def again(root: Path) -> None:
+        save(root, snapshot(NEXT_STEP, NEXT, dist.get_rank()), RETENTION, group)
+
     root = template.with_name(f"{template.name}, rank {victim} full at {at}")
     on_first(group, lambda: shutil.copytree(template, root))
     event, told = _save_with(interception, at if dist.get_rank() == victim else None, root, scenario)
     everyone: list[Event | None] = [None] * WORLD
     dist.all_gather_object(everyone, event, group=group)
     event = everyone[victim]
-    outcome = None if event is None else Outcome(scenario.name, victim, event, told, _wrong(root, scenario, group))
+    outcome = (
+        None
+        if event is None
+        else Outcome(scenario.name, victim, event, told, wrong_with(root, scenario, False, again, group))
+    )
     on_first(group, lambda: shutil.rmtree(root))
     return outcome
 
@@ -88,24 +94,7 @@ def _save_with(interception: Interception, at: int | None, root: Path, scenario:
         passed += 1
 
     interception.act = act
-    try:
-        save(
-            root, snapshot(scenario.step, NEW, dist.get_rank(), scenario.beside), RETENTION, process_group.host_group()
-        )
-        told = ""
-    except CheckpointError as error:
-        told = str(error)
-    finally:
-        interception.act = lambda event: None
+    taken = snapshot(scenario.step, NEW, dist.get_rank(), scenario.beside)
+    told = refused(save, root, taken, RETENTION, process_group.host_group())
+    interception.act = lambda event: None
     return first, told
-
-
-def _wrong(root: Path, scenario: Scenario, group: dist.ProcessGroup) -> str:
-    wrong, before = on_first(group, lambda: found_wrong(root, scenario, promised=False))
-    if wrong:
-        return wrong
-    try:
-        save(root, snapshot(NEXT_STEP, NEXT, dist.get_rank()), RETENTION, group)
-    except CheckpointError as error:
-        return f"the next save: {error}"
-    return on_first(group, lambda: left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))

@@ -19,15 +19,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
-from harness import WARNING
+from harness import WARNING, problems_of, until
 
 from unishard.checkpoint import finding, manifest
-from unishard.checkpoint.verifying import damaged
 from unishard.distributed.processes import started
 from unishard.testing.cells import BACKENDS
 
@@ -102,7 +100,7 @@ class Run:
         if found is None:
             return 0, 0, []
         facts = manifest.read(found)
-        return facts.commit, facts.step, damaged(found, facts)
+        return facts.commit, facts.step, problems_of(found)
 
     def end(self) -> None:
         """End everything."""
@@ -127,13 +125,9 @@ def play(run: Run, choice: random.Random) -> tuple[str, str, list[str]]:
         return "nothing was killed", "launcher", [f"the launcher has ended by itself with {code}: {said[:3]}"]
     ranks, events = run.ranks(), run.events()
     victim = choice.choice(VICTIMS) if len(ranks) == WORLD else "launcher"
-    last = (
-        events[-1]["event"]
-        if events and ranks and events[-1]["pid"] in dict(ranks)
-        else "ranks start"
-        if ranks
-        else "launcher starts"
-    )
+    last = "ranks start" if ranks else "launcher starts"
+    if events and events[-1]["pid"] in dict(ranks):
+        last = events[-1]["event"]
     commit, step, _ = run.newest()
     size, output = run.output.stat().st_size, run.output
     order = sorted(ranks, key=lambda each: b"RANK=0" not in Path(f"/proc/{each[0]}/environ").read_bytes().split(b"\0"))
@@ -144,7 +138,7 @@ def play(run: Run, choice: random.Random) -> tuple[str, str, list[str]]:
         run.launcher.wait()
         run.start()
     wrong = []
-    if not _until(lambda: not any(when == started(pid) for pid, when in ranks), 60):
+    if not until(lambda: not any(when == started(pid) for pid, when in ranks), 60):
         wrong.append(f"ranks {[pid for pid, when in ranks if when == started(pid)]} live on")
     found = _sound(run)
     if found[2] or found[0] < commit:
@@ -168,11 +162,11 @@ def _await_moment(run: Run, choice: random.Random) -> None:
     if phase == "any":
         time.sleep(choice.uniform(0, 8))
         return
-    wanted = {"prepare": "prepare", "training": "step", "saving": "saving"}[phase]
-    _until(
+    wanted, longest = {"prepare": ("prepare", 2.0), "training": ("step", 1.0), "saving": ("saving", 0.05)}[phase]
+    until(
         lambda: any(event["event"] == wanted for event in run.events()[events:]) or run.launcher.poll() is not None, 90
     )
-    time.sleep(choice.uniform(0, {"prepare": 2.0, "training": 1.0, "saving": 0.05}[phase]))
+    time.sleep(choice.uniform(0, longest))
 
 
 def _sound(run: Run) -> tuple[int, int, list[str]]:
@@ -189,15 +183,6 @@ def _sound(run: Run) -> tuple[int, int, list[str]]:
 
 def _turns(savers: list[int]) -> list[int]:
     return [pid for number, pid in enumerate(savers) if number == 0 or savers[number - 1] != pid]
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 # -- what the ranks run --
@@ -224,17 +209,12 @@ def train(log: Path) -> None:
         step = engine.resumed.step if engine.resumed else 0
         note("resumed", step)
         engine.on_save(lambda: note("saving", step))
-        for _ in _for_ever():
+        while True:
             engine.backward(engine(torch.randn(2, 64)).square().mean())
             step += 1
             engine.step()
             note("step", step)
             time.sleep(0.05)
-
-
-def _for_ever() -> Iterator[None]:
-    while True:
-        yield
 
 
 def main() -> int:

@@ -50,6 +50,11 @@ def train(cfg: unishard.Config, each: Any = lambda step, loss: None, samples: in
     return losses
 
 
+def whole_run(source: Any, *overrides: str) -> dict[int, float]:
+    """The losses of a run that nothing ends."""
+    return train(config(source, *overrides))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,7 +212,21 @@ def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, di
     return "" if complete and newest == (scenario.step, NEW) else said, found
 
 
-def left_wrong(root: Path, expected: Mapping[str, int]) -> str:
+def wrong_with(
+    root: Path, scenario: Scenario, promised: bool, again: Callable[[Path], None], group: dist.ProcessGroup
+) -> str:
+    """What is wrong with a directory, empty where nothing is: as it is found, and after one more save. Collective."""
+    wrong, before = on_first(group, lambda: found_wrong(root, scenario, promised))
+    if wrong:
+        return wrong
+    try:
+        again(root)
+    except Exception as error:  # whatever it is, the run cannot go on
+        return f"the next save: {type(error).__name__}: {error}"
+    return on_first(group, lambda: _left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))
+
+
+def _left_wrong(root: Path, expected: Mapping[str, int]) -> str:
     """What is wrong with a directory after the next save; these contents should be there by name, and nothing else."""
     found = {each.name: content_of(each.path) for each in finding.checkpoints(root)}
     names = sorted(os.listdir(root))

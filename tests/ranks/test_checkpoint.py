@@ -6,22 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import (
-    ADAMW,
-    BACKENDS,
-    config,
-    in_ranks,
-    in_turn,
-    losses_of,
-    my_rank,
-    own_share,
-    prepare,
-    refused,
-    steps,
-    train,
-    update,
-)
+from harness import in_ranks, in_turn, refused, steps
 from harness.faults import flip
+from harness.training import ADAMW, BACKENDS, config, losses_of, my_rank, own_share, prepare, train, update
 from torch import nn
 from torch.nn import functional
 

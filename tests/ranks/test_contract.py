@@ -7,20 +7,21 @@ import warnings
 
 import pytest
 import torch
-from harness import (
+from harness import in_ranks, play, refused, values
+from harness.training import (
     BACKENDS,
+    EACH,
     SPANNING,
     STRATEGIES,
     config,
     curve,
-    error,
     everyones,
+    my_rank,
     own_share,
-    play,
     prepare,
     share,
     train,
-    values,
+    update,
 )
 
 import unishard
@@ -190,121 +191,64 @@ def test_a_validation_loop_in_the_middle_of_a_window_sees_every_batch_and_does_n
 # -- the rest of the engine's surface --------------------------------------------------------------
 
 
-def context_manager(backend):
+@in_ranks(cells=EACH)
+def test_the_engine_is_a_context_manager_that_closes_and_hides_no_error(backend):
     with prepare(config(backend)) as engine:
         pass
-    try:
-        engine.step()
-    except unishard.ContractError as closed:
-        leaving = str(closed)
-    try:
-        with prepare(config(backend)):
-            raise KeyError("mine")
-    except KeyError as mine:
-        return leaving, mine.args
+    assert "closed engine" in refused(engine.step)
+    with pytest.raises(KeyError, match="mine"), prepare(config(backend)):
+        raise KeyError("mine")
 
 
-def means(backend):
-    rank = unishard.Topology.from_environment().rank
+@in_ranks(cells=EACH)
+def test_mean_is_over_the_ranks_and_leaves_its_argument_alone(backend):
+    rank = my_rank()
     with prepare(config(backend)) as engine:
         tensor = torch.tensor([rank + 1.0], requires_grad=True)
-        return (
-            engine.mean(rank),
-            engine.mean(tensor),
-            tensor.item(),
-            engine.mean(torch.tensor(float(rank), dtype=torch.bfloat16)),
-        )
+        means = engine.mean(rank), engine.mean(tensor), engine.mean(torch.tensor(float(rank), dtype=torch.bfloat16))
+    assert means == (0.5, 1.5, 0.5)
+    assert tensor.item() == rank + 1
 
 
-def surface(backend):
+@in_ranks(cells=EACH)
+def test_the_module_is_the_users_own_and_the_optimizer_shows_the_live_rate(backend):
     model = MODELS["mlp"].build()
     names = [name for name, _ in model.named_parameters()]
     with unishard.prepare(model, config(backend)) as engine:
-        return {
-            "class": isinstance(engine.module, type(MODELS["mlp"].build())),
-            "names": [name for name, _ in engine.module.named_parameters()] == names,
-            "device": str(engine.device),
-            "lr": engine.lr,
-            "groups": [group["lr"] for group in engine.optimizer.param_groups],
-        }
+        assert isinstance(engine.module, type(MODELS["mlp"].build()))
+        assert [name for name, _ in engine.module.named_parameters()] == names
+        assert (engine.device.type, engine.lr) == ("cpu", 0.1)
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1]
 
 
-def different_lengths(backend):
-    rank = unishard.Topology.from_environment().rank
+@in_ranks(cells=EACH)
+def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
     with prepare(config(backend)) as engine:
-        train(engine, own_share(3 + rank))
+        raised = refused(train, engine, own_share(3 + my_rank()))
+    assert raised.startswith("RankMismatchError: ranks hold different numbers of batches")
+    assert "rank 0 has 3, rank 1 has 4" in raised
 
 
-def loaders(backend):
-    """What is said about torch's own loader and about ours, and the size of the window after a short one was left at
-    its end."""
+@in_ranks(cells=EACH)
+def test_a_loader_that_gives_every_rank_the_same_samples_is_told_of_and_a_loop_by_hand_has_full_windows(backend):
+    """After a short one was left at its end."""
     cfg = config(backend, training={"gradient_accumulation_steps": 3})
-    data = [
-        {name: value[0] for name, value in batch.items()} for batch in share(4, rank=0, world=2)
-    ]  # the same on both ranks
+    same = [{name: value[0] for name, value in batch.items()} for batch in share(4, rank=0, world=2)]
     said = []
     with prepare(cfg) as engine:
-        for loader in (torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), unishard.dataloader(data, cfg)):
+        for loader in (torch.utils.data.DataLoader(same, batch_size=2, shuffle=True), unishard.dataloader(same, cfg)):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 train(engine, loader)
             said.append([str(warning.message) for warning in caught if warning.category is UserWarning])
         for batch in engine.batches(own_share(1)):
-            engine.backward(engine(**batch).loss)
-            engine.step()
+            update(engine, batch)
             break
-        by_hand = []
-        for batch in own_share(3):
-            engine.backward(engine(**batch).loss)
-            by_hand.append(engine.step().updated)
-    return said, by_hand
-
-
-SURFACE = (context_manager, means, surface, different_lengths, loaders)
-
-
-def shown(backend, function):
-    return play(tuple((name, (backend,)) for name in SURFACE))[function, (backend,)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_engine_is_a_context_manager_that_closes_and_hides_no_error(backend):
-    for leaving, mine in values(shown(backend, context_manager)):
-        assert "closed engine" in leaving
-        assert mine == ("mine",)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_mean_is_over_the_ranks_and_leaves_its_argument_alone(backend):
-    assert values(shown(backend, means)) == [(0.5, 1.5, 1.0, 0.5), (0.5, 1.5, 2.0, 0.5)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_module_is_the_users_own_and_the_optimizer_shows_the_live_rate(backend):
-    for seen in values(shown(backend, surface)):
-        assert seen == {"class": True, "names": True, "device": "cpu", "lr": 0.1, "groups": [0.1]}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
-    raised = error(shown(backend, different_lengths))
-    assert raised.startswith("RankMismatchError: ranks hold different numbers of batches")
-    assert "rank 0 has 3, rank 1 has 4" in raised
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loader_that_gives_every_rank_the_same_samples_is_told_of(backend):
-    for (torchs, ours), _ in values(shown(backend, loaders)):
-        assert [message.partition(",")[0] for message in torchs] == [
-            "each of the 2 ranks reads the entire dataset through RandomSampler"
-        ]
-        assert ours == []
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_after_a_short_window_a_loop_by_hand_has_full_ones(backend):
-    for _, by_hand in values(shown(backend, loaders)):
-        assert by_hand == [False, False, True]
+        by_hand = [update(engine, batch).updated for batch in own_share(3)]
+    (torchs,), ours = said
+    assert torchs.partition(",")[0] == "each of the 2 ranks reads the entire dataset through RandomSampler"
+    assert ours == []
+    assert by_hand == [False, False, True]
 
 
 # -- the learning rate -----------------------------------------------------------------------------

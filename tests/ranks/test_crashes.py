@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import tempfile
 from functools import cache
 from itertools import product
@@ -15,17 +14,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from crashing import GRACE, MEMORY, Harness, spanning
-from harness import config, everyones, my_rank, own_share, prepare, train
-from harness.faults import Event, Interception
+from harness import in_ranks, problems_of, refused
+from harness.faults import Event, Interception, flip, killing, truncate
+from harness.training import ADAMW, config, curve, everyones, losses_of, my_rank, own_share, prepare, train
 from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
 
-import unishard
-from unishard.checkpoint import directory, finding, manifest
+from unishard.checkpoint import directory, finding
 from unishard.checkpoint.saving import save
-from unishard.checkpoint.verifying import damaged
 from unishard.testing import RankFailure, run_ranks
-
-ADAMW = {"name": "adamw", "lr": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +84,8 @@ def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(ha
         assert not outcome.fault, outcome
 
 
-def failing(root):
+@in_ranks
+def fails_on_the_first_rank(root):
     """The index cannot be given its name, which only rank 0 does."""
     group, rank = start()
     rename = Path.rename
@@ -98,18 +95,16 @@ def failing(root):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(path, target)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "rename", broken)
-        told = refusal(save, Path(root), snapshot(40, NEW, rank), RETENTION, group)
+    Path.rename = broken
+    told = refused(save, Path(root), snapshot(40, NEW, rank), RETENTION, group)
     dist.barrier(group)
-    return told, finding.incomplete(Path(root))
+    assert "Input/output error" in told
+    assert finding.incomplete(Path(root)) == []
 
 
 def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_path):
     root = shutil.copytree(harness.templates[SCENARIOS[0]], tmp_path / "root")
-    for told, left in run_ranks(2, failing, str(root)):
-        assert "Input/output error" in told
-        assert left == []
+    fails_on_the_first_rank(root=str(root))
     assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FOUND_BEFORE)
 
 
@@ -124,23 +119,15 @@ SAVES, UPDATES = (2, 4), 7
 
 def trained(root, victims, event):
     """Saves twice on the way; the second time, ranks are killed at the first such event in the last of them."""
-    pids = None
     with prepare(config("fsdp", "full_shard", optimizer=ADAMW)) as engine:
-        losses = [loss for loss, _ in train(engine, own_share(UPDATES)[: SAVES[0]])]
+        losses = losses_of(engine, own_share(UPDATES)[: SAVES[0]])
         engine.save(root)
-        losses += [loss for loss, _ in train(engine, own_share(UPDATES)[SAVES[0] : SAVES[1]])]
-        pids = [None, None]
-        dist.all_gather_object(pids, os.getpid())
-
-        def act(seen):
-            if seen == event:
-                for victim in victims:
-                    os.kill(pids[victim], signal.SIGKILL)
-
+        losses += losses_of(engine, own_share(UPDATES)[SAVES[0] : SAVES[1]])
+        kill = killing(victims)
         if victims and my_rank() == victims[-1]:
-            Interception().act = act
+            Interception(lambda seen: kill() if seen == event else None)
         engine.save(root)
-        return losses + [loss for loss, _ in train(engine, own_share(UPDATES)[SAVES[1] :])]
+        return losses + losses_of(engine, own_share(UPDATES)[SAVES[1] :])
 
 
 def resumed(roots):
@@ -152,9 +139,8 @@ def resumed(roots):
             begun = engine.load(root)
             engine.save(root)
             left = directory.incomplete(Path(root))
-            done = train(engine, everyones(begun.step, UPDATES, world=2))
-            windows = [(one + other) / 2 for (one, _), (other, _) in zip(done[::2], done[1::2], strict=True)]
-            answers.append((begun, left, windows))
+            losses = curve(train(engine, everyones(begun.step, UPDATES, world=2))).losses
+            answers.append((begun, left, losses))
     return answers
 
 
@@ -186,28 +172,18 @@ def test_another_engine_on_another_number_of_ranks_goes_on_where_a_killed_run_ha
 # -- files that rot --------------------------------------------------------------------------------
 
 
-def truncate(path, share):
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-
-
-def flip(path, share, bit=0):
-    data = bytearray(path.read_bytes())
-    data[min(int(share * len(data)), len(data) - 1)] ^= 1 << bit
-    path.write_bytes(data)
-
-
 HARMS = [(truncate, (share,)) for share in (0.0, 0.3, 0.7, 0.9999)]
 HARMS += [(flip, (share, bit)) for share, bit in ((0.0, 0), (0.2, 5), (0.5, 3), (0.8, 7), (1.0, 1))]
 
 
-def rotten(root):
-    """Harms each file in each way: what `unishard checkpoint verify` finds, and what `load` raises. Loads it when it is
-    whole again."""
-    told = []
+@in_ranks
+def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(root):
+    """By `unishard checkpoint verify`, and by `load`, which loads it when it is whole again."""
     with prepare(config("fsdp", "full_shard", optimizer=ADAMW)) as engine:
         train(engine, own_share(1))
         folder = engine.save(root)
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(names)
         before = engine.parameter("inp.weight")
         for name, (harm, how) in product(names, HARMS):
             whole = (folder / name).read_bytes()
@@ -215,39 +191,14 @@ def rotten(root):
             if my_rank() == 0:
                 harm(folder / name, *how)
             dist.barrier()
-            told.append((name, harm.__name__, how, problems_of(folder), refusal(engine.load, folder)))
+            found, told = problems_of(folder), refused(engine.load, folder)
+            assert len(found) == 1, (name, harm.__name__, how)
+            assert f"/{name}: " in found[0]
+            assert f"/{name}: " in told, (name, harm.__name__, how)
             dist.barrier()
             if my_rank() == 0:
                 (folder / name).write_bytes(whole)
         dist.barrier()
-        unchanged = engine.parameter("inp.weight").equal(before)
-        return names, told, unchanged, engine.load(folder, verify="bits").step, problems_of(folder)
-
-
-def problems_of(folder):
-    """As the command finds them."""
-    try:
-        return damaged(folder, manifest.read(folder))
-    except unishard.CheckpointError as error:
-        return [str(error)]
-
-
-def refusal(call, *arguments):
-    try:
-        call(*arguments)
-    except unishard.CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(tmp_path):
-    for names, told, unchanged, step, problems in run_ranks(2, rotten, str(tmp_path)):
-        assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(names)
-        assert len(told) == len(names) * len(HARMS)
-        for name, harm, how, found, refused in told:
-            assert len(found) == 1, (name, harm, how)
-            assert f"/{name}: " in found[0]
-            assert f"/{name}: " in refused, (name, harm, how)
-        assert unchanged
-        assert step == 1
-        assert problems == []
+        assert engine.parameter("inp.weight").equal(before)
+        assert engine.load(folder, verify="bits").step == 1
+        assert problems_of(folder) == []

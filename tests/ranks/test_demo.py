@@ -11,8 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 import pytest
 from forking import completed, in_a_fork
-from harness import run_script
+from harness import run_script, until
 from rich.console import Console
 from rich.status import Status
 
@@ -179,9 +177,9 @@ def stopped(folder: Path, number: signal.Signals) -> tuple[int, str]:
     command = [sys.executable, str(demo), "demo", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert wait_for(lambda: "step 1/9" in log(out)), log(out)
+        assert until(lambda: "step 1/9" in log(out)), log(out)
         written = [folder / f"pid{rank}" for rank in range(2)]
-        assert wait_for(lambda: all(path.exists() and path.read_text() for path in written))
+        assert until(lambda: all(path.exists() and path.read_text() for path in written))
         ranks = [int(path.read_text()) for path in written]
         assert [alive(rank) for rank in ranks] == [True, True]
         process.send_signal(number)
@@ -206,13 +204,6 @@ def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(
     )
     assert in_a_fork(stopped, tmp_path, number) == (code, said)
     assert [path.name for path in out.iterdir()] == ["fsdp.log"]
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 def log(out: Path) -> str:

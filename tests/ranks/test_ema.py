@@ -5,20 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import (
-    BACKENDS,
-    config,
-    everyones,
-    heard,
-    in_turn,
-    on_ranks,
-    own_share,
-    play,
-    prepare,
-    refused,
-    train,
-    values,
-)
+from harness import heard, in_turn, on_ranks, play, refused, values
+from harness.training import BACKENDS, config, everyones, own_share, prepare, train
 from safetensors.torch import load_file
 
 from unishard.testing import oracle

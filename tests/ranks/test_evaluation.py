@@ -7,20 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    BACKENDS,
-    MICRO_BATCHES,
-    STRATEGIES,
-    checked,
-    config,
-    configured,
-    error,
-    own_share,
-    play,
-    prepare,
-    train,
-    values,
-)
+from harness import error, play, values
+from harness.training import BACKENDS, MICRO_BATCHES, STRATEGIES, checked, config, configured, own_share, prepare, train
 
 import unishard
 from unishard.testing.models import batch, llama

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ import launched_on_hosts
 import launched_training
 import pytest
 from forking import in_a_fork
+from harness import until
 
 from unishard.testing import run_ranks
 
@@ -67,7 +66,7 @@ def play(folder: Path) -> Played:
     with hosts.two_hosts(folder) as (left, right):
         process, lost = (host.start(words, folder / host.name) for host in (left, right))
         try:
-            wait(lambda: process.poll() is not None or (4, 5) in [line[:2] for line in lines()], 180)
+            assert until(lambda: process.poll() is not None or (4, 5) in [line[:2] for line in lines()], 180)
             right.lose()
             ended = process.wait(180)
         finally:
@@ -78,13 +77,6 @@ def play(folder: Path) -> Played:
     said = (folder / "left").read_text()
     assert strategies.exists(), said
     return Played(json.loads(strategies.read_text()), lines(), ended, said)
-
-
-def wait(what: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_every_strategy_trains_across_two_hosts_as_on_one(played):
@@ -102,10 +94,6 @@ def test_a_run_goes_on_with_the_host_that_is_left(played):
     ]
     assert after[-1] == 8, played.said
     assert after == list(range(after[0], 9)), played.said
-    expected = run_ranks(2, whole_run)[0]
+    expected = run_ranks(2, launched_training.whole_run, CONFIG, "backend=deepspeed")[0]
     for _, step, loss in played.lines:
         assert loss == pytest.approx(expected[step], rel=1e-5)
-
-
-def whole_run() -> dict[int, float]:
-    return launched_training.train(launched_training.config(CONFIG, "backend=deepspeed"))

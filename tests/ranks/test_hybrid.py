@@ -9,19 +9,17 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
+from harness import assert_conforms, play, values
+from harness.training import (
     ACCUMULATION,
     BACKENDS,
     MICRO_BATCHES,
-    assert_conforms,
     configured,
     curve,
     everyones,
     my_rank,
     own_share,
-    play,
     train,
-    values,
 )
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 from test_options import routing

@@ -5,21 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import (
-    BACKENDS,
-    MICRO_BATCHES,
-    SPANNING,
-    assert_conforms,
-    configured,
-    curve,
-    own_share,
-    play,
-    prepare,
-    tolerance,
-    train,
-    values,
-    windows,
-)
+from harness import assert_conforms, play, tolerance, values
+from harness.training import BACKENDS, MICRO_BATCHES, SPANNING, configured, curve, own_share, prepare, train, windows
 
 from unishard.testing import oracle
 from unishard.testing.models import mlp

@@ -96,12 +96,8 @@ def test_a_killed_rank_is_started_anew_and_the_losses_go_on(folder):
     lives = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
     assert [step for life, _, step, _ in lives if life == 0][:4] == [1, 2, 3, 4]
     assert [step for life, _, step, _ in lives if life == 1] == [5, 6, 7, 8]
-    expected, _ = run_ranks(2, whole_run)
+    expected, _ = run_ranks(2, launched_training.whole_run, CONFIG, "training.seed=7")
     assert [(world, loss) for _, world, _, loss in lives] == [(2, expected[step]) for _, _, step, _ in lives]
-
-
-def whole_run() -> dict[int, float]:
-    return launched_training.train(launched_training.config(CONFIG, "training.seed=7"))
 
 
 def test_the_rank_that_fails_is_what_the_user_sees(folder):

@@ -8,22 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import (
+from harness import assert_conforms, error, play, tolerance, values
+from harness.training import (
     ACCUMULATION,
     BACKENDS,
     MICRO_BATCHES,
     PRECISIONS,
-    assert_conforms,
     configured,
     curve,
-    error,
     everyones,
     my_rank,
     own_share,
-    play,
-    tolerance,
     train,
-    values,
     windows,
 )
 from torch import nn

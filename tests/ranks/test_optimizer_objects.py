@@ -7,19 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
-    BACKENDS,
-    STRATEGIES,
-    assert_conforms,
-    config,
-    curve,
-    error,
-    everyones,
-    own_share,
-    play,
-    train,
-    values,
-)
+from harness import assert_conforms, error, play, values
+from harness.training import BACKENDS, STRATEGIES, config, curve, everyones, own_share, train
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 

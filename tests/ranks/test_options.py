@@ -10,22 +10,19 @@ from functools import cache
 
 import pytest
 import torch
-from harness import (
+from harness import assert_conforms, play, tolerance, values
+from harness.training import (
     ACCUMULATION,
     BACKENDS,
     MICRO_BATCHES,
     PRECISIONS,
     SPANNING,
     STRATEGIES,
-    assert_conforms,
     configured,
     curve,
     own_share,
-    play,
     prepare,
-    tolerance,
     train,
-    values,
     windows,
 )
 from torch import nn

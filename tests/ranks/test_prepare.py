@@ -11,20 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import (
+from harness import error, play, values
+from harness.training import (
     BACKENDS,
     SPANNING,
     STRATEGIES,
     config,
     curve,
-    error,
     everyones,
     my_rank,
     own_share,
-    play,
     prepare,
     train,
-    values,
 )
 from torch import nn
 

@@ -6,23 +6,19 @@ from functools import cache
 
 import pytest
 import torch
-from harness import (
+from harness import assert_conforms, error, play, tolerance, values
+from harness.training import (
     ACCUMULATION,
     MICRO_BATCHES,
     SPANNING,
     UPDATES,
-    assert_conforms,
     config,
     configured,
     curve,
-    error,
     everyones,
     own_share,
-    play,
     prepare,
-    tolerance,
     train,
-    values,
     windows,
 )
 from torch import nn

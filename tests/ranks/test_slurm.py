@@ -43,14 +43,10 @@ def test_the_submitted_job_trains(tmp_path, monkeypatch, capsys):
         assert state == "COMPLETED", said
         assert "finished with seed 0" in said
         lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
-    expected = run_ranks(2, whole_run)[0]
+    expected = run_ranks(2, launched_training.whole_run, CONFIG)[0]
     assert {step: (world, loss) for _, world, step, loss in lines} == {
         step: (2, loss) for step, loss in expected.items()
     }
-
-
-def whole_run() -> dict[int, float]:
-    return launched_training.train(launched_training.config(CONFIG))
 
 
 def wait(job: str, environ: dict[str, str]) -> str:

@@ -11,16 +11,16 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import launched_training
 import pytest
 import torch.distributed as dist
 from forking import in_a_fork
-from harness import BACKENDS, config, own_share, prepare, refused, train
+from harness import BACKENDS, config, in_ranks, own_share, prepare, problems_of, refused, steps, train, until
 
 from unishard.checkpoint import finding, lease, manifest
-from unishard.checkpoint.verifying import damaged
 from unishard.distributed.processes import machine, started
 from unishard.testing import run_ranks
 
@@ -37,35 +37,31 @@ def lay(root: Path, **said: object) -> None:
     file.write_text(json.dumps(facts) + f"\n{0:020}\n")
 
 
-def beside(root: str, pid: int) -> dict[str, object]:
-    """Runs that come to a directory of a living run, and one whose directory is taken; both engines, in the same
-    ranks."""
-    lease.GRACE, told = 0.5, {}
-    for backend in BACKENDS:
-        for existing in ("resume", "new"):
-            for background in (False, True):
-                folder = Path(root, f"{backend}-{existing}-{background}")
-                cfg = config(
-                    backend,
-                    checkpoint={
-                        "dir": str(folder),
-                        "on_existing": existing,
-                        "every_steps": 1,
-                        "async_save": background,
-                    },
-                )
-                with prepare(cfg) as engine:
-                    train(engine, own_share(2))
-                    engine.wait()
-                    _on_first(lay, folder, pid=pid, started=started(pid))
-                    theirs = folder / f".tmp-step-00000003-{'b' * 32}"
-                    _on_first(theirs.mkdir)
-                    before = sorted(os.listdir(folder))
-                    taken = refused(train, engine, own_share(1))
-                    if background and taken == "nothing":
-                        taken = refused(engine.wait)
-                told[folder.name] = taken, refused(_begin, cfg), sorted(os.listdir(folder)) == before
-    return told
+@in_ranks
+def test_a_second_live_run_and_one_whose_directory_was_taken_are_one_error_each(root):
+    """On both engines: runs that come to a directory of a living run, and one whose directory is taken."""
+    lease.GRACE, pid = 0.5, os.getppid()
+    who = f"run 1f3a9c2e (process {pid} on node7, since noon)"
+    for backend, existing, background in product(BACKENDS, ("resume", "new"), (False, True)):
+        folder = Path(root, f"{backend}-{existing}-{background}")
+        checkpoint = {"dir": str(folder), "on_existing": existing, "every_steps": 1, "async_save": background}
+        cfg = config(backend, checkpoint=checkpoint)
+        with prepare(cfg) as engine:
+            train(engine, own_share(2))
+            engine.wait()
+            _on_first(lay, folder, pid=pid, started=started(pid))
+            theirs = folder / f".tmp-step-00000003-{'b' * 32}"
+            _on_first(theirs.mkdir)
+            before = sorted(os.listdir(folder))
+            taken = refused(train, engine, own_share(1))
+            if background and taken == "nothing":
+                taken = refused(engine.wait)
+        assert taken.startswith("CheckpointError: ")
+        assert f"{who} has taken over this directory" in taken
+        began = refused(_begin, cfg)
+        assert began.startswith("CheckpointError: ")
+        assert f"{who} saves here and is still alive" in began
+        assert sorted(os.listdir(folder)) == before
 
 
 def _begin(cfg: object) -> None:
@@ -77,19 +73,6 @@ def _on_first(act, *arguments, **named) -> None:
     if dist.get_rank() == 0:
         act(*arguments, **named)
     dist.barrier()
-
-
-def test_a_second_live_run_and_one_whose_directory_was_taken_are_one_error_each(tmp_path):
-    first, second = run_ranks(2, beside, str(tmp_path), os.getpid())
-    assert first == second, "the same on every rank"
-    assert len(first) == 8
-    for taken, began, unchanged in first.values():
-        who = f"run 1f3a9c2e (process {os.getpid()} on node7, since noon)"
-        assert taken.startswith("CheckpointError: ")
-        assert f"{who} has taken over this directory" in taken
-        assert began.startswith("CheckpointError: ")
-        assert f"{who} saves here and is still alive" in began
-        assert unchanged
 
 
 def together(root: str) -> tuple[str, int]:
@@ -110,7 +93,7 @@ def test_of_two_runs_that_start_together_one_goes_on(tmp_path):
     assert winner == ["nothing"] * 2
     assert loser[0] == loser[1]
     assert "saves here and is still alive" in loser[0]
-    assert [found.step for found in finding.checkpoints(tmp_path)] == [5, 6]
+    assert steps(tmp_path) == [5, 6]
     assert len({manifest.read(found.path).run for found in finding.checkpoints(tmp_path)}) == 1
 
 
@@ -134,13 +117,6 @@ def ranks_of(launcher: subprocess.Popen) -> list[tuple[int, str]]:
     return [(pid, started(pid)) for pid in found if os.getsid(pid) == pid]
 
 
-def until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.05)
-
-
 def lives(folder: Path) -> int:
     return (folder / "losses").read_text().count("\n") if (folder / "losses").exists() else 0
 
@@ -148,15 +124,14 @@ def lives(folder: Path) -> int:
 def killed_and_started_again(folder: Path, more: dict[str, tuple[str, ...]]) -> tuple[int, int, int]:
     """The number of the launcher that is killed, how the second one ends, and the step that was saved between them."""
     first = start(folder, folder / "first", **more)
-    until(lambda: lives(folder) >= 3)
+    assert until(lambda: lives(folder) >= 3)
     ranks = ranks_of(first)
     assert len(ranks) == 2
     first.send_signal(signal.SIGKILL)
     first.wait()
-    until(lambda: not any(when == started(pid) for pid, when in ranks), 20)
+    assert until(lambda: not any(when == started(pid) for pid, when in ranks), 20)
     saved = finding.latest(folder / "runs")
-    assert saved is not None
-    assert damaged(saved, manifest.read(saved)) == []
+    assert problems_of(saved) == []
     step = manifest.read(saved).step
     return first.pid, start(folder, folder / "second", **more).wait(60), step
 
@@ -178,10 +153,9 @@ def test_ranks_end_when_their_launcher_is_killed_and_the_next_start_goes_on(kind
     )
     assert all(cause in line for line in said), "each rank names it"
     assert code == 0, (tmp_path / "second").read_text()
-    steps = [json.loads(line)[2] for line in (tmp_path / "losses").read_text().splitlines()]
-    assert steps[-1] == 8
+    made = [json.loads(line)[2] for line in (tmp_path / "losses").read_text().splitlines()]
+    assert made[-1] == 8
     if signals:
-        assert steps == [step for step in range(1, 9) if step != saved_step], (
-            "none is made twice; one ended in its save"
-        )
+        kept = [step for step in range(1, 9) if step != saved_step]
+        assert made == kept, "none is made twice; one ended in its save"
     assert len({manifest.read(found.path).run for found in finding.checkpoints(tmp_path / "runs")}) == 1

@@ -76,8 +76,8 @@ class Interception:
     """Tells of every event from its making to the end of the process. What `act` raises is raised in place of what was
     about to be done."""
 
-    def __init__(self) -> None:
-        self.act: Callable[[Event], None] = lambda event: None
+    def __init__(self, act: Callable[[Event], None] = lambda event: None) -> None:
+        self.act = act
         self._open, self._fsync = io.open, os.fsync
         io.open = self._opening  # type: ignore[assignment]  # that is what pathlib calls
         os.fsync = self._syncing  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import inspect
@@ -84,6 +85,10 @@ class _Body(NamedTuple):
         getattr(importlib.import_module(self.module), self.name).body(*arguments, **named)
 
 
+_TOGETHER: dict[tuple[str, int], list[Any]] = collections.defaultdict(list)
+"""By module and number of ranks, the tests that name cells: their functions, cells, and whether they take a folder."""
+
+
 def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, ...] = ()) -> Any:
     """Make a test of a function that runs in the ranks, and asserts there. Its fixtures must be able to travel.
 
@@ -91,7 +96,8 @@ def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, 
         body: The function.
         world: Number of ranks.
         cells: Arguments of which each makes a test; behind them the function may take `root`, a folder for all. The
-            same ranks play all: a rank must not raise alone where the others wait for it, so asserts stand at the end.
+            same ranks play all cells of a module: a rank must not raise alone where the others wait for it, so asserts
+            stand at the end.
     """
     if body is None:
         return functools.partial(in_ranks, world=world, cells=cells)
@@ -101,10 +107,13 @@ def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, 
         run_ranks(world, _assert, pickle.dumps((scenario, fixtures)))
 
     def with_others(cell: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
-        root = str(tmp_path_factory.getbasetemp() / scenario.name)
-        more = (root,) if "root" in inspect.signature(body).parameters else ()
-        values(play(tuple((scenario, (*each, *more)) for each in cells), world)[scenario, (*cell, *more)])
+        root = str(tmp_path_factory.getbasetemp() / body.__module__)
+        played = play(tuple((each, (*given, *[root] * more)) for each, given, more in together), world)
+        values(played[scenario, (*cell, *[root] * takes_root)])
 
+    takes_root = "root" in inspect.signature(body).parameters
+    together = _TOGETHER[body.__module__, world]
+    together += [(scenario, cell, takes_root) for cell in cells]
     if cells:
         test = functools.wraps(body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))(with_others)
         del test.__wrapped__

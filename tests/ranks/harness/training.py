@@ -19,6 +19,8 @@ SPANNING = tuple(
 )
 """Every strategy of each backend in one precision, and in the other one on the other backend: every pair of two of the
 three."""
+EACH = tuple((backend,) for backend in BACKENDS)
+"""Cells of `in_ranks`."""
 OTHER = dict(zip(BACKENDS, BACKENDS[::-1], strict=True))
 ADAMW = {"name": "adamw", "lr": 1e-2}
 ACCUMULATION, UPDATES = 2, 3
