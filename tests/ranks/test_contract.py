@@ -7,22 +7,8 @@ import warnings
 
 import pytest
 import torch
-from harness import in_ranks, play, refused, values
-from harness.training import (
-    BACKENDS,
-    EACH,
-    SPANNING,
-    STRATEGIES,
-    config,
-    curve,
-    everyones,
-    my_rank,
-    own_share,
-    prepare,
-    share,
-    train,
-    update,
-)
+from harness import curve, in_ranks, my_rank, own_share, play, prepare, refused, share, train, update, values
+from harness.training import BACKENDS, EACH, SPANNING, STRATEGIES, config, everyones
 
 import unishard
 from unishard.testing import conformance, oracle

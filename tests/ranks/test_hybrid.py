@@ -9,18 +9,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_conforms, play, values
-from harness.training import (
-    ACCUMULATION,
-    BACKENDS,
-    MICRO_BATCHES,
-    configured,
-    curve,
-    everyones,
-    my_rank,
-    own_share,
-    train,
-)
+from harness import assert_conforms, curve, my_rank, own_share, play, train, values
+from harness.training import ACCUMULATION, BACKENDS, MICRO_BATCHES, configured, everyones
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 from test_options import routing
 from torch.distributed.tensor import DTensor

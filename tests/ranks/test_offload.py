@@ -8,20 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import assert_conforms, error, play, tolerance, values
-from harness.training import (
-    ACCUMULATION,
-    BACKENDS,
-    MICRO_BATCHES,
-    PRECISIONS,
-    configured,
-    curve,
-    everyones,
-    my_rank,
-    own_share,
-    train,
-    windows,
-)
+from harness import assert_conforms, curve, error, my_rank, own_share, play, tolerance, train, values, windows
+from harness.training import ACCUMULATION, BACKENDS, MICRO_BATCHES, PRECISIONS, configured, everyones
 from torch import nn
 from torch.distributed.tensor import DTensor
 

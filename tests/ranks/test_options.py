@@ -10,21 +10,8 @@ from functools import cache
 
 import pytest
 import torch
-from harness import assert_conforms, play, tolerance, values
-from harness.training import (
-    ACCUMULATION,
-    BACKENDS,
-    MICRO_BATCHES,
-    PRECISIONS,
-    SPANNING,
-    STRATEGIES,
-    configured,
-    curve,
-    own_share,
-    prepare,
-    train,
-    windows,
-)
+from harness import assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
+from harness.training import ACCUMULATION, BACKENDS, MICRO_BATCHES, PRECISIONS, SPANNING, STRATEGIES, configured
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional

@@ -11,19 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import error, play, values
-from harness.training import (
-    BACKENDS,
-    SPANNING,
-    STRATEGIES,
-    config,
-    curve,
-    everyones,
-    my_rank,
-    own_share,
-    prepare,
-    train,
-)
+from harness import curve, error, my_rank, own_share, play, prepare, train, values
+from harness.training import BACKENDS, SPANNING, STRATEGIES, config, everyones
 from torch import nn
 
 import unishard

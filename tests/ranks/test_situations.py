@@ -6,21 +6,8 @@ from functools import cache
 
 import pytest
 import torch
-from harness import assert_conforms, error, play, tolerance, values
-from harness.training import (
-    ACCUMULATION,
-    MICRO_BATCHES,
-    SPANNING,
-    UPDATES,
-    config,
-    configured,
-    curve,
-    everyones,
-    own_share,
-    prepare,
-    train,
-    windows,
-)
+from harness import assert_conforms, curve, error, own_share, play, prepare, tolerance, train, values, windows
+from harness.training import ACCUMULATION, MICRO_BATCHES, SPANNING, UPDATES, config, configured, everyones
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
