@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from harness import BACKENDS, SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, prepare, values
+from harness import EACH, config, everyones, in_ranks, my_rank, own_share, play, prepare, refused, update, values
+from harness.training import BACKENDS, SPANNING, STRATEGIES
 from recording import Recorder
 from torch import nn
 from torch.nn import functional
@@ -138,15 +140,15 @@ def bound(backend, strategy, precision, *_):
     return 5e-6 if precision == "fp32" else 5e-3
 
 
-def outcome(scenario, place, world=2):
-    """What every rank returned; all that 2 ranks play they play in the same processes."""
-    return values(play(AT_TWO if world == 2 else tuple((read, each) for each in READ[world]), world)[scenario, place])
+def outcome(place, world):
+    """What every rank has read; all that so many ranks play they play in the same processes."""
+    return values(play(tuple((read, each) for each in READ[world]), world)[read, place])
 
 
 @pytest.mark.parametrize(("world", "place"), WORLDS, ids=str)
 def test_gradients_and_masters_are_those_of_plain_torch_whole_and_in_fp32(world, place):
     gradients, masters = expected(place[2], world)
-    for found in outcome(read, place, world):
+    for found in outcome(place, world):
         assert worst(found["gradients"], gradients) < bound(*place)
         assert worst(found["masters"], masters) < bound(*place)
         assert found["repeatable"]
@@ -155,7 +157,7 @@ def test_gradients_and_masters_are_those_of_plain_torch_whole_and_in_fp32(world,
 
 @pytest.mark.parametrize(("world", "place"), WORLDS, ids=str)
 def test_norms_are_those_of_the_tensors_and_add_up_to_the_step(world, place):
-    ranks = outcome(read, place, world)
+    ranks = outcome(place, world)
     for found in ranks:
         assert list(found["norms"]) == list(found["master norms"]) == NAMES
         assert found["norms"] == {
@@ -169,7 +171,11 @@ def test_norms_are_those_of_the_tensors_and_add_up_to_the_step(world, place):
         assert all(type(norm) is float for norm in found["norms"].values())
 
 
-def counted(*place):
+COUNTED = tuple((backend, strategy, "bf16", "plain") for backend in BACKENDS for strategy in STRATEGIES)
+
+
+@in_ranks(cells=COUNTED)
+def test_norms_cost_at_most_one_collective_of_a_number_for_each_parameter(*place):
     """Collectives of per-parameter norms, of gradients and of masters: kind, and elements."""
     with prepare(configured(place, accumulation=1)) as engine:
         whole_window(engine, own_share(1))
@@ -181,15 +187,7 @@ def counted(*place):
             recorder.phase = "masters"
             engine.parameter_norms()
         engine.step()
-        return [(event.phase, event.kind, event.numel) for event in recorder.events if event.numel]
-
-
-COUNTED = [(backend, strategy, "bf16", "plain") for backend in BACKENDS for strategy in STRATEGIES]
-
-
-@pytest.mark.parametrize("place", COUNTED, ids=str)
-def test_norms_cost_at_most_one_collective_of_a_number_for_each_parameter(place):
-    found = outcome(counted, place)[0]
+    found = [(event.phase, event.kind, event.numel) for event in recorder.events if event.numel]
     assert set(found) <= {(phase, "all_reduce", len(NAMES)) for phase in ("gradients", "masters")}
     assert len(found) == len(set(found))
     assert bool(found) == (place[1] != "no_shard")
@@ -198,10 +196,12 @@ def test_norms_cost_at_most_one_collective_of_a_number_for_each_parameter(place)
 # -- what is written -------------------------------------------------------------------------------
 
 
-def written(*place):
-    """Every gradient zeroed; an infinite one replaced; one made infinite; then every rank writes another value, in
-    other formats."""
-    rank, found = my_rank(), {}
+@in_ranks(cells=SPANNED)
+def test_what_is_written_counts_on_every_rank(*place):
+    """Every gradient zeroed: the engine stands still. An infinite one replaced, and one made infinite: whether an update
+    is skipped is decided by the gradients as they were written. Then every rank writes another value, in any format:
+    that of rank 0 counts."""
+    rank, elements = my_rank(), sum(parameter.numel() for parameter in MODELS["mlp"].build().parameters())
     optimizer = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}
     with prepare(configured(place, accumulation=1, optimizer=optimizer)) as engine:
         batches = own_share(5)
@@ -211,81 +211,55 @@ def written(*place):
         whole_window(engine, batches[1:2])
         for name in NAMES:
             engine.set_grad(name, torch.zeros_like(engine.grad(name)))
-        found["zeroed"] = engine.step()
-        found["moved"] = max(float((engine.parameter(name) - before[name]).abs().max()) for name in NAMES)
+        zeroed = engine.step()
+        moved = max(float((engine.parameter(name) - before[name]).abs().max()) for name in NAMES)
         loss = engine(**batches[2]).loss
         engine.backward(loss * math.inf if rank == 1 else loss)
         for name in NAMES:
             engine.set_grad(name, torch.ones_like(engine.grad(name)))
-        found["replaced"] = engine.step()
+        replaced = engine.step()
         whole_window(engine, batches[3:4])
         engine.set_grad(NAMES[-1], engine.grad(NAMES[-1]).fill_(math.inf))
-        found["put in"] = engine.step()
+        put_in = engine.step()
         whole_window(engine, batches[4:])
         engine.set_grad(NAMES[0], torch.full_like(engine.grad(NAMES[0]), rank + 1.0, dtype=torch.bfloat16))
         engine.set_parameter(NAMES[0], torch.full_like(engine.parameter(NAMES[0]), rank + 2.0, dtype=torch.float64))
         with engine.gathered([NAMES[1]]) as tensors:
             tensors[NAMES[1]].fill_(rank + 3.0)
-        tensors = (engine.grad(NAMES[0]), engine.parameter(NAMES[0]), engine.parameter(NAMES[1]))
-        return found | {"own": [tensor.unique().tolist() for tensor in tensors]}
+        own = [engine.grad(NAMES[0]), engine.parameter(NAMES[0]), engine.parameter(NAMES[1])]
+    assert moved == 0.0
+    assert zeroed == unishard.Step(updated=True, grad_norm=0.0, lr=0.1, skipped=False)
+    assert (replaced.updated, replaced.skipped) == (True, False)
+    assert replaced.grad_norm == pytest.approx(math.sqrt(elements), rel=1e-5)
+    assert (put_in.updated, put_in.skipped) == (False, True)
+    assert [tensor.unique().tolist() for tensor in own] == [[1.0], [2.0], [3.0]]
 
 
-@pytest.mark.parametrize("place", SPANNED, ids=str)
-def test_zeroing_every_gradient_makes_the_engine_stand_still(place):
-    for found in outcome(written, place):
-        assert found["moved"] == 0.0
-        assert found["zeroed"] == unishard.Step(updated=True, grad_norm=0.0, lr=0.1, skipped=False)
+@in_ranks(cells=SPANNED)
+def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(*place):
+    """Before and after one is doubled, and the norm of the step."""
+    model, losses = MODELS["mlp"].build(), []
 
+    def loss_of(logits, micro_batch, turn, rank):
+        counts = 1 if rank == turn else 2
+        return functional.cross_entropy(logits[:counts], micro_batch["labels"][:counts], reduction="sum"), counts
 
-@pytest.mark.parametrize("place", SPANNED, ids=str)
-def test_what_rank_0_writes_counts_on_every_rank_in_any_format(place):
-    assert [found["own"] for found in outcome(written, place)] == [[[1.0], [2.0], [3.0]]] * 2
-
-
-@pytest.mark.parametrize("place", SPANNED, ids=str)
-def test_whether_an_update_is_skipped_is_decided_by_the_gradients_as_they_were_written(place):
-    elements = sum(parameter.numel() for parameter in MODELS["mlp"].build().parameters())
-    for found in outcome(written, place):
-        assert (found["replaced"].updated, found["replaced"].skipped) == (True, False)
-        assert found["replaced"].grad_norm == pytest.approx(math.sqrt(elements), rel=1e-5)
-        assert (found["put in"].updated, found["put in"].skipped) == (False, True)
-
-
-def weighted(*place):
-    """Gradients of a window whose losses are sums over items, before and after one is doubled, and the norm of the
-    step."""
-    rank = my_rank()
+    for (turn, rank), batch in zip(product(range(2), range(2)), everyones(0, 2, world=2), strict=True):
+        losses.append(loss_of(model(**batch).logits, batch, turn, rank)[0])
+    (sum(losses) / 6).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     with prepare(configured(place)) as engine:
         for turn, micro_batch in enumerate(own_share(2)):
-            logits = engine(**micro_batch).logits.float()
-            counts = 1 if rank == turn else 2
-            loss = functional.cross_entropy(logits[:counts], micro_batch["labels"][:counts], reduction="sum")
+            loss, counts = loss_of(engine(**micro_batch).logits.float(), micro_batch, turn, my_rank())
             engine.backward(loss, num_items=counts)
             if turn == 0:
                 engine.step()
         before = {name: engine.grad(name) for name in NAMES}
         engine.set_grad(NAMES[0], before[NAMES[0]] * 2)
-        doubled, norms = engine.grad(NAMES[0]), engine.grad_norms()
-        return before, doubled, math.hypot(*norms.values()), engine.step().grad_norm
-
-
-@pytest.mark.parametrize("place", SPANNED, ids=str)
-def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(place):
-    model = MODELS["mlp"].build()
-    kept = [(turn, rank) for turn in range(2) for rank in range(2)]
-    batches = everyones(0, 2, world=2)
-    losses = []
-    for (turn, rank), batch in zip(kept, batches, strict=True):
-        counts = 1 if rank == turn else 2
-        losses.append(
-            functional.cross_entropy(model(**batch).logits[:counts], batch["labels"][:counts], reduction="sum")
-        )
-    (sum(losses) / 6).backward()
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for before, doubled, norm, step in outcome(weighted, place):
-        assert worst(before, wanted) < (5e-6 if place[2] == "fp32" else 3e-2)
-        assert torch.allclose(doubled, before[NAMES[0]] * 2, rtol=1e-6)
-        assert norm == pytest.approx(step, rel=1e-5)
+        doubled, norms, step = engine.grad(NAMES[0]), engine.grad_norms(), engine.step()
+    assert worst(before, wanted) < (5e-6 if place[2] == "fp32" else 3e-2)
+    assert torch.allclose(doubled, before[NAMES[0]] * 2, rtol=1e-6)
+    assert math.hypot(*norms.values()) == pytest.approx(step.grad_norm, rel=1e-5)
 
 
 # -- tied, frozen and unused parameters ------------------------------------------------------------
@@ -312,81 +286,46 @@ class Kinds(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), x), logits)
 
 
-def kinds(*place):
+KINDS = tuple(place for place in SPANNED if place[3] != "owners")  # whose DDP would have to look for unused parameters
+
+
+@in_ranks(cells=KINDS)
+def test_tied_frozen_and_unused_parameters(*place):
     torch.manual_seed(5)
     x = torch.arange(my_rank(), my_rank() + 6)
     native = {"fsdp": {"find_unused_parameters": True}} if place[:3] == ("fsdp", "no_shard", "fp32") else {}
     with unishard.prepare(Kinds(), configured(place, accumulation=1, native=native)) as engine:
         engine.backward(engine(x, both=True).loss)
         tied = torch.equal(engine.grad("head.weight"), engine.grad("embedding.weight"))
-        seen = {"names": list(engine.grad_norms()), "all names": list(engine.parameter_norms()), "tied": tied}
-        seen["frozen"] = engine.grad("frozen.weight")
+        names, all_names, frozen = engine.grad_norms(), engine.parameter_norms(), engine.grad("frozen.weight")
         engine.step()
         engine.backward(engine(x).loss)
-        unused = engine.grad("sometimes.weight")
-        seen["unused"] = None if unused is None else unused.abs().max().item()
-        seen["unused norm"] = engine.grad_norms().get("sometimes.weight", "left out")
+        unused, norms = engine.grad("sometimes.weight"), engine.grad_norms()
         engine.set_grad("sometimes.weight", torch.ones(7, 7))
-        seen["norm with it"] = math.hypot(*engine.grad_norms().values()) / engine.step().grad_norm
+        norm = math.hypot(*engine.grad_norms().values())
+        step = engine.step()
         with engine.gathered(["embedding.weight", "head.weight", "frozen.weight"]) as tensors:
-            seen["shared"] = tensors["embedding.weight"] is tensors["head.weight"]
+            shared = tensors["embedding.weight"] is tensors["head.weight"]
             tensors["head.weight"].fill_(0.5)
             tensors["frozen.weight"].fill_(0.25)
         engine.set_parameter("frozen.bias", torch.full((7,), 1.5))
-        seen["written"] = [
-            engine.parameter(name).unique().tolist() for name in ("embedding.weight", "frozen.weight", "frozen.bias")
-        ]
+        written = [engine.parameter(name) for name in ("embedding.weight", "frozen.weight", "frozen.bias")]
         with torch.no_grad():
             logits = engine.eval()(x).logits.float()
-            seen["spread"] = float(logits.max() - logits.min())
-        return seen
-
-
-KINDS = [place for place in SPANNED if place[3] != "owners"]  # whose DDP would have to look for unused parameters
-
-
-@pytest.mark.parametrize("place", KINDS, ids=str)
-def test_tied_frozen_and_unused_parameters(place):
     trainable = ["embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]
-    for seen in outcome(kinds, place):
-        assert seen["names"] == [*trainable, "sometimes.weight", "sometimes.bias"]
-        assert set(seen["all names"]) == {*seen["names"], "frozen.weight", "frozen.bias"}
-        assert seen["tied"] is seen["shared"] is True
-        assert seen["frozen"] is None
-        assert (seen["unused"], seen["unused norm"]) == (None, "left out")
-        assert seen["norm with it"] == pytest.approx(1.0, rel=1e-5)
-        assert seen["written"] == [[0.5], [0.25], [1.5]]
-        assert seen["spread"] < 1e-4, "the head and the embedding are constant, so every logit must be the same"
+    assert list(names) == [*trainable, "sometimes.weight", "sometimes.bias"]
+    assert set(all_names) == {*names, "frozen.weight", "frozen.bias"}
+    assert tied is shared is True
+    assert frozen is unused is None
+    assert "sometimes.weight" not in norms
+    assert norm == pytest.approx(step.grad_norm, rel=1e-5)
+    assert [tensor.unique().tolist() for tensor in written] == [[0.5], [0.25], [1.5]]
+    assert logits.max() - logits.min() < 1e-4, (
+        "the head and the embedding are constant, so every logit must be the same"
+    )
 
 
 # -- dropping a window -----------------------------------------------------------------------------
-
-
-def dropped(*place):
-    """What a loop by hand sees: steps after each discard, and losses of what follows beside those without what was
-    dropped."""
-    with prepare(configured(place)) as engine:
-        engine.discard()  # nothing is pending
-        batches = own_share(6)
-        engine(**batches[4])
-        engine.discard()
-        engine.backward(engine(**batches[5]).loss * math.inf)
-        engine.step()
-        engine.discard()
-        try:
-            engine.step()
-        except unishard.ContractError as refused:
-            said = str(refused)
-        batches_seen = validated_after_a_discard(engine)
-        for micro_batch in batches[2:4]:
-            engine.backward(engine(**micro_batch).loss, num_items=0)
-            nothing = attempt(engine.step)
-        steps = []
-        for micro_batch in batches[:2]:
-            engine.backward(engine(**micro_batch).loss)
-            steps.append(engine.step())
-        parameters = {name: engine.parameter(name) for name in NAMES}
-        return said, batches_seen, nothing, [step.updated for step in steps], steps[-1].grad_norm, engine.lr, parameters
 
 
 def validated_after_a_discard(engine):
@@ -404,26 +343,34 @@ def validated_after_a_discard(engine):
     return len(seen), validated
 
 
-def attempt(call, *arguments):
-    try:
-        call(*arguments)
-    except unishard.ContractError as refused:
-        return str(refused)
-
-
-@pytest.mark.parametrize("place", SPANNED, ids=str)
-def test_after_a_discard_the_next_window_is_clean_and_whole(place):
+@in_ranks(cells=SPANNED)
+def test_after_a_discard_the_next_window_is_clean_and_whole(*place):
+    """What a loop by hand sees: steps after each discard, and what follows beside that without what was dropped."""
     wanted = MODELS["mlp"].build()
     norm = oracle.train(wanted, [everyones(0, 2, world=2)], config("fsdp", precision=place[2]), world=2).norms[0]
     masters = {name: parameter.detach() for name, parameter in wanted.named_parameters()}
-    for said, batches_seen, nothing, updated, found, lr, parameters in outcome(dropped, place):
-        assert said.startswith("step was called without a backward")
-        assert batches_seen == (2, 6)
-        assert nothing.startswith("num_items add up to 0")
-        assert updated == [False, True]
-        assert found == pytest.approx(norm, rel=bound(*place))
-        assert lr == 0.1
-        assert worst(parameters, masters) < bound(*place)
+    with prepare(configured(place)) as engine:
+        engine.discard()  # nothing is pending
+        batches = own_share(6)
+        engine(**batches[4])
+        engine.discard()
+        engine.backward(engine(**batches[5]).loss * math.inf)
+        engine.step()
+        engine.discard()
+        said = refused(engine.step)
+        batches_seen = validated_after_a_discard(engine)
+        for micro_batch in batches[2:4]:
+            engine.backward(engine(**micro_batch).loss, num_items=0)
+            nothing = refused(engine.step)
+        inside, step = [update(engine, micro_batch) for micro_batch in batches[:2]]
+        lr, parameters = engine.lr, {name: engine.parameter(name) for name in NAMES}
+    assert said.startswith("ContractError: step was called without a backward")
+    assert batches_seen == (2, 6)
+    assert nothing.startswith("ContractError: num_items add up to 0")
+    assert (inside.updated, step.updated) == (False, True)
+    assert step.grad_norm == pytest.approx(norm, rel=bound(*place))
+    assert lr == 0.1
+    assert worst(parameters, masters) < bound(*place)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -434,85 +381,53 @@ def edit(engine, names, change):
         change(tensors)
 
 
-def refused(backend, strategy):
-    said = {}
+@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "full_shard")))
+def test_calls_that_have_no_meaning_are_refused_with_what_to_do_instead(backend, strategy):
+    name, wrong = "head.weight", []
+
+    def says(words, call, *arguments):
+        told = refused(call, *arguments)
+        if not (told.startswith("ContractError: ") and words in told):
+            wrong.append((words, told))
+
     with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2})) as engine:
         first, second = own_share(2)
-        shape = engine.parameter("head.weight").shape
-        said["before"] = attempt(engine.grad, "head.weight")
+        zeros = torch.zeros(engine.parameter(name).shape)
+        says("grad was called after 0 of 2 backward calls", engine.grad, name)
         loss = engine(**first).loss
-        said["graph"] = attempt(engine.set_parameter, "head.weight", torch.zeros(shape))
+        graph = "call it after backward, or drop the forward with engine.discard()"
+        says(graph, engine.set_parameter, name, zeros)
         engine.backward(loss)
-        said["inside"] = attempt(engine.set_grad, "head.weight", torch.zeros(shape))
+        says("set_grad was called after 1 of 2 backward calls", engine.set_grad, name, zeros)
         engine.step()
-        said["norms"] = attempt(engine.grad_norms)
+        says("call it between the last backward of a window and engine.step()", engine.grad_norms)
         engine.backward(engine(**second).loss)
-        said["name"] = attempt(engine.grad, "head.wieght")
-        said["far"] = attempt(engine.parameter, "zzz")
-        said["shape"] = attempt(engine.set_grad, "head.weight", torch.zeros(2, 2))
-        said["kind"] = attempt(engine.set_grad, "head.weight", 0.0)
-        said["integers"] = attempt(engine.set_parameter, "head.weight", torch.zeros(shape, dtype=torch.int64))
-        said["one name"] = attempt(edit, engine, "head.weight", dict.clear)
-        said["names"] = attempt(edit, engine, ["head.weight"], dict.clear)
-        said["replaced"] = attempt(
-            edit, engine, ["head.weight"], lambda tensors: tensors.update({"head.weight": torch.zeros(3)})
-        )
+        near = "grad: the model has no parameter 'head.wieght'; did you mean head.weight"
+        says(near, engine.grad, "head.wieght")
+        says("parameter: the model has no parameter 'zzz'; the first of", engine.parameter, "zzz")
+        says("set_grad: head.weight has the shape (11, 23), got (2, 2)", engine.set_grad, name, zeros[:2, :2])
+        says("set_grad: head.weight needs a floating-point tensor, got float", engine.set_grad, name, 0.0)
+        integers = "set_parameter: head.weight needs a floating-point tensor, got torch.int64"
+        says(integers, engine.set_parameter, name, zeros.long())
+        says("write gathered(['head.weight'])", edit, engine, name, dict.clear)
+        says("only edit its tensors", edit, engine, [name], dict.clear)
+        replaced = "gathered: head.weight has the shape (11, 23), got (3,)"
+        says(replaced, edit, engine, [name], lambda tensors: tensors.update({name: torch.zeros(3)}))
         engine.step()
-        said["after"] = attempt(engine.grad, "head.weight")
+        says("grad was called after 0 of 2 backward calls", engine.grad, name)
     for call in ("grad", "parameter"):
-        said[f"closed {call}"] = attempt(getattr(engine, call), "head.weight")
+        says("closed engine", getattr(engine, call), name)
     for call in ("grad_norms", "parameter_norms", "discard"):
-        said[f"closed {call}"] = attempt(getattr(engine, call))
-    return said
+        says("closed engine", getattr(engine, call))
+    assert wrong == []
 
 
-REFUSED = [(backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "full_shard")]
-WORDS = {
-    "before": "grad was called after 0 of 2 backward calls",
-    "graph": "call it after backward, or drop the forward with engine.discard()",
-    "inside": "set_grad was called after 1 of 2 backward calls",
-    "norms": "call it between the last backward of a window and engine.step()",
-    "name": "grad: the model has no parameter 'head.wieght'; did you mean head.weight",
-    "far": "parameter: the model has no parameter 'zzz'; the first of",
-    "shape": "set_grad: head.weight has the shape (11, 23), got (2, 2)",
-    "kind": "set_grad: head.weight needs a floating-point tensor, got float",
-    "integers": "set_parameter: head.weight needs a floating-point tensor, got torch.int64",
-    "one name": "write gathered(['head.weight'])",
-    "names": "only edit its tensors",
-    "replaced": "gathered: head.weight has the shape (11, 23), got (3,)",
-    "after": "grad was called after 0 of 2 backward calls",
-    **{f"closed {call}": "closed engine" for call in ("grad", "parameter", "grad_norms", "parameter_norms", "discard")},
-}
-
-
-@pytest.mark.parametrize("case", WORDS)
-@pytest.mark.parametrize("place", REFUSED, ids="-".join)
-def test_calls_that_have_no_meaning_are_refused_with_what_to_do_instead(place, case):
-    for said in outcome(refused, place):
-        assert WORDS[case] in said[case]
-
-
-def frozen_gradient(backend):
+@in_ranks(cells=EACH)
+def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
     with unishard.prepare(Kinds(), config(backend)) as engine:
         engine.backward(engine(torch.arange(6), both=True).loss)
-        engine.set_grad("frozen.weight", torch.ones(7, 7))
-
-
-AT_TWO = (
-    *((read, place) for place in PLACES),
-    *((scenario, place) for scenario in (written, weighted, dropped) for place in SPANNED),
-    *((counted, place) for place in COUNTED),
-    *((kinds, place) for place in KINDS),
-    *((refused, place) for place in REFUSED),
-    *((frozen_gradient, (backend,)) for backend in BACKENDS),
-)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
-    assert error(play(AT_TWO)[frozen_gradient, (backend,)]).startswith(
-        "ContractError: set_grad: frozen.weight is frozen"
-    )
+        told = refused(engine.set_grad, "frozen.weight", torch.ones(7, 7))
+    assert told.startswith("ContractError: set_grad: frozen.weight is frozen")
 
 
 # -- complex parameters ----------------------------------------------------------------------------
@@ -532,18 +447,15 @@ class Turned(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
-def complex_parameter(*cell):
+@in_ranks(cells=SPANNING)
+def test_a_frozen_complex_parameter_is_read_and_written_whole(backend, strategy, precision):
     """Before and after edits by both calls: the value, its norm, the loss; and what a real parameter says to a complex
     value."""
-    backend, strategy, precision = cell
     with unishard.prepare(Turned(), config(backend, strategy, precision=precision)) as engine, torch.no_grad():
 
         def look():
-            return (
-                engine.parameter("turn"),
-                engine.parameter_norms()["turn"],
-                engine.mean(engine(**own_share(1)[0]).loss),
-            )
+            loss = engine.mean(engine(**own_share(1)[0]).loss)
+            return engine.parameter("turn"), engine.parameter_norms()["turn"], loss
 
         found = [look()]
         engine.set_parameter("turn", found[0][0] * 1j)
@@ -551,18 +463,9 @@ def complex_parameter(*cell):
         with engine.gathered(["turn"]) as tensors:
             tensors["turn"].mul_(2j)
         found.append(look())
-        try:
-            engine.set_parameter("head.bias", torch.zeros(11, dtype=torch.complex64))
-        except unishard.ContractError as problem:
-            return found, str(problem)
-
-
-@pytest.mark.parametrize("cell", SPANNING, ids="-".join)
-def test_a_frozen_complex_parameter_is_read_and_written_whole(cell):
-    turn = Turned().turn.detach()
-    for found, said in values(play(tuple((complex_parameter, each) for each in SPANNING))[complex_parameter, cell]):
-        for (value, norm, _), factor in zip(found, (1, 1j, -2), strict=True):
-            assert torch.allclose(value, factor * turn)
-            assert norm == pytest.approx(abs(factor) * 13**0.5)
-        assert len({loss for *_, loss in found}) == 3, "the model computes with each of them"
-        assert said == "set_parameter: head.bias needs a floating-point tensor, got torch.complex64"
+        said = refused(engine.set_parameter, "head.bias", torch.zeros(11, dtype=torch.complex64))
+    for (value, norm, _), factor in zip(found, (1, 1j, -2), strict=True):
+        assert torch.allclose(value, factor * Turned().turn.detach())
+        assert norm == pytest.approx(abs(factor) * 13**0.5)
+    assert len({loss for *_, loss in found}) == 3, "the model computes with each of them"
+    assert said == "ContractError: set_parameter: head.bias needs a floating-point tensor, got torch.complex64"
