@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import error, play, values
-from harness.training import BACKENDS, MICRO_BATCHES, STRATEGIES, checked, config, configured, own_share, prepare, train
+from harness import checked, error, in_ranks, my_rank, own_share, play, prepare, refused, train, values
+from harness.training import BACKENDS, EACH, MICRO_BATCHES, STRATEGIES, config, configured
 
 import unishard
 from unishard.testing.models import batch, llama
 
-CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
-everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
-
-
-def played(scenario, cell, cells=CELLS, world=2):
-    return values(play(tuple((scenario, each) for each in cells), world)[scenario, cell])
-
+CELLS = tuple(product(BACKENDS, STRATEGIES))
 
 # -- no graph --------------------------------------------------------------------------------------
 
 
-def evaluated(backend, strategy):
-    """A validation forward between forward and backward, and one after each update."""
+@in_ranks(cells=CELLS)
+def test_evaluation_needs_no_no_grad_and_leaves_no_graph(backend, strategy):
+    """A validation forward between forward and backward, and one after each update. That it disturbs no training is a
+    feature of the conformance suite."""
     graphs, kept = set(), set()
     with prepare(configured(backend, strategy)) as engine:
         for micro_batch in engine.batches(own_share(MICRO_BATCHES)):
@@ -37,16 +34,8 @@ def evaluated(backend, strategy):
             engine.eval()(**micro_batch)
             kept.add(engine.placement().param_bytes - before)
             engine.train()
-    return graphs, kept
-
-
-@everywhere
-def test_evaluation_needs_no_no_grad_and_leaves_no_graph(cell):
-    """That it disturbs no training is a feature of the conformance suite."""
-    for graphs, kept in played(evaluated, cell):
-        assert graphs == {False}
-        if cell[1] == "full_shard":
-            assert max(kept) <= 0 or cell[0] == "fsdp"
+    assert graphs == {False}
+    assert strategy != "full_shard" or max(kept) <= 0 or backend == "fsdp"
 
 
 # -- loops of different length ---------------------------------------------------------------------
@@ -54,7 +43,8 @@ def test_evaluation_needs_no_no_grad_and_leaves_no_graph(cell):
 LENGTHS = (3, 0, 1)
 
 
-def uneven(backend, strategy):
+@in_ranks(cells=CELLS, world=3)
+def test_lockstep_takes_another_number_of_batches_on_each_rank(backend, strategy):
     """Trains, evaluates another number of batches on each rank, and trains on."""
     with prepare(configured(backend, strategy)) as engine:
         train(engine, own_share(2))
@@ -63,19 +53,12 @@ def uneven(backend, strategy):
         torch.manual_seed(rank)
         with engine.lockstep():
             losses = [engine(**micro_batch).loss.item() for micro_batch in engine.batches(own_share(LENGTHS[rank]))]
-        random = torch.rand(1).item()
+        random = torch.rand(1)
         expected = [engine(**batch("mlp", first, 2)).loss.item() for first in range(0, 18, 2)]
         engine.train()
-        return losses, [expected[turn * dist.get_world_size() + rank] for turn in range(LENGTHS[rank])], random
-
-
-@everywhere
-def test_lockstep_takes_another_number_of_batches_on_each_rank(cell):
-    for rank, (found, expected, random) in enumerate(played(uneven, cell, world=3)):
-        assert found == pytest.approx(expected, rel=1e-6)
-        assert len(found) == LENGTHS[rank]
-        torch.manual_seed(rank)
-        assert random == torch.rand(1).item()
+    assert losses == pytest.approx([expected[turn * 3 + rank] for turn in range(LENGTHS[rank])], rel=1e-6)
+    torch.manual_seed(rank)
+    assert random == torch.rand(1)
 
 
 # -- generation ------------------------------------------------------------------------------------
@@ -118,45 +101,31 @@ def adapted():
 GENERATING = {"llama": llama, "t5": t5, "adapted": adapted}
 
 
-def generated(backend, strategy, model):
-    with unishard.prepare(GENERATING[model](), config(backend, strategy)) as engine:
-        rank = dist.get_rank()
-        tokens = prompt(rank)
-        engine.eval()
-        own = vars(engine.module).get("generate")
-        once = [
-            generate(input_ids=tokens, max_new_tokens=NEW_TOKENS[rank], do_sample=False).tolist()
-            for generate in (engine.generate, engine.module.generate)
-        ]
-        with engine.lockstep():
-            often = [
-                engine.generate(tokens, max_new_tokens=NEW_TOKENS[rank], do_sample=False).tolist()
-                for _ in range(2 * rank)
-            ]
-        engine.train()
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        return once, often, engine.step().updated, vars(engine.module).get("generate") is not own
-
-
 GENERATED = tuple(
     (*cell, model) for cell in CELLS for model in GENERATING if model != "adapted" or cell[1] == "full_shard"
 )
 
 
-@pytest.mark.parametrize("cell", GENERATED, ids="-".join)
-def test_generate_gives_the_sequences_of_the_plain_model(cell):
-    for rank, (once, often, updated, replaced) in enumerate(played(generated, cell, GENERATED)):
-        with torch.no_grad():
-            wanted = (
-                GENERATING[cell[2]]()
-                .eval()
-                .generate(prompt(rank), max_new_tokens=NEW_TOKENS[rank], do_sample=False)
-                .tolist()
-            )
-        assert [*once, *often] == [wanted] * (2 + 2 * rank)
-        assert updated
-        assert not replaced
+@in_ranks(cells=GENERATED)
+def test_generate_gives_the_sequences_of_the_plain_model(backend, strategy, model):
+    rank = my_rank()
+    tokens, options = prompt(rank), {"max_new_tokens": NEW_TOKENS[rank], "do_sample": False}
+    with torch.no_grad():
+        wanted = GENERATING[model]().eval().generate(tokens, **options).tolist()
+    with unishard.prepare(GENERATING[model](), config(backend, strategy)) as engine:
+        engine.eval()
+        own = vars(engine.module).get("generate")
+        calls = (engine.generate, engine.module.generate)
+        found = [generate(input_ids=tokens, **options).tolist() for generate in calls]
+        with engine.lockstep():
+            found += [engine.generate(tokens, **options).tolist() for _ in range(2 * rank)]
+        engine.train()
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        step = engine.step()
+        replaced = vars(engine.module).get("generate") is not own
+    assert found == [wanted] * (2 + 2 * rank)
+    assert step.updated
+    assert not replaced
 
 
 # -- metrics ---------------------------------------------------------------------------------------
@@ -164,73 +133,51 @@ def test_generate_gives_the_sequences_of_the_plain_model(cell):
 SAMPLES = 7
 
 
-def gathered(backend, filled):
+FILLED = tuple(product(BACKENDS, (True, False)))
+
+
+def metrics_come_in_the_order_of_the_dataset(backend, filled):
     """Seven samples in micro-batches of two, on any number of ranks."""
-    cfg = config(backend, "full_shard")
+    cfg, found = config(backend, "full_shard"), []
     data = [
         {name: value[0] for name, value in batch("mlp", index, 1).items()} | {"index": torch.tensor(index)}
         for index in range(SAMPLES)
     ]
-    found = []
     with prepare(cfg) as engine:
-        if not filled:
-            engine.train()
-        else:
+        if filled:
             engine.eval()
         for micro_batch in engine.batches(unishard.dataloader(data, cfg, shuffle=False)):
             index = micro_batch.pop("index")
             output = engine(**micro_batch)
-            found.append(
-                engine.gather_for_metrics(
-                    {
-                        "index": index,
-                        "pair": (output.logits, [f"sample {number}" for number in index.tolist()]),
-                        "right": index > 2,
-                        "loss": output.loss,
-                    }
-                )
-            )
+            texts = [f"sample {number}" for number in index.tolist()]
+            values = {"index": index, "pair": (output.logits, texts), "right": index > 2, "loss": output.loss}
+            found.append(engine.gather_for_metrics(values))
             if not filled:
                 engine.backward(output.loss)
                 engine.step()
-    return [
-        (
-            entry["index"].tolist(),
-            entry["pair"][0].shape,
-            entry["pair"][1],
-            entry["right"].tolist(),
-            entry["loss"].shape,
-        )
-        for entry in found
-    ]
+        world = engine.world_size
+    kept = SAMPLES if filled else -(-SAMPLES // (2 * world)) * 2 * world
+    wanted = [index % SAMPLES for index in range(kept)]
+    assert [number for entry in found for number in entry["index"].tolist()] == wanted
+    assert [text for entry in found for text in entry["pair"][1]] == [f"sample {index}" for index in wanted]
+    assert [right for entry in found for right in entry["right"].tolist()] == [index > 2 for index in wanted]
+    assert {tuple(entry["loss"].shape) for entry in found} == {(world,)}
+    assert all(len(entry["pair"][0]) == len(entry["index"]) for entry in found)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_metrics_come_in_the_order_of_the_dataset_without_the_samples_that_fill_up(world):
-    scenarios = tuple((gathered, (backend, filled)) for backend in BACKENDS for filled in (True, False))
-    for scenario, outcomes in play(scenarios, world).items():
-        for entries in values(outcomes):
-            kept = SAMPLES if scenario[1][1] else -(-SAMPLES // (2 * world)) * 2 * world
-            wanted = [index % SAMPLES for index in range(kept)]
-            assert [number for numbers, *_ in entries for number in numbers] == wanted
-            assert [text for *_, texts, _, _ in entries for text in texts] == [f"sample {index}" for index in wanted]
-            assert [right for *_, rights, _ in entries for right in rights] == [index > 2 for index in wanted]
-            assert {tuple(loss) for *_, loss in entries} == {(world,)}
-            assert all(shape[0] == len(numbers) for numbers, shape, *_ in entries)
+    for outcomes in play(tuple((metrics_come_in_the_order_of_the_dataset, cell) for cell in FILLED), world).values():
+        values(outcomes)
 
 
-def unequal_rows(backend):
+@in_ranks(cells=EACH, world=3)
+def test_ranks_may_have_different_numbers_of_rows_and_lengths(backend):
     with prepare(config(backend)) as engine:
         rank = dist.get_rank()
         rows = torch.full((2 * rank, 2 + rank), float(rank), dtype=torch.bfloat16)
-        return engine.gather_for_metrics(rows, pad=-1).tolist(), engine.gather_for_metrics([f"{rank}"] * rank)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_may_have_different_numbers_of_rows_and_lengths(backend):
-    scenario = (unequal_rows, (backend,))
-    rows = [[1, 1, 1, -1], [1, 1, 1, -1], *[[2, 2, 2, 2]] * 4]
-    assert values(play((scenario,), 3)[scenario]) == [(rows, ["1", "2", "2"])] * 3
+        found = engine.gather_for_metrics(rows, pad=-1).tolist(), engine.gather_for_metrics([f"{rank}"] * rank)
+    assert found == ([[1, 1, 1, -1], [1, 1, 1, -1], *[[2, 2, 2, 2]] * 4], ["1", "2", "2"])
 
 
 # -- misuse ----------------------------------------------------------------------------------------
@@ -299,18 +246,15 @@ def test_misuse_is_one_clear_error_on_every_rank(backend, misuse):
     assert MISUSE[misuse] in error(play(scenarios)[misused, (misuse.__name__, backend)])
 
 
-def kinds_differ(backend):
-    with unishard.prepare(llama(), config(backend, "full_shard")) as engine, engine.eval().lockstep():
-        tokens = prompt(0)
-        if dist.get_rank():
-            engine(input_ids=tokens)
-        else:
-            engine.generate(tokens, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_ranks(cells=EACH)
 def test_a_forward_and_a_generate_in_one_turn_are_refused(backend):
-    scenario = (kinds_differ, (backend,))
-    assert "in turn 1 of engine.lockstep ranks [1] call the model and ranks [0] call generate" in error(
-        play((scenario,))[scenario]
-    )
+    def one_of_both(engine):
+        with engine.eval().lockstep():
+            if dist.get_rank():
+                engine(input_ids=prompt(0))
+            else:
+                engine.generate(prompt(0), max_new_tokens=2)
+
+    with unishard.prepare(llama(), config(backend, "full_shard")) as engine:
+        said = refused(one_of_both, engine)
+    assert "in turn 1 of engine.lockstep ranks [1] call the model and ranks [0] call generate" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -11,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKENDS, SPANNING, config, own_share, play, train, values
+from harness import BACKENDS, EACH, SPANNING, config, in_ranks, my_rank, own_share, train
 from torch import nn
 
 import unishard
@@ -46,36 +47,41 @@ def awkward():
 MODELS = {"mlp": mlp, "llama": lambda: llama(tie_word_embeddings=True), "awkward": awkward}
 
 
-def both_ways(backend, strategy, precision, name):
-    """Losses and norms of a model built plainly and inside `init`, where its data was, and whether its ties hold."""
+CELLS = (*((*cell, "mlp") for cell in SPANNING), *((*cell, "llama") for cell in SPANNING[3::4]))
+CELLS += tuple((backend, "full_shard", "bf16", "awkward") for backend in BACKENDS)
+
+
+@in_ranks(cells=CELLS)
+def test_a_model_built_inside_is_bit_for_bit_that_built_outside(backend, strategy, precision, name):
+    """Losses and norms, where its data was, and whether its ties hold."""
     curves, data = [], "llama" if name == "llama" else "mlp"
     cfg = config(backend, strategy, precision=precision)
     for inside in (False, True):
-        if inside:
-            with unishard.init(cfg):
-                model = MODELS[name]()
-            devices = (
-                {tensor.device.type for tensor in model.parameters()},
-                {tensor.device.type for tensor in model.buffers()},
-            )
-        else:
+        with unishard.init(cfg) if inside else contextlib.nullcontext():
             model = MODELS[name]()
+        devices = [
+            {tensor.device.type for tensor in tensors} for tensors in (list(model.parameters()), list(model.buffers()))
+        ]
         with unishard.prepare(model, cfg) as engine:
             curves.append([(loss, step.grad_norm) for loss, step in train(engine, own_share(3, data))])
             if name == "awkward":
                 assert engine.module.left.weight is engine.module.right.weight
-    return curves, devices
+    assert curves[0] == curves[1]
+    assert devices == [{"meta" if my_rank() else "cpu"}, {"cpu"}]
 
 
-def several(backend):
-    """Two models built in one context, prepared in the other order, one of them not trained."""
+@in_ranks(cells=EACH)
+def test_several_models_in_any_order(backend):
+    """Built in one context, prepared in the other order, one of them not trained."""
     cfg = config(backend)
     with unishard.init(cfg):
         first, second = mlp(), mlp(seed=9)
-    other = mlp(seed=9)
     with unishard.prepare(second, cfg, train=False) as judge, unishard.prepare(first, cfg) as engine:
         batch = own_share(1)[0]
-        return torch.equal(judge(**batch).logits, other(**batch).logits), len(train(engine, own_share(2)))
+        same = torch.equal(judge(**batch).logits, mlp(seed=9)(**batch).logits)
+        trained = train(engine, own_share(2))
+    assert same
+    assert len(trained) == 2
 
 
 class Reading(nn.Module):
@@ -85,44 +91,14 @@ class Reading(nn.Module):
         self.scale = self.linear.weight.abs().max().item()
 
 
-def reads_its_parameters(backend):
-    try:
+@in_ranks(cells=(("fsdp",),))
+def test_a_constructor_that_reads_its_parameters_is_told_of(backend):
+    if my_rank() == 0:
         with unishard.init(config(backend)):
             Reading()
-    except RuntimeError as error:
-        return error.__notes__
-    return None
-
-
-CELLS = (*((*cell, "mlp") for cell in SPANNING), *((*cell, "llama") for cell in SPANNING[3::4]))
-CELLS += tuple((backend, "full_shard", "bf16", "awkward") for backend in BACKENDS)
-PLAYED = (
-    *((both_ways, cell) for cell in CELLS),
-    *((several, (backend,)) for backend in BACKENDS),
-    (reads_its_parameters, ("fsdp",)),
-)
-
-
-def played(function, *arguments):
-    return values(play(PLAYED)[function, arguments])
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_a_model_built_inside_is_bit_for_bit_that_built_outside(cell):
-    for rank, ((plain, inside), devices) in enumerate(played(both_ways, *cell)):
-        assert inside == plain
-        assert devices == ({"meta" if rank else "cpu"}, {"cpu"})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_several_models_in_any_order(backend):
-    assert played(several, backend) == [(True, 2)] * 2
-
-
-def test_a_constructor_that_reads_its_parameters_is_told_of():
-    none, (note,) = played(reads_its_parameters, "fsdp")
-    assert none is None
-    assert "only rank 0 has parameter data" in note
+    else:
+        with pytest.raises(RuntimeError, match="only rank 0 has parameter data"), unishard.init(config(backend)):
+            Reading()
 
 
 # -- host memory -----------------------------------------------------------------------------------

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from harness import curve, error, my_rank, own_share, play, prepare, train, values
+from harness import EACH, curve, in_ranks, my_rank, own_share, prepare, refused, train
 from harness.training import BACKENDS, SPANNING, STRATEGIES, config, everyones
 from torch import nn
 
@@ -23,11 +23,19 @@ from unishard.testing.models import Mlp, mlp
 # -- what trains -----------------------------------------------------------------------------------
 
 
-def another_seed_on_each_rank(backend, strategy):
+def windows():
+    return [everyones(turn, turn + 1, world=2) for turn in range(4)]
+
+
+@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES)))
+def test_rank_0s_model_and_buffers_are_trained_whatever_the_other_ranks_drew(backend, strategy):
+    wanted = oracle.train(mlp(seed=7), windows(), config(backend), world=2)
     model = mlp(seed=7 + my_rank())
     model.center += my_rank()
     with unishard.prepare(model, config(backend, strategy)) as engine:
-        return curve(train(engine, own_share(4)))
+        found = curve(train(engine, own_share(4)))
+    assert found.losses == pytest.approx(wanted.losses, rel=2e-6)
+    assert found.norms == pytest.approx(wanted.norms, rel=2e-5)
 
 
 class Watched(nn.Linear):
@@ -51,57 +59,19 @@ class Watching(Mlp):
         self.head = Watched(23, 11)
 
 
-def formats(backend, strategy, precision):
+@in_ranks(cells=SPANNING)
+def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_theirs(backend, strategy, precision):
     with unishard.prepare(Watching(), config(backend, strategy, precision=precision)) as engine:
         train(engine, own_share(2))
         placement, module = engine.placement(), engine.module
-        return {
-            "masters": placement.master_dtypes,
-            "computed in": module.head.seen,
-            "buffers": {
-                name: (str(buffer.dtype), buffer.flatten()[0].item()) for name, buffer in module.named_buffers()
-            },
-        }
-
-
-TRAINED = (*((another_seed_on_each_rank, (strategy,)) for strategy in STRATEGIES),)
-
-
-def trained(backend, function, *arguments):
-    in_formats = tuple((formats, cell) for cell in SPANNING if cell[0] == backend)
-    return values(
-        play((*((name, (backend, *given)) for name, given in TRAINED), *in_formats))[function, (backend, *arguments)]
-    )
-
-
-def assert_curve(found, wanted):
-    assert found.losses == pytest.approx(wanted.losses, rel=2e-6)
-    assert found.norms == pytest.approx(wanted.norms, rel=2e-5)
-
-
-def windows(model="mlp"):
-    return [everyones(turn, turn + 1, world=2, model=model) for turn in range(4)]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rank_0s_model_and_buffers_are_trained_whatever_the_other_ranks_drew(backend, strategy):
-    wanted = oracle.train(mlp(seed=7), windows(), config(backend), world=2)
-    for found in trained(backend, another_seed_on_each_rank, strategy):
-        assert_curve(found, wanted)
-
-
-@pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)
-def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_theirs(backend, strategy, precision):
-    computed = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-    for found in trained(backend, formats, strategy, precision):
-        assert found["masters"] == {"float32"}
-        assert found["computed in"] == (computed,) * 4
-        assert found["buffers"] == {
-            "center": ("torch.float32", torch.tensor(-0.3).item()),
-            "fine": ("torch.float32", 1.0 + 2**-20),
-            "count": ("torch.int64", 2**40 + 1),
-        }
+        buffers = {name: (buffer.dtype, buffer.flatten()[0].item()) for name, buffer in module.named_buffers()}
+    assert placement.master_dtypes == {"float32"}
+    assert module.head.seen == ({"fp32": "float32", "bf16": "bfloat16"}[precision],) * 4
+    assert buffers == {
+        "center": (torch.float32, torch.tensor(-0.3).item()),
+        "fine": (torch.float32, 1.0 + 2**-20),
+        "count": (torch.int64, 2**40 + 1),
+    }
 
 
 # -- the check after prepare -----------------------------------------------------------------------
@@ -149,47 +119,27 @@ LIES = {
 
 
 def lying(backend, lie, ranks):
+    """What `prepare` says where an engine lies on these ranks."""
     honest, told = registry.get(backend), LIES[lie][0]
-    original = registry.get
-    registry.get = lambda name: Lying(honest, **told) if my_rank() in ranks else honest
-    try:
-        prepare(config(backend))
-    finally:
-        registry.get = original
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "get", lambda name: Lying(honest, **told) if my_rank() in ranks else honest)
+        return refused(prepare, config(backend))
 
 
-def lying_is_closed(backend):
-    with contextlib.suppress(unishard.EngineMismatchError):
-        lying(backend, "masters", (0, 1))
-    return len(LEFT_OPEN)
-
-
-LYING = (*((lying, (lie, (0, 1))) for lie in LIES), (lying, ("masters", (1,))), (lying_is_closed, ()))
-
-
-def lied(backend):
-    return play(tuple((name, (backend, *given)) for name, given in LYING))
-
-
-@pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_engine_that_does_not_run_what_was_asked_is_refused(backend, lie):
-    raised = error(lied(backend)[lying, (backend, lie, (0, 1))])
+@in_ranks(cells=tuple(product(BACKENDS, LIES)))
+def test_an_engine_that_does_not_run_what_was_asked_is_refused_and_closed(backend, lie):
+    raised = lying(backend, lie, (0, 1))
     assert raised.startswith("EngineMismatchError: ")
     for part in LIES[lie][1:]:
         assert part in raised
+    assert LEFT_OPEN == []
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_ranks(cells=EACH)
 def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
-    raised = error(lied(backend)[lying, (backend, "masters", (1,))])
+    raised = lying(backend, "masters", (1,))
     assert raised.startswith("EngineMismatchError: ")
     assert "got bfloat16" in raised
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_engine_that_is_refused_is_closed(backend):
-    assert values(lied(backend)[lying_is_closed, (backend,)]) == [0, 0]
 
 
 # -- a plain script --------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ torch does."""
 from __future__ import annotations
 
 import contextlib
+import re
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
-from harness import BACKENDS, config, play, values
+from harness import BACKENDS, EACH, config, in_ranks, play, values
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -226,31 +228,29 @@ def update_of_window(engine, model, words, found):
     found.append(engine.step().grad_norm)
 
 
-def inference(backend):
+@in_ranks(cells=EACH)
+def test_weights_are_full_in_inference(backend):
     model = unishard.prepare(build(), configured(backend, "full_shard", "fp32"), train=False)
     with torch.no_grad(), model as engine, engine.unsharded(["head.weight"]) as weights:
         words = words_of(0, engine.rank)
-        return [
-            float(engine(words, fused=True).loss),
-            float(chunked(engine(words).hidden, weights["head.weight"], words)),
-        ]
+        found = [engine(words, fused=True).loss, chunked(engine(words).hidden, weights["head.weight"], words)]
+    assert list(map(float, found)) == pytest.approx([float(build()(words, fused=True).loss.detach())] * 2, abs=1e-6)
 
 
-def without(backend, kind):
-    """The error of a script that has no block."""
-    try:
-        with unishard.prepare(build(), configured(backend, "full_shard", "fp32")) as engine:
-            engine.backward(LOSSES[kind](engine, engine.module, words_of(0, engine.rank)))
-    except Exception as problem:
-        return f"{type(problem).__name__}: {problem} {getattr(problem, '__notes__', '')}"
+@in_ranks(cells=tuple(product(BACKENDS, ("outside", "penalty"))))
+def test_an_error_without_it_names_it(backend, kind):
+    block = re.escape("put the forward and the backward into a block `with engine.unsharded([name, ...]):`")
+    cfg = configured(backend, "full_shard", "fp32")
+    with pytest.raises(Exception, match=block) as told, unishard.prepare(build(), cfg) as engine:
+        engine.backward(LOSSES[kind](engine, engine.module, words_of(0, engine.rank)))
+    said = f"{told.type.__name__}: {told.value}"
+    assert kind == "outside" or said.startswith("ModelError: a weight is used outside the forward of its module")
 
 
 PLACES = [(backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "full_shard")]
 SCENARIOS = (
     *((trained, cell) for cell in CELLS),
     *((in_turn, place) for place in PLACES),
-    *((inference, (backend,)) for backend in BACKENDS),
-    *((without, (backend, kind)) for backend in BACKENDS for kind in ("outside", "penalty")),
 )
 
 
@@ -269,17 +269,3 @@ def test_it_ends_and_begins_where_a_script_likes(place):
     played = play(SCENARIOS)
     for found, right in zip(values(played[in_turn, place]), values(played[in_turn, PLACES[0]]), strict=True):
         assert found == pytest.approx(right, rel=1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_are_full_in_inference(backend):
-    for rank, found in enumerate(values(play(SCENARIOS)[inference, (backend,)])):
-        assert found == pytest.approx([float(build()(words_of(0, rank), fused=True).loss.detach())] * 2, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["outside", "penalty"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_error_without_it_names_it(backend, kind):
-    for said in values(play(SCENARIOS)[without, (backend, kind)]):
-        assert "put the forward and the backward into a block `with engine.unsharded([name, ...]):`" in said
-        assert kind == "outside" or said.startswith("ModelError: a weight is used outside the forward of its module")
