@@ -9,13 +9,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from playing import SPANNING, checked, my_rank, own_share, play, prepare, refused, train, values
+from harness import BACKENDS, SPANNING, checked, my_rank, own_share, play, prepare, refused, train, values
 from safetensors.torch import save_file
 from torch import nn
 from torch.testing import assert_close
 
 import unishard
-from unishard.testing.cells import BACKENDS
 from unishard.testing.features.lora import lora
 from unishard.testing.models import MODELS, llama, mlp
 

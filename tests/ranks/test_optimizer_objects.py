@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from harness import assert_conforms, error, play, values
-from harness.training import BACKENDS, STRATEGIES, config, curve, everyones, own_share, train
+from harness import assert_conforms, error, in_ranks, play, refused, values
+from harness.training import BACKENDS, EACH, STRATEGIES, config, curve, everyones, own_share, train, update
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
@@ -83,15 +84,14 @@ def test_an_object_is_moved_to_the_shards_with_its_groups_and_options(backend, n
 # -- what the user holds, and what is live ---------------------------------------------------------
 
 
-def groups_of_an_engine(backend, strategy):
-    """Rates of every group over three updates, from the config."""
-    optimizer = {
-        "name": "sgd",
-        "lr": 1.0,
-        "weight_decay": 0.1,
-        "no_decay": ["bias"],
-        "groups": [{"params": ["^head"], "lr": 0.5}],
-    }
+CELLS = tuple(product(BACKENDS, STRATEGIES))
+
+
+@in_ranks(cells=CELLS)
+def test_the_schedule_multiplies_the_rate_of_each_group(backend, strategy):
+    """Of every group over three updates, from the config."""
+    groups = {"no_decay": ["bias"], "groups": [{"params": ["^head"], "lr": 0.5}]}
+    optimizer = {"name": "sgd", "lr": 1.0, "weight_decay": 0.1} | groups
     cfg = config(backend, strategy, optimizer=optimizer, scheduler={"name": "linear", "total_steps": 4})
     with unishard.prepare(mlp(), cfg) as engine:
         rates = []
@@ -99,29 +99,36 @@ def groups_of_an_engine(backend, strategy):
             engine.backward(engine(**batch).loss)
             rates.append([group["lr"] for group in engine.optimizer.param_groups])
             assert engine.step().lr == rates[-1][0]
-        return rates, [group["weight_decay"] for group in engine.optimizer.param_groups]
+        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    assert rates == [[1.0, 1.0, 0.5, 0.5], [0.75, 0.75, 0.375, 0.375], [0.5, 0.5, 0.25, 0.25]]
+    assert decays == [0.1, 0.0, 0.1, 0.0]
 
 
-def live_groups(backend, strategy):
-    """Whether the dicts of the user's object are those of the engine, and what a rate set there by hand does."""
+@in_ranks(cells=CELLS)
+def test_the_groups_that_the_user_holds_are_the_live_ones(backend, strategy):
+    """A rate that is set there by hand counts."""
     model = mlp()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     held = own.param_groups[0]
     with unishard.prepare(model, config(backend, strategy, optimizer=None), own) as engine:
         held["lr"] = 0.0
         before = engine(**own_share(1)[0]).loss.item()
-        (one,) = train(engine, own_share(1))
-        return engine.optimizer.param_groups[0] is held, one[1].lr, engine(**own_share(1)[0]).loss.item() - before
+        ((_, step),) = train(engine, own_share(1))
+        after = engine(**own_share(1)[0]).loss.item()
+        live = engine.optimizer.param_groups[0]
+    assert live is held
+    assert (step.lr, after) == (0.0, before)
 
 
-def frozen_in_the_object(backend, strategy):
+@in_ranks(cells=CELLS)
+def test_an_object_may_hold_frozen_parameters(backend, strategy):
     """`AdamW(model.parameters())` with a frozen layer, as everyone writes it."""
     model = mlp()
     model.inp.requires_grad_(False)
-    with unishard.prepare(
-        model, config(backend, strategy, optimizer=None), torch.optim.AdamW(model.parameters())
-    ) as engine:
-        return [step.updated for _, step in train(engine, own_share(2))]
+    adamw = torch.optim.AdamW(model.parameters())
+    with unishard.prepare(model, config(backend, strategy, optimizer=None), adamw) as engine:
+        updated = [step.updated for _, step in train(engine, own_share(2))]
+    assert updated == [True, True]
 
 
 class Scaled(nn.Module):
@@ -137,54 +144,14 @@ class Scaled(nn.Module):
         return MlpOutput(total * 0.0 + x.sum() * 0.0, torch.stack([self.weight.mean(), self.bias.mean()]))
 
 
-def only_decay(backend, strategy, name):
-    lr = {"adamw": 0.5, "lion": 0.5, "sgd": 0.5}[name]
-    optimizer = {"name": name, "lr": lr, "weight_decay": 0.5, "no_decay": ["bias"]}
-    with unishard.prepare(Scaled(), config(backend, strategy, optimizer=optimizer)) as engine:
-        engine.backward(engine(torch.ones(1)).loss)
-        engine.step()
-        return engine(torch.ones(1)).logits.tolist()
-
-
-LIVE = tuple(
-    (scenario, (backend, strategy))
-    for scenario in (groups_of_an_engine, live_groups, frozen_in_the_object)
-    for backend in BACKENDS
-    for strategy in STRATEGIES
-)
-DECAYING = ("adamw", "lion", "sgd")
-DECAY = tuple(
-    (only_decay, (backend, strategy, name)) for backend in BACKENDS for strategy in STRATEGIES for name in DECAYING
-)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_schedule_multiplies_the_rate_of_each_group(backend, strategy):
-    for rates, decays in values(play(LIVE)[groups_of_an_engine, (backend, strategy)]):
-        assert rates == [[1.0, 1.0, 0.5, 0.5], [0.75, 0.75, 0.375, 0.375], [0.5, 0.5, 0.25, 0.25]]
-        assert decays == [0.1, 0.0, 0.1, 0.0]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_groups_that_the_user_holds_are_the_live_ones(backend, strategy):
-    assert values(play(LIVE)[live_groups, (backend, strategy)]) == [(True, 0.0, 0.0)] * 2
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_object_may_hold_frozen_parameters(backend, strategy):
-    assert values(play(LIVE)[frozen_in_the_object, (backend, strategy)]) == [[True, True]] * 2
-
-
-@pytest.mark.parametrize("name", DECAYING)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES, ("adamw", "lion", "sgd"))))
 def test_without_gradients_only_what_decays_moves(backend, strategy, name):
-    for weight, bias in values(play(DECAY)[only_decay, (backend, strategy, name)]):
-        assert weight == pytest.approx(1.5, rel=1e-6)
-        assert bias == 4.0
+    optimizer = {"name": name, "lr": 0.5, "weight_decay": 0.5, "no_decay": ["bias"]}
+    with unishard.prepare(Scaled(), config(backend, strategy, optimizer=optimizer)) as engine:
+        update(engine, {"x": torch.ones(1)})
+        weight, bias = engine(torch.ones(1)).logits.tolist()
+    assert weight == pytest.approx(1.5, rel=1e-6)
+    assert bias == 4.0
 
 
 # -- schedulers ------------------------------------------------------------------------------------
@@ -351,16 +318,9 @@ def muon_in_plain_torch():
     return losses
 
 
-def rprop(backend):
-    model = MODELS["mlp"].build()
-    with unishard.prepare(model, config(backend, optimizer=None), two_groups("Rprop", model.parameters())) as engine:
-        return [step.updated for _, step in train(engine, own_share(1))]
-
-
 WHOLE = (
     *((muon, (backend, "no_shard", precision)) for backend in BACKENDS for precision in ("fp32", "bf16")),
     *((muon, (backend, "full_shard", "fp32")) for backend in BACKENDS),
-    *((rprop, (backend,)) for backend in BACKENDS),
 )
 
 
@@ -379,8 +339,14 @@ def test_muon_is_refused_where_engines_hand_it_parts(backend):
     )
 
 
-def test_rprop_is_refused_on_the_shards_that_torch_cannot_step_it_on():
-    assert "ConfigError: optimizer: torch cannot step Rprop on FSDP2's shards; choose no_shard" in error(
-        play(WHOLE)[rprop, ("fsdp",)]
-    )
-    assert values(play(WHOLE)[rprop, ("deepspeed",)]) == [[True], [True]]
+@in_ranks(cells=EACH)
+def test_rprop_is_refused_on_the_shards_that_torch_cannot_step_it_on(backend):
+    model = MODELS["mlp"].build()
+    rprop, cfg = two_groups("Rprop", model.parameters()), config(backend, optimizer=None)
+    if backend == "fsdp":
+        told = refused(unishard.prepare, model, cfg, rprop)
+        assert "ConfigError: optimizer: torch cannot step Rprop on FSDP2's shards; choose no_shard" in told
+        return
+    with unishard.prepare(model, cfg, rprop) as engine:
+        ((_, step),) = train(engine, own_share(1))
+    assert step.updated
