@@ -4,10 +4,12 @@ conformance suite."""
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from harness import BACKENDS, SPANNING, STRATEGIES, config, error, everyones, my_rank, own_share, play, train, values
+from harness import config, everyones, in_ranks, my_rank, own_share, play, refused, train, update, values
+from harness.training import BACKENDS, SPANNING, STRATEGIES
 from recording import Recorder
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -18,7 +20,7 @@ from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp
 
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
-PLACED = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+PLACED = tuple(product(BACKENDS, STRATEGIES))
 WORLD = 2
 
 
@@ -155,28 +157,6 @@ TOGGLES = {1: ("blocks.1", False), 3: ("blocks.1", True), 4: ("inp", False)}
 UPDATES = 5
 
 
-def toggled(backend, strategy):
-    """What stands still while it is frozen, and Adam's first moments of all parameters at the end where the engine
-    shows them."""
-    with unishard.prepare(mlp(), config(backend, strategy, optimizer=ADAMW)) as engine:
-        still = []
-        for update, micro_batch in enumerate(engine.batches(own_share(UPDATES))):
-            if update in TOGGLES:
-                engine.set_trainable(*TOGGLES[update])
-            before = {name: own(parameter).clone() for name, parameter in engine.module.named_parameters()}
-            engine.backward(engine(**micro_batch).loss)
-            engine.step()
-            still.append(
-                {
-                    name
-                    for name, parameter in engine.module.named_parameters()
-                    if torch.equal(own(parameter), before[name])
-                }
-                - {name for name, part in before.items() if not part.numel()}
-            )
-        return still, moments(engine)
-
-
 def moments(engine):
     """`exp_avg` of every parameter, whole. Collective."""
     found = {}
@@ -199,12 +179,12 @@ def plain():
     """The same in plain torch."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for update in range(UPDATES):
-        if update in TOGGLES:
-            name, trainable = TOGGLES[update]
+    for number in range(UPDATES):
+        if number in TOGGLES:
+            name, trainable = TOGGLES[number]
             model.get_submodule(name).requires_grad_(trainable)
         optimizer.zero_grad()
-        window = everyones(update, update + 1, world=WORLD)
+        window = everyones(number, number + 1, world=WORLD)
         model(**{key: torch.cat([part[key] for part in window]) for key in window[0]}).loss.backward()
         clip_grad_norm_(model.parameters(), torch.inf)
         optimizer.step()
@@ -213,29 +193,27 @@ def plain():
     }
 
 
-TOGGLED = tuple((toggled, placed) for placed in PLACED)
-
-
-@pytest.mark.parametrize("cell", PLACED, ids="-".join)
-def test_a_frozen_parameter_keeps_its_value_and_others_move(cell):
-    names = {name for name, _ in mlp().named_parameters()}
-    held = {name for name in names if name.startswith("blocks.1.")}
-    for still, _ in values(play(TOGGLED)[toggled, cell]):
-        assert still[0] & names == set()
-        for update in (1, 2):
-            assert still[update] <= held
-            assert still[update]
-        assert still[3] == set()
-        assert still[4] <= {"inp.weight", "inp.bias"}
-        assert still[4]
-
-
-@pytest.mark.parametrize("cell", PLACED, ids="-".join)
-def test_the_optimizers_state_is_that_of_plain_torch_and_is_found_where_the_engine_keeps_it(cell):
-    for _, found in values(play(TOGGLED)[toggled, cell]):
-        assert found.keys() == plain().keys()
-        for name, value in found.items():
-            assert value == pytest.approx(plain()[name], rel=1e-4, abs=1e-8), name
+@in_ranks(cells=PLACED)
+def test_what_is_frozen_keeps_its_value_and_others_move_and_the_state_is_that_of_plain_torch(backend, strategy):
+    """Adam's first moments of all parameters, where the engine keeps them."""
+    with unishard.prepare(mlp(), config(backend, strategy, optimizer=ADAMW)) as engine:
+        still = []
+        for number, micro_batch in enumerate(engine.batches(own_share(UPDATES))):
+            if number in TOGGLES:
+                engine.set_trainable(*TOGGLES[number])
+            before = {name: own(parameter).clone() for name, parameter in engine.module.named_parameters()}
+            update(engine, micro_batch)
+            now = {name: own(parameter) for name, parameter in engine.module.named_parameters()}
+            still.append({name for name, part in before.items() if part.numel() and torch.equal(now[name], part)})
+        found = moments(engine)
+    held = {name for name in found if name.startswith("blocks.1.")}
+    assert still[0] == still[3] == set()
+    assert set() < still[1] <= held
+    assert set() < still[2] <= held
+    assert set() < still[4] <= {"inp.weight", "inp.bias"}
+    assert found.keys() == plain().keys()
+    for name, value in found.items():
+        assert value == pytest.approx(plain()[name], rel=1e-4, abs=1e-8), name
 
 
 # -- what set_trainable refuses --------------------------------------------------------------------
@@ -245,21 +223,6 @@ def partly_frozen():
     model = mlp()
     model.inp.requires_grad_(False)
     return model
-
-
-def refused(backend, what):
-    with unishard.prepare(partly_frozen(), config(backend, training={"gradient_accumulation_steps": 2})) as engine:
-        if what == "inside a window":
-            engine.backward(engine(**own_share(1)[0]).loss)
-            engine.step()
-            engine.set_trainable("head", False)
-        elif what == "different names":
-            engine.set_trainable("head" if my_rank() else "blocks", False)
-        elif what == "closed":
-            engine.close()
-            engine.set_trainable("head", False)
-        else:
-            engine.set_trainable(*CALLS[what])
 
 
 CALLS = {
@@ -277,42 +240,43 @@ REFUSALS = {
     "everything": "ContractError: set_trainable('*', False) would leave no trainable parameter",
     "all that is left": "ContractError: set_trainable(['blocks', 'head'], False) would leave no trainable parameter",
 }
-REFUSED = tuple((refused, (backend, what)) for backend in BACKENDS for what in REFUSALS)
 
 
-@pytest.mark.parametrize("what", REFUSALS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_ranks(cells=tuple(product(BACKENDS, REFUSALS)))
 def test_set_trainable_refuses(backend, what):
-    assert error(play(REFUSED)[refused, (backend, what)]).startswith(REFUSALS[what])
+    call = ("head", False)
+    with unishard.prepare(partly_frozen(), config(backend, training={"gradient_accumulation_steps": 2})) as engine:
+        if what == "inside a window":
+            update(engine, own_share(1)[0])
+        elif what == "different names":
+            call = ("head" if my_rank() else "blocks", False)
+        elif what == "closed":
+            engine.close()
+        told = refused(engine.set_trainable, *CALLS.get(what, call))
+    assert told.startswith(REFUSALS[what])
 
 
 # -- ties ------------------------------------------------------------------------------------------
 
 
-def tied(backend, strategy):
-    """Whether both names mean one parameter before and after updates, and what freezing by the other name does."""
+@in_ranks(cells=PLACED)
+def test_a_tie_stays_one_parameter_under_all_its_names(backend, strategy):
+    """Before and after updates, and where it is frozen by the other name."""
     model = lora(tie_word_embeddings=True)
     model.requires_grad_(True)
     with unishard.prepare(model, config(backend, strategy)) as engine:
         names = [name for name, _ in engine.module.named_parameters(remove_duplicate=False)]
         first, second = (name for name in names if "embed_tokens" in name or "lm_head" in name)
         get = engine.module.get_parameter
-        same = [get(first) is get(second)]
+        assert get(first) is get(second)
         train(engine, own_share(2, "llama"))
-        same.append(get(first) is get(second))
+        assert get(first) is get(second)
         engine.set_trainable(second, False)
-        frozen = get(first).requires_grad
+        assert not get(first).requires_grad
         before = own(get(first)).clone()
-        done = train(engine, own_share(2, "llama"))
-        return same, frozen, torch.equal(own(get(first)), before), done[-1][1].updated
-
-
-TIED = tuple((tied, placed) for placed in PLACED)
-
-
-@pytest.mark.parametrize("cell", PLACED, ids="-".join)
-def test_a_tie_stays_one_parameter_under_all_its_names(cell):
-    assert values(play(TIED)[tied, cell]) == [([True, True], False, True, True)] * WORLD
+        *_, (_, step) = train(engine, own_share(2, "llama"))
+        assert torch.equal(own(get(first)), before)
+    assert step.updated
 
 
 def test_what_prepare_allows_an_engine_to_hold_counts_frozen_parameters_in_their_own_format():

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
+from itertools import product
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, error, my_rank, own_share, play, prepare, train, values
+from harness import BACKENDS, STRATEGIES, config, in_ranks, my_rank, own_share, play, prepare, refused, train, values
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing.models import Mlp, llama, mlp
 
-CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+CELLS = tuple(product(BACKENDS, STRATEGIES))
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 
 
@@ -41,32 +42,22 @@ def unchanged(before, after):
 # -- products of fp32 tensors ----------------------------------------------------------------------
 
 
-def products(*asked):
-    """torch's setting after each `prepare` in one process, or what it raised."""
-    found = []
-    for backend, matmul, train_ in asked:
-        cfg = config(backend, precision={"matmul": matmul})
-        try:
-            unishard.prepare(mlp(), cfg, train=train_).close()
-            found.append(torch.get_float32_matmul_precision())
-        except unishard.ConfigError as problem:
-            found.append(str(problem))
-    return found
-
-
-PRODUCTS = (
-    *(("deepspeed", "keep", True), ("deepspeed", "tf32", True), ("fsdp", "tf32", False), ("fsdp", "keep", True)),
-    *(("fsdp", "fp32", True), ("deepspeed", "fp32", False)),
-)
-
-
+@in_ranks
 def test_products_have_one_setting_in_a_process_and_another_is_refused():
-    for found in values(play(((products, PRODUCTS),))[products, PRODUCTS]):
-        *set_, fsdp, deepspeed = found
-        assert set_ == ["highest", "high", "high", "high"]
-        assert fsdp == deepspeed
-        assert "precision.matmul: is fp32, but an earlier prepare of this process has set tf32" in fsdp
-        assert "write tf32 or keep, or use another process" in fsdp
+    """torch's setting after each `prepare` in one process."""
+
+    def prepared(backend, matmul, train_):
+        unishard.prepare(mlp(), config(backend, precision={"matmul": matmul}), train=train_).close()
+        return torch.get_float32_matmul_precision()
+
+    assert prepared("deepspeed", "keep", True) == "highest"
+    assert prepared("deepspeed", "tf32", True) == "high"
+    assert prepared("fsdp", "tf32", False) == "high"
+    assert prepared("fsdp", "keep", True) == "high"
+    told = refused(prepared, "fsdp", "fp32", True)
+    assert refused(prepared, "deepspeed", "fp32", False) == told
+    assert "precision.matmul: is fp32, but an earlier prepare of this process has set tf32" in told
+    assert "write tf32 or keep, or use another process" in told
 
 
 # -- the loss scale --------------------------------------------------------------------------------
@@ -148,35 +139,18 @@ def test_gradients_that_a_user_sees_and_sets_are_not_scaled(cell):
         assert norm == pytest.approx(math.hypot(*after.values()), rel=1e-5)
 
 
-def raising(backend, strategy, scale):
+@in_ranks(cells=tuple((*cell, dynamic) for cell in CELLS for dynamic in (True, False)))
+def test_an_error_is_raised_once_a_lower_scale_cannot_help(backend, strategy, dynamic):
     """An infinite gradient of one rank where the user wants an error; then what is left of the scale."""
-    formats = {"compute": "fp16"} | scale
+    formats = {"compute": "fp16", "initial_loss_scale" if dynamic else "loss_scale": 4.0}
     with prepare(config(backend, strategy, precision=formats, training={"nonfinite": "raise"})) as engine:
         log = []
         for batch in own_share(3):
             engine.backward(engine(**batch).loss * (float("inf") if my_rank() else 1.0))
-            try:
-                log.append(engine.step().skipped)
-            except unishard.NonFiniteError:
-                log.append("raised")
-        return log, engine.loss_scale
-
-
-DYNAMIC, STATIC = (("initial_loss_scale", 4.0),), (("loss_scale", 4.0),)
-
-
-def raising_of(backend, strategy, scale):
-    return raising(backend, strategy, dict(scale))
-
-
-RAISING = tuple((backend, strategy, scale) for backend, strategy in CELLS for scale in (DYNAMIC, STATIC))
-
-
-@everywhere
-def test_an_error_is_raised_once_a_lower_scale_cannot_help(cell):
-    played = play(tuple((raising_of, cell) for cell in RAISING))
-    assert values(played[raising_of, (*cell, DYNAMIC)]) == [([True, True, "raised"], 0.5)] * 2
-    assert values(played[raising_of, (*cell, STATIC)]) == [(["raised"] * 3, 4.0)] * 2
+            log.append(refused(engine.step).partition(":")[0])
+        scale = engine.loss_scale
+    assert log == (["nothing", "nothing", "NonFiniteError"] if dynamic else ["NonFiniteError"] * 3)
+    assert scale == (0.5 if dynamic else 4.0)
 
 
 # -- masters ---------------------------------------------------------------------------------------
@@ -189,18 +163,6 @@ def in_format(dtype):
             dtype if dtype is not None else (torch.float32, torch.bfloat16, torch.float16)[index % 3]
         )
     return model
-
-
-def masters(backend, strategy, loaded, compute, master):
-    """Formats of masters and state, and whether an update too small for the low format is remembered."""
-    formats = {"compute": compute, "master": master}
-    optimizer = {"name": "adamw", "lr": 1e-6, "weight_decay": 0.0}
-    with unishard.prepare(
-        in_format(loaded), config(backend, strategy, precision=formats, optimizer=optimizer)
-    ) as engine:
-        train(engine, own_share(2))
-        state = {str(tensor.dtype) for tensor in state_of(engine) if tensor.dim()}
-        return sorted(engine.placement().master_dtypes), state, str(engine(**own_share(1)[0]).logits.dtype)
 
 
 FORMATS = (
@@ -220,50 +182,46 @@ LOADED = tuple(
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@pytest.mark.parametrize("asked", LOADED, ids=lambda asked: "-".join(map(str, asked)).replace("torch.", ""))
-def test_masters_and_state_have_the_asked_format_whatever_the_model_was_loaded_in(asked):
-    for found, state, logits in values(play(tuple((masters, asked) for asked in LOADED))[masters, asked]):
-        assert found == [NAMES[asked[-1]]]
-        assert state == {f"torch.{NAMES[asked[-1]]}"}
-        assert logits == f"torch.{NAMES[asked[-2]]}"
+@in_ranks(cells=LOADED)
+def test_masters_and_state_have_the_asked_format_whatever_the_model_was_loaded_in(
+    backend, strategy, loaded, compute, master
+):
+    formats = {"compute": compute, "master": master}
+    optimizer = {"name": "adamw", "lr": 1e-6, "weight_decay": 0.0}
+    cfg = config(backend, strategy, precision=formats, optimizer=optimizer)
+    with unishard.prepare(in_format(loaded), cfg) as engine:
+        train(engine, own_share(2))
+        state = {tensor.dtype for tensor in state_of(engine) if tensor.dim()}
+        logits, placement = engine(**own_share(1)[0]).logits, engine.placement()
+    assert placement.master_dtypes == {NAMES[master]}
+    assert state == {getattr(torch, NAMES[master])}
+    assert logits.dtype == getattr(torch, NAMES[compute])
 
 
-def refused(backend, strategy, dtype):
-    return prepare(config(backend, strategy, precision={"compute": dtype, "master": dtype}))
-
-
+@in_ranks
 def test_fp16_masters_under_zero_are_refused_with_what_instead():
-    found = error(play(((refused, ("deepspeed", "full_shard", "fp16")),))[refused, ("deepspeed", "full_shard", "fp16")])
-    assert found.startswith("TranslationError: ")
-    assert "precision.master: 'fp16' is not supported by deepspeed" in found
-    assert "write fp32" in found
+    told = refused(prepare, config("deepspeed", precision={"compute": "fp16", "master": "fp16"}))
+    assert told.startswith("TranslationError: ")
+    assert "precision.master: 'fp16' is not supported by deepspeed" in told
+    assert "write fp32" in told
 
 
 # -- buffers and inputs ----------------------------------------------------------------------------
 
 
-def buffers(backend, strategy, wanted):
-    """Formats and sums of the rotary table, which bf16 cannot hold, after training."""
-    formats = {"compute": "bf16", "buffers": wanted}
-    cfg = config(backend, strategy, precision=formats)
+@in_ranks(cells=tuple((*cell, wanted) for cell in CELLS for wanted in ("keep", "bf16")))
+def test_buffers_keep_their_bits_unless_another_format_is_asked_for(backend, strategy, wanted):
+    """The rotary table, which bf16 cannot hold, after training."""
+    cfg = config(backend, strategy, precision={"compute": "bf16", "buffers": wanted})
     with unishard.prepare(llama(), cfg) as engine:
         train(engine, own_share(1, "llama"))
-        return {name: (str(buffer.dtype), buffer.double().tolist()) for name, buffer in engine.module.named_buffers()}
-
-
-BUFFERS = tuple((*cell, wanted) for cell in CELLS for wanted in ("keep", "bf16"))
-
-
-@everywhere
-def test_buffers_keep_their_bits_unless_another_format_is_asked_for(cell):
-    played = play(tuple((buffers, cell) for cell in BUFFERS))
+        found = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     original = {name: buffer for name, buffer in llama().named_buffers() if buffer.is_floating_point()}
     assert original
-    for wanted, dtype in (("keep", torch.float32), ("bf16", torch.bfloat16)):
-        for found in values(played[buffers, (*cell, wanted)]):
-            for name, buffer in original.items():
-                assert found[name] == (str(dtype), buffer.to(dtype).double().tolist())
-                assert wanted == "keep" or found[name][1] != buffer.double().tolist()
+    for name, buffer in original.items():
+        assert found[name].dtype == (torch.float32 if wanted == "keep" else torch.bfloat16)
+        assert torch.equal(found[name], buffer.to(found[name].dtype))
+        assert torch.equal(found[name].double(), buffer.double()) == (wanted == "keep")
 
 
 class Encoding(UserDict):
@@ -285,14 +243,6 @@ class Nested(nn.Module):
         return self.model(batch["x"] + more["pair"][0], batch["labels"])
 
 
-def nested(backend, strategy, compute):
-    with unishard.prepare(Nested(), config(backend, strategy, precision=compute)) as engine:
-        batch = own_share(1)[0]
-        given = Encoding(batch)
-        output = engine(given, more={"pair": (torch.zeros(13), torch.arange(2))})
-        return engine.module.seen, str(output.logits.dtype), str(given["x"].dtype)
-
-
 NESTED = tuple(
     (*cell, compute)
     for place, cell in enumerate(CELLS)
@@ -302,10 +252,13 @@ NESTED = tuple(
 """Each compute format with every strategy on one of the engines."""
 
 
-@pytest.mark.parametrize("cell", NESTED, ids="-".join)
-def test_floating_inputs_are_cast_wherever_they_are_and_outputs_have_the_compute_format(cell):
-    dtype = NAMES[cell[2]]
-    for seen, output, given in values(play(tuple((nested, cell) for cell in NESTED))[nested, cell]):
-        assert seen == ((dtype, dtype, "int64", "int64"), "Encoding")
-        assert output == f"torch.{dtype}"
-        assert given == "torch.float32", "the caller's batch is left alone"
+@in_ranks(cells=NESTED)
+def test_floating_inputs_are_cast_wherever_they_are_and_outputs_have_the_compute_format(backend, strategy, compute):
+    with unishard.prepare(Nested(), config(backend, strategy, precision=compute)) as engine:
+        given = Encoding(own_share(1)[0])
+        output = engine(given, more={"pair": (torch.zeros(13), torch.arange(2))})
+        seen = engine.module.seen
+    dtype = NAMES[compute]
+    assert seen == ((dtype, dtype, "int64", "int64"), "Encoding")
+    assert output.logits.dtype == getattr(torch, dtype)
+    assert given["x"].dtype == torch.float32, "the caller's batch is left alone"
