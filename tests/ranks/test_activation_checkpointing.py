@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, error, own_share, play, prepare, train, values
+from harness import curve, in_ranks, own_share, play, prepare, refused, train, values
+from harness.training import BACKENDS, EACH, STRATEGIES, config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -109,30 +110,32 @@ class Dropping(nn.Module):
         return nn.functional.cross_entropy(self.head(x), labels)
 
 
-def dropping(backend, asked):
-    torch.manual_seed(3)
-    model = Dropping()
-    losses = []
-    with unishard.prepare(model, config(backend, activation_checkpointing=asked)) as engine:
-        for micro_batch in own_share(3):
-            loss = engine(**micro_batch)
-            engine.backward(loss)
-            losses.append((loss.item(), engine.step().grad_norm))
-    return losses
+@in_ranks(cells=EACH)
+def test_random_numbers_are_drawn_again_alike(backend):
+    runs = []
+    for asked in ("none", "full", "selective"):
+        torch.manual_seed(3)
+        runs.append([])
+        with unishard.prepare(Dropping(), config(backend, activation_checkpointing=asked)) as engine:
+            for micro_batch in own_share(3):
+                loss = engine(**micro_batch)
+                engine.backward(loss)
+                runs[-1].append((loss.item(), engine.step().grad_norm))
+    assert runs[0] == runs[1] == runs[2]
 
 
-def containing_units(backend):
-    """A module that recomputes with units inside: they are gathered again."""
-    curves = []
+@in_ranks(cells=EACH)
+def test_a_module_with_units_inside_may_recompute(backend):
+    """They are gathered again."""
+    units, curves = {"strategy": "full_shard", "units": ["Linear"]}, []
     for asked in ("none", ["Block"]):
-        with prepare(
-            config(backend, {"strategy": "full_shard", "units": ["Linear"]}, activation_checkpointing=asked)
-        ) as engine:
+        with prepare(config(backend, units, activation_checkpointing=asked)) as engine:
             curves.append(train(engine, own_share(3)))
-    return curves
+    assert curves[0] == curves[1]
 
 
-def cached(backend):
+@in_ranks(cells=EACH)
+def test_a_cache_of_keys_is_left_out_where_it_would_be_filled_twice(backend):
     """A model whose blocks fill a cache of keys and values in each forward."""
     curves = []
     for asked in ("none", "full"):
@@ -141,41 +144,23 @@ def cached(backend):
         model.config.use_cache = True
         with unishard.prepare(model, config(backend, activation_checkpointing=asked)) as engine:
             curves.append(train(engine, own_share(2, "llama")))
-    return curves
+    assert curves[0] == curves[1]
 
 
-def copied(backend):
-    """A copy of a model that recomputes and is compiled calls its own parameters, not those it was copied from."""
+@in_ranks(cells=EACH)
+def test_a_copy_runs_on_its_own_parameters(backend):
+    """Of a model that recomputes and is compiled, not on those it was copied from."""
     model = MODELS["mlp"].build()
     sample = own_share(1)[0]
-    cfg = config(
-        backend, "no_shard", activation_checkpointing="full", compile={"mode": "per_block", "backend": "eager"}
-    )
-    with unishard.prepare(model, cfg):
+    sections = {"activation_checkpointing": "full", "compile": {"mode": "per_block", "backend": "eager"}}
+    with unishard.prepare(model, config(backend, "no_shard", **sections)):
         clone = copy.deepcopy(model)
         before = clone(**sample).loss.item()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        return before, clone(**sample).loss.item()
-
-
-def compiled(backend, mode, inner):
-    """Graphs that were compiled, the curve, and the names that a user sees."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    cfg = config(backend, "full_shard", compile={"mode": mode, "backend": inner})
-    with prepare(cfg) as engine:
-        curve = train(engine, own_share(2))
-        with engine._guarded.lifted():
-            held = engine.module.state_dict()
-        seen = [*held, *(name for name, _ in engine.module.named_modules()), *engine.placement().units]
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"], curve, [name for name in seen if "_orig_mod" in name]
-
-
-def plain(backend):
-    with prepare(config(backend, "full_shard")) as engine:
-        return train(engine, own_share(2))
+        after = clone(**sample).loss.item()
+    assert before == after
 
 
 COMPILED = (
@@ -183,54 +168,43 @@ COMPILED = (
     ("fsdp", "full", "aot_eager"),
     ("deepspeed", "per_block", "aot_eager"),
 )
-SINGLE = (
-    *((dropping, (backend, asked)) for backend in BACKENDS for asked in ("none", "full", "selective")),
-    *((function, (backend,)) for function in (containing_units, cached, copied, plain) for backend in BACKENDS),
-    *((compiled, cell) for cell in COMPILED),
-)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_random_numbers_are_drawn_again_alike(backend):
-    without, full, selective = (
-        values(play(SINGLE)[dropping, (backend, asked)]) for asked in ("none", "full", "selective")
-    )
-    assert without == full == selective
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_module_with_units_inside_may_recompute(backend):
-    for without, asked in values(play(SINGLE)[containing_units, (backend,)]):
-        assert without == asked
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_cache_of_keys_is_left_out_where_it_would_be_filled_twice(backend):
-    for without, asked in values(play(SINGLE)[cached, (backend,)]):
-        assert without == asked
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_copy_runs_on_its_own_parameters(backend):
-    for before, after in values(play(SINGLE)[copied, (backend,)]):
-        assert before == after
-
-
-@pytest.mark.parametrize("cell", COMPILED, ids="-".join)
-def test_blocks_are_really_compiled_and_keep_their_names(cell):
-    wanted = values(play(SINGLE)[plain, cell[:1]])[0]
-    for graphs, curve, odd in values(play(SINGLE)[compiled, cell]):
-        assert graphs > 0
-        assert odd == []
-        for (loss, step), (wanted_loss, wanted_step) in zip(curve, wanted, strict=True):
-            assert loss == pytest.approx(wanted_loss, rel=1e-6)
-            assert step.grad_norm == pytest.approx(wanted_step.grad_norm, rel=1e-5)
+@in_ranks(cells=COMPILED)
+def test_blocks_are_really_compiled_and_keep_their_names(backend, mode, inner):
+    """Those that a user sees; and the curve is that without."""
+    with prepare(config(backend, "full_shard")) as engine:
+        wanted = curve(train(engine, own_share(2)))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with prepare(config(backend, "full_shard", compile={"mode": mode, "backend": inner})) as engine:
+        found = curve(train(engine, own_share(2)))
+        with engine._guarded.lifted():
+            held = engine.module.state_dict()
+        seen = [*held, *(name for name, _ in engine.module.named_modules()), *engine.placement().units]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert [name for name in seen if "_orig_mod" in name] == []
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def refused(case):
+REFUSED = {
+    "unknown class": "activation_checkpointing: no module of class LlamaDecoder in LlamaForCausalLM; did you mean "
+    "LlamaDecoderLayer?",
+    "its own": "call model.gradient_checkpointing_disable(), or set activation_checkpointing to none",
+    "no blocks": "activation_checkpointing: Sequential has no repeated blocks; its classes with parameters are Linear "
+    "(x1, ",
+    "compiled inside": "is already compiled; pass the original module, model.layers.1._orig_mod",
+    "compiled twice": "compile: model.layers.1 is already compiled (module.compile())",
+    "unknown backend": "compile.backend: torch has no backend 'inducter'; choose one of ",
+}
+
+
+@in_ranks(cells=tuple((case,) for case in REFUSED))
+def test_what_cannot_be_had_is_refused_on_every_rank(case):
     model, sections = MODELS["llama"].build(), {}
     if case == "unknown class":
         sections = {"activation_checkpointing": ["LlamaDecoder"]}
@@ -246,21 +220,4 @@ def refused(case):
         sections = {"compile": "per_block"}
     elif case == "unknown backend":
         sections = {"compile": {"mode": "full", "backend": "inducter"}}
-    unishard.prepare(model, config("fsdp", **sections)).close()
-
-
-REFUSED = {
-    "unknown class": "activation_checkpointing: no module of class LlamaDecoder in LlamaForCausalLM; did you mean "
-    "LlamaDecoderLayer?",
-    "its own": "call model.gradient_checkpointing_disable(), or set activation_checkpointing to none",
-    "no blocks": "activation_checkpointing: Sequential has no repeated blocks; its classes with parameters are Linear "
-    "(x1, ",
-    "compiled inside": "is already compiled; pass the original module, model.layers.1._orig_mod",
-    "compiled twice": "compile: model.layers.1 is already compiled (module.compile())",
-    "unknown backend": "compile.backend: torch has no backend 'inducter'; choose one of ",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_had_is_refused_on_every_rank(case):
-    assert REFUSED[case] in error(play(tuple((refused, (case,)) for case in REFUSED))[refused, (case,)])
+    assert REFUSED[case] in refused(unishard.prepare, model, config("fsdp", **sections))
