@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from harness import config, everyones, in_turn, my_rank, on_ranks, play, prepare, refused, values
+from harness import caught, in_ranks, in_turn, on_ranks, play, refused, values
+from harness.training import config, everyones, my_rank, prepare, update
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
@@ -77,35 +78,33 @@ def told(run):
 # -- iterated again --------------------------------------------------------------------------------
 
 
-def again(backend):
+def epochs_are_the_same(backend):
     """Three epochs over one object, over new ones, over a bar around one, and by `next`; and their lengths."""
     cfg, data, runs = configured(backend, 2), rows(), {}
     with prepare(cfg) as engine:
+        world = engine.world_size
         it = engine.batches(unishard.dataloader(data, cfg))
-        runs["again"] = [train(engine, it) for _ in range(3)]
+        epochs = [train(engine, it) for _ in range(3)]
     with prepare(cfg) as engine:
         loader = unishard.dataloader(data, cfg)
         runs["anew"] = [train(engine, engine.batches(loader)) for _ in range(3)]
     with prepare(cfg) as engine:
         bar = tqdm(engine.batches(unishard.dataloader(data, cfg)), disable=True)
         runs["a bar"] = [train(engine, bar) for _ in range(3)]
-        runs["total"] = len(bar)
+        assert len(bar) == 8 // world
     with prepare(cfg) as engine:
         it = engine.batches(unishard.dataloader(data, cfg))
         first = next(it)
         runs["next"] = [train(engine, itertools.chain([first], it)), *(train(engine, it) for _ in range(2))]
-        runs["windows"] = len(engine.windows(unishard.dataloader(data, cfg)))
-    return runs
+        assert len(engine.windows(unishard.dataloader(data, cfg))) == 4 // world
+    assert [len(epoch) for epoch in epochs] == [8 // world] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert runs == dict.fromkeys(runs, epochs)
 
 
 @pytest.mark.parametrize(("backend", "world"), [("fsdp", 1), ("deepspeed", 2)])
 def test_one_object_gives_every_epoch(backend, world):
-    for runs in on_ranks(again, backend, world=world):
-        epochs = runs["again"]
-        assert [len(epoch) for epoch in epochs] == [8 // world] * 3
-        assert epochs[0] != epochs[1] != epochs[2]
-        assert runs["anew"] == runs["a bar"] == runs["next"] == epochs
-        assert (runs["total"], runs["windows"]) == (8 // world, 4 // world)
+    on_ranks(epochs_are_the_same, backend, world=world)
 
 
 class Stream(IterableDataset):
@@ -113,47 +112,23 @@ class Stream(IterableDataset):
         return iter(rows())
 
 
-def lengths(drop):
-    """Lengths of loops, and how much they yield."""
-    cfg = configured("fsdp", 2, last_window=drop)
-    found = {}
-    with prepare(cfg) as engine:
-        for name, loader in (
-            ("uneven", unishard.dataloader(rows()[:-2], cfg)),
-            ("list", [next(iter(DataLoader(rows(), batch_size=2)))] * 5),
-            ("stateful", StatefulDataLoader(rows()[:10], batch_size=2)),
-            ("stream", DataLoader(Stream(), batch_size=2)),
-        ):
-            it = engine.batches(loader)
-            try:
-                length = len(it)
-            except TypeError as error:
-                length = str(error)
-            found[name] = (length, len(train(engine, it)))
-        engine.eval()
-        found["evaluation"] = len(engine.batches(unishard.dataloader(rows()[:-2], cfg)))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@in_ranks(world=1)
 def test_the_length_is_that_of_the_next_pass():
-    scenarios = tuple((lengths, (each,)) for each in ("step", "drop"))
-    played = play(scenarios, 1)
-    (step,), (drop,) = (values(played[scenario]) for scenario in scenarios)
-    assert step == {
-        "uneven": (7, 7),
-        "list": (5, 5),
-        "stateful": (5, 5),
-        "stream": ("DataLoader has no length", 8),
-        "evaluation": 7,
-    }
-    assert drop == {
-        "uneven": (6, 6),
-        "list": (4, 4),
-        "stateful": (4, 4),
-        "stream": ("DataLoader has no length", 8),
-        "evaluation": 7,
-    }
+    for drop, uneven, listed in (("step", 7, 5), ("drop", 6, 4)):
+        cfg = configured("fsdp", 2, last_window=drop)
+        with prepare(cfg) as engine:
+            for loader, length in (
+                (unishard.dataloader(rows()[:-2], cfg), uneven),
+                ([next(iter(DataLoader(rows(), batch_size=2)))] * 5, listed),
+                (StatefulDataLoader(rows()[:10], batch_size=2), listed),
+            ):
+                it = engine.batches(loader)
+                assert (len(it), len(train(engine, it))) == (length, length)
+            it = engine.batches(DataLoader(Stream(), batch_size=2))
+            assert caught(TypeError, len, it) == "TypeError: DataLoader has no length"
+            assert len(train(engine, it)) == 8
+            engine.eval()
+            assert len(engine.batches(unishard.dataloader(rows()[:-2], cfg))) == 7
 
 
 # -- wrappers --------------------------------------------------------------------------------------
@@ -174,9 +149,10 @@ LOSES = {
 }
 
 
-def stopped_and_resumed(backend, stateful):
-    """For each wrapper: the rows before a stop in the middle of an epoch and after it, what is left by `len`, and the
-    warnings."""
+@pytest.mark.parametrize(("backend", "stateful"), [("fsdp", False), ("deepspeed", True)])
+@in_ranks
+def test_a_wrapper_keeps_the_position_or_one_warning_says_what_is_lost(backend, stateful):
+    """The rows before a stop in the middle of an epoch and after it, and what is left by `len`."""
     cfg, data = configured(backend), rows()
 
     def make():
@@ -184,7 +160,6 @@ def stopped_and_resumed(backend, stateful):
             return StatefulDataLoader(data[my_rank() :: 2], batch_size=2)
         return unishard.dataloader(data, cfg)
 
-    found = {}
     for name, wrap in {**KEEPS, **LOSES}.items():
         if stateful and name not in ("tqdm", "itself", "enumerate", "islice", "chain", "generator"):
             continue
@@ -197,47 +172,34 @@ def stopped_and_resumed(backend, stateful):
                 engine._batching.resume([where, where], 2)
                 it = engine.batches(wrap(make()))
                 left = len(it) if hasattr(it._loader, "__len__") else None
-                after = train(engine, it)
-            return before, after, left
+                return before, train(engine, it), left
 
-        found[name] = told(run)
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(("backend", "stateful"), [("fsdp", False), ("deepspeed", True)])
-def test_a_wrapper_keeps_the_position_or_one_warning_says_what_is_lost(backend, stateful):
-    for found in on_ranks(stopped_and_resumed, backend, stateful):
-        for name, ((before, after, left), said) in found.items():
-            if name in KEEPS:
-                assert said == [], name
-                assert left in (None, 1), name
-                assert sorted(itertools.chain(*before, *after)) == sorted(set(itertools.chain(*before, *after))), name
-                assert (len(before), len(after)) == (3, 1), name
-            else:
-                assert len(after) == 4, name
-                assert len(said) == 2, name  # one of each run
-                assert "checkpoint has no" in said[0], name
-    assert "write itertools.islice(engine.batches(loader), n)" in found["islice"][1][0]
+        (before, after, left), said = told(run)
+        if name in KEEPS:
+            assert said == [], name
+            assert left in (None, 1), name
+            assert sorted(itertools.chain(*before, *after)) == sorted(set(itertools.chain(*before, *after))), name
+            assert (len(before), len(after)) == (3, 1), name
+        else:
+            assert len(after) == 4, name
+            assert len(said) == 2, name  # one of each run
+            assert "checkpoint has no" in said[0], name
+        assert name != "islice" or "write itertools.islice(engine.batches(loader), n)" in said[0]
 
 
-def of_ended_iterator(backend):
-    def run():
-        cfg = configured(backend)
-        with prepare(cfg) as engine:
-            it = engine.batches(iter([batch("mlp", my_rank(), 1)] * 3))
-            return [len([engine.backward(engine(**each).loss) or engine.step() for each in it]) for _ in range(2)]
-
-    return told(run)
-
-
+@in_ranks
 def test_an_iterator_that_is_read_again_is_named():
-    for counts, said in on_ranks(of_ended_iterator, "fsdp"):
-        assert counts == [3, 0]
-        assert said == [
-            "this pass over engine.batches() read nothing: list_iterator is an iterator, which an earlier pass has "
-            "read to its end; pass the loader itself"
-        ]
+    def run():
+        with prepare(configured("fsdp")) as engine:
+            it = engine.batches(iter([batch("mlp", my_rank(), 1)] * 3))
+            return [len([update(engine, each) for each in it]) for _ in range(2)]
+
+    counts, said = told(run)
+    assert counts == [3, 0]
+    assert said == [
+        "this pass over engine.batches() read nothing: list_iterator is an iterator, which an earlier pass has "
+        "read to its end; pass the loader itself"
+    ]
 
 
 # -- a second loader -------------------------------------------------------------------------------
@@ -296,33 +258,39 @@ def test_a_validation_takes_no_position(backend):
             assert all("call engine.eval() before and engine.train() after it" in text for text in said)
 
 
-def inside_a_window(backend):
+@in_ranks(cells=(("fsdp",),))
+def test_a_training_loader_inside_a_window_is_refused(backend):
     cfg, data = configured(backend, 2), rows()
     with prepare(cfg) as engine:
         it = iter(engine.batches(unishard.dataloader(data, cfg)))
         train(engine, [next(it)])
-        return refused(next, engine.batches(unishard.dataloader(data, cfg)))
+        said = refused(next, engine.batches(unishard.dataloader(data, cfg)))
+    inside = "ContractError: a loop over engine.batches() in training mode began inside an accumulation window"
+    assert said.startswith(inside)
 
 
-def one_after_the_other(backend):
+@in_ranks(cells=(("fsdp",),))
+def test_two_training_loaders_in_turn_are_named(backend):
     cfg, data = configured(backend), rows()
 
     def run():
         with prepare(cfg) as engine:
-            for pair in zip(
-                engine.batches(unishard.dataloader(data[:8], cfg)),
-                engine.batches(unishard.dataloader(data[8:], cfg)),
-                strict=True,
-            ):
+            loops = [engine.batches(unishard.dataloader(part, cfg)) for part in (data[:8], data[8:])]
+            for pair in zip(*loops, strict=True):
                 train(engine, [pair[0]])
                 train(engine, [pair[1]])
             return engine._batching.position()
 
-    return told(run)
+    where, said = told(run)
+    assert where is None
+    (line,) = said
+    turns = "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position"
+    assert line.startswith(turns)
 
 
-def left_by_an_error(backend):
-    """The position after a loop that follows one which an error has left, and which is still held, as by a notebook."""
+@in_ranks(cells=(("fsdp",),))
+def test_a_loop_that_an_error_has_left_is_no_second_one(backend):
+    """Though it is still held, as by a notebook."""
     cfg, data = configured(backend), rows()
 
     def run():
@@ -333,57 +301,52 @@ def left_by_an_error(backend):
             train(engine, engine.batches(unishard.dataloader(data, cfg)), stop=2)
             return engine._batching.position()["state"]
 
-    return told(run)
+    where, said = told(run)
+    assert (where["samples"], where["dataset_length"], said) == (8, 16, [])
 
 
-def test_a_second_training_loader_is_refused_or_named():
-    played = play(((inside_a_window, ("fsdp",)), (one_after_the_other, ("fsdp",)), (left_by_an_error, ("fsdp",))))
-    for where, said in values(played[left_by_an_error, ("fsdp",)]):
-        assert (where["samples"], where["dataset_length"], said) == (8, 16, [])
-    for said in values(played[inside_a_window, ("fsdp",)]):
-        assert said.startswith(
-            "ContractError: a loop over engine.batches() in training mode began inside an accumulation window"
-        )
-    for where, said in values(played[one_after_the_other, ("fsdp",)]):
-        assert where is None
-        assert len(said) == 1
-        assert said[0].startswith(
-            "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position"
-        )
-
-
-def counted(backend):
-    """The samples of a metric over 14 of them on two ranks, by what is around the loader, and the warnings."""
-    cfg, data = configured(backend), rows()[:-2]
-    found = {}
+@in_ranks(cells=(("fsdp",),))
+def test_a_metric_counts_each_sample_once_or_a_warning_says_that_it_does_not(backend):
+    """Over 14 samples on two ranks, by what is around the loader."""
+    cfg, data, found = configured(backend), rows()[:-2], {}
     with prepare(cfg) as engine:
         engine.eval()
-        for name, wrap in (("tqdm", quiet), ("generator", from_generator)):
+        for wrap in (quiet, from_generator):
             loader = wrap(unishard.dataloader(data, cfg, shuffle=False))
-            found[name] = told(
+            found[wrap] = told(
                 lambda loader=loader: sum(
                     len(engine.gather_for_metrics(each["row"])) for each in engine.batches(loader)
                 )
             )
-    return found
-
-
-def test_a_metric_counts_each_sample_once_or_a_warning_says_that_it_does_not():
-    for found in on_ranks(counted, "fsdp"):
-        assert found["tqdm"] == (14, [])
-        assert found["generator"][0] == 16
-        (said,) = found["generator"][1]
-        assert "engine.gather_for_metrics also counts the 2 samples that fill up the last batches" in said
+    assert found[quiet] == (14, [])
+    count, (said,) = found[from_generator]
+    assert count == 16
+    assert "engine.gather_for_metrics also counts the 2 samples that fill up the last batches" in said
 
 
 # -- without engine.batches ------------------------------------------------------------------------
 
 
-def outside(backend, how):
-    """The warnings of loops that read their data past the engine, or seem to."""
+def shares():
+    return everyones(0, 4, world=2)[my_rank() :: 2]
+
+
+OUTSIDE = {
+    "ours": ["a unishard.dataloader is read without engine.batches(), so"],
+    "theirs": ["ranks 0 and 1 train on the same batches, so the other ranks add nothing; read the data with"],
+    "a look": [],
+    "own share": [],
+    "evaluation": [],
+}
+
+
+@in_turn
+@in_ranks
+def test_a_loop_without_engine_batches_is_named_once(backend):
+    """Or one that only seems to read its data past the engine."""
     cfg, data = configured(backend), rows()
 
-    def run():
+    def run(how):
         with prepare(cfg) as engine:
             loader = unishard.dataloader(data, cfg)
             if how == "ours":
@@ -403,25 +366,6 @@ def outside(backend, how):
                     engine.train()
                     train(engine, [each | {"row": torch.zeros(1)}])
 
-    return told(run)[1]
-
-
-def shares():
-    return everyones(0, 4, world=2)[my_rank() :: 2]
-
-
-OUTSIDE = {
-    "ours": ["a unishard.dataloader is read without engine.batches(), so"],
-    "theirs": ["ranks 0 and 1 train on the same batches, so the other ranks add nothing; read the data with"],
-    "a look": [],
-    "own share": [],
-    "evaluation": [],
-}
-
-
-@in_turn
-def test_a_loop_without_engine_batches_is_named_once(backend):
-    played = play(tuple((outside, (backend, how)) for how in OUTSIDE))
     for how, wanted in OUTSIDE.items():
-        for said in values(played[outside, (backend, how)]):
-            assert [text[: len(start)] for text, start in zip(said, wanted, strict=True)] == wanted, how
+        _, said = told(partial(run, how))
+        assert [text[: len(start)] for text, start in zip(said, wanted, strict=True)] == wanted, how
