@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import heard, in_turn, on_ranks, play, refused, values
-from harness.training import BACKENDS, config, everyones, own_share, prepare, train
+from harness import heard, in_ranks, in_turn, on_ranks, play, refused, values
+from harness.training import ADAMW, BACKENDS, OTHER, config, everyones, own_share, prepare, train
 from safetensors.torch import load_file
 
 from unishard.testing import oracle
@@ -14,7 +14,6 @@ from unishard.testing.models import mlp
 
 DECAY = 0.8
 UPDATES = 2
-ADAMW = {"name": "adamw", "lr": 1e-2}
 MIXED, PURE = "bf16", "pure bf16"
 SPANNING = (
     ("no_shard", "fp32"),
@@ -188,9 +187,10 @@ def test_a_checkpoint_and_an_export_hold_the_average_for_any_engine(there, here,
     )
 
 
-def interrupted(backend, strategy, folder, batches, *, stops):
+def interrupted(backend, folder, batches, *, stops):
     """The average of a run that `prepare` resumes, over some batches; saved at a stop."""
-    with prepare(configured(backend, strategy, checkpoint={"dir": folder, "on_existing": "resume"})) as engine:
+    checkpoint = {"dir": folder, "on_existing": "resume"}
+    with prepare(configured(backend, "full_shard", checkpoint=checkpoint)) as engine:
         ema = engine.ema(DECAY)
         train(engine, batches)
         if stops:
@@ -198,19 +198,18 @@ def interrupted(backend, strategy, folder, batches, *, stops):
         return read(engine, ema)
 
 
-def went_on(backend, strategy, folder):
-    """An average over two runs, the second one on the other engine too, and over an uninterrupted one."""
-    batches, other = own_share(2 * UPDATES), BACKENDS[1 - BACKENDS.index(backend)]
-    interrupted(backend, strategy, f"{folder}/run", batches[:UPDATES], stops=True)
-    rests = [interrupted(each, strategy, f"{folder}/run", batches[UPDATES:], stops=False) for each in (backend, other)]
-    return rests, interrupted(backend, strategy, f"{folder}/whole", batches, stops=False)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_that_prepare_resumes_continues_its_average(backend, tmp_path):
-    for (same, other), whole in on_ranks(went_on, backend, "full_shard", str(tmp_path)):
-        assert same == whole
-        assert other == pytest.approx(whole, rel=1e-5, abs=1e-6)
+@in_ranks
+def test_a_run_that_prepare_resumes_continues_its_average(backend, root):
+    """The second part of the run on the other engine too."""
+    batches = own_share(2 * UPDATES)
+    interrupted(backend, f"{root}/run", batches[:UPDATES], stops=True)
+    same, other = (
+        interrupted(each, f"{root}/run", batches[UPDATES:], stops=False) for each in (backend, OTHER[backend])
+    )
+    whole = interrupted(backend, f"{root}/whole", batches, stops=False)
+    assert same == whole
+    assert other == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
 def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path):
@@ -239,25 +238,23 @@ MISUSE = {
 }
 
 
-def misused(backend):
-    """What each misuse raises."""
+@in_turn
+@in_ranks
+def test_misuse_is_one_clear_error(backend):
+    def says(what, call, *arguments, **named):
+        assert refused(call, *arguments, **named).startswith(MISUSE[what].partition("...")[0]), what
+
     with prepare(configured(backend, "full_shard", training={"gradient_accumulation_steps": 2})) as engine:
-        said = {"decay": refused(engine.ema, 1.5)}
+        says("decay", engine.ema, 1.5)
         engine.backward(engine(**own_share(1)[0]).loss)
-        said["in a window"] = refused(engine.ema, 0.5)
+        says("in a window", engine.ema, 0.5)
         engine.discard()
         ema = engine.ema(0.5)
-        said |= {"twice": refused(engine.ema, 0.5), "no such name": refused(ema.parameter, "nothing")}
+        says("twice", engine.ema, 0.5)
+        says("no such name", ema.parameter, "nothing")
         with ema.weights():
-            said["save inside"] = refused(engine.save, "nowhere")
-            said["edit inside"] = refused(engine.set_parameter, "head.bias", torch.zeros(11))
-            said["train inside"] = refused(engine, **own_share(1)[0])
+            says("save inside", engine.save, "nowhere")
+            says("edit inside", engine.set_parameter, "head.bias", torch.zeros(11))
+            says("train inside", engine, **own_share(1)[0])
         engine.close()
-        return said | {"closed": refused(engine.ema)}
-
-
-@in_turn
-def test_misuse_is_one_clear_error(backend):
-    for said in on_ranks(misused, backend):
-        for name, wanted in MISUSE.items():
-            assert said[name].startswith(wanted.partition("...")[0]), name
+        says("closed", engine.ema)

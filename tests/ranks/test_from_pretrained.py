@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from harness import BACKENDS, config, error, my_rank, own_share, play, train, values
-from harness import refused as refused_by
+from harness import BACKENDS, config, my_rank, own_share, play, refused, train, values
 
 import unishard
 from unishard.testing.models import llama
@@ -96,10 +95,8 @@ def both_ways(backend, name, where, precision, trained):
     path = os.path.join(where, name)
     plain = cls.from_pretrained(path, dtype=torch.float32)
     ours = unishard.from_pretrained(cls, path, cfg)
-    empty = all(parameter.is_meta for parameter in ours.parameters())
-    buffers = [(key, buffer.tolist()) for key, buffer in ours.named_buffers()] == [
-        (key, buffer.tolist()) for key, buffer in plain.named_buffers()
-    ]
+    assert all(parameter.is_meta for parameter in ours.parameters())
+    buffers = [{key: buffer.tolist() for key, buffer in model.named_buffers()} for model in (plain, ours)]
     ties = [len({id(p) for _, p in model.named_parameters(remove_duplicate=False)}) for model in (plain, ours)]
     for model in (plain, ours):
         with unishard.prepare(model, cfg, train=trained) as engine:
@@ -109,7 +106,9 @@ def both_ways(backend, name, where, precision, trained):
                 answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs(name))])
             else:
                 answers.append([engine(**batch).loss.item() for batch in inputs(name)])
-    return answers, empty, buffers, ties
+    assert answers[0] == answers[1]
+    assert buffers[0] == buffers[1]
+    assert ties[0] == ties[1]
 
 
 def adapted(model):
@@ -137,16 +136,12 @@ def adapters(backend, where):
         with unishard.prepare(model, cfg) as engine:
             engine.train()
             answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs("llama"))])
-    with pytest.raises(unishard.ModelError) as refusal:
-        unishard.prepare(adapted(unishard.from_pretrained(LlamaForCausalLM, path, cfg)), cfg)
-    return answers, str(refusal.value)
-
-
-def refused(backend, cls, name, where):
-    import transformers
-
-    found = getattr(transformers, cls, None) or torch.nn.Linear
-    unishard.from_pretrained(found, os.path.join(where, name), config(backend))
+    plain, lean = answers
+    assert lean == plain
+    assert plain[0] != plain[1]
+    told = refused(unishard.prepare, adapted(unishard.from_pretrained(LlamaForCausalLM, path, cfg)), cfg)
+    assert told.startswith("ModelError: ")
+    assert "build all of it inside unishard.init(cfg) instead" in told
 
 
 CASES = [
@@ -176,36 +171,35 @@ REFUSED = {
 
 def played(backend):
     scenarios = [(both_ways, (backend, name, folder(), precision, trained)) for _, name, precision, trained in CASES]
-    scenarios += [(adapters, (backend, folder()))]
-    scenarios += [(refused, (backend, *case, folder())) for case in REFUSED]
-    return play(tuple(scenarios))
+    return play((*scenarios, (adapters, (backend, folder()))))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[1:])).replace(" ", "_"))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_as_transformers_own_loader_without_holding_it(backend, case):
     _, name, precision, trained = case
-    for (plain, ours), empty, buffers, ties in values(
-        played(backend)[both_ways, (backend, name, folder(), precision, trained)]
-    ):
-        assert ours == plain
-        assert empty
-        assert buffers
-        assert ties[0] == ties[1]
+    values(played(backend)[both_ways, (backend, name, folder(), precision, trained)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adapters_on_a_pretrained_model_train_alike_inside_init_which_an_error_points_to(backend):
-    for (plain, lean), refusal in values(played(backend)[adapters, (backend, folder())]):
-        assert lean == plain
-        assert plain[0] != plain[1]
-        assert "build all of it inside unishard.init(cfg) instead" in refusal
+    values(played(backend)[adapters, (backend, folder())])
+
+
+def loaded(backend, cls, name, where):
+    """What `from_pretrained` says."""
+    import transformers
+
+    found = getattr(transformers, cls, None) or torch.nn.Linear
+    return refused(unishard.from_pretrained, found, os.path.join(where, name), config(backend))
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_cannot_be_loaded_is_one_clear_error_on_every_rank(backend, case):
-    raised = error(played(backend)[refused, (backend, *case, folder())])
+    played = play(tuple((loaded, (backend, *each, folder())) for each in REFUSED))
+    raised, other = values(played[loaded, (backend, *case, folder())])
+    assert raised == other
     assert raised.startswith("ModelError: ")
     assert REFUSED[case] in raised
 
@@ -285,7 +279,7 @@ def differing(where):
     from transformers import LlamaForCausalLM
 
     path = Path(where) / ("llama bf16" if my_rank() == 0 else "other")
-    return refused_by(unishard.from_pretrained, LlamaForCausalLM, path, config("fsdp"))
+    return refused(unishard.from_pretrained, LlamaForCausalLM, path, config("fsdp"))
 
 
 def test_files_that_differ_between_ranks_are_refused():

@@ -3,10 +3,9 @@ torch."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from harness import assert_conforms, play, tolerance, values
-from harness.training import BACKENDS, MICRO_BATCHES, SPANNING, configured, curve, own_share, prepare, train, windows
+from harness import EACH, assert_conforms, in_ranks, tolerance
+from harness.training import MICRO_BATCHES, SPANNING, configured, curve, own_share, prepare, train, windows
 
 from unishard.testing import oracle
 from unishard.testing.models import mlp
@@ -52,21 +51,18 @@ def trained(backend, strategy, precision, first, folder=""):
         return curve(done), found
 
 
-SCENARIOS = tuple((trained, (*cell, first)) for cell in SPANNING for first in (True, False))
+def judged(backend, strategy, precision, first, folder=""):
+    wanted = oracle.train(mlp(), windows(), configured("fsdp", strategy, precision=precision), world=2)
+    found, losses = trained(backend, strategy, precision, first, folder)
+    assert_conforms(found, wanted, tolerance(backend, strategy, precision))
+    assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before the first update", "between updates"])
-@pytest.mark.parametrize("cell", SPANNING, ids="-".join)
-def test_training_after_an_evaluation_in_inference_mode_is_that_of_plain_torch(cell, first):
-    wanted = oracle.train(mlp(), windows(), configured("fsdp", cell[1], precision=cell[2]), world=2)
-    for found, losses in values(play(SCENARIOS)[trained, (*cell, first)]):
-        assert_conforms(found, wanted, tolerance(*cell))
-        assert losses[0] == losses[1]
+@in_ranks(cells=tuple((*cell, first) for cell in SPANNING for first in (True, False)))
+def test_training_after_an_evaluation_in_inference_mode_is_that_of_plain_torch(*cell):
+    judged(*cell)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_is_saved_loaded_and_exported_in_inference_mode(backend, tmp_path):
-    scenario = (trained, (backend, "full_shard", "fp32", False, str(tmp_path)))
-    wanted = oracle.train(mlp(), windows(), configured("fsdp", "full_shard"), world=2)
-    for found, _ in values(play((scenario,))[scenario]):
-        assert_conforms(found, wanted, tolerance(backend, "full_shard", "fp32"))
+@in_ranks(cells=EACH)
+def test_a_run_is_saved_loaded_and_exported_in_inference_mode(backend, root):
+    judged(backend, "full_shard", "fp32", False, f"{root}/{backend}")

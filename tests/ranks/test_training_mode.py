@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from harness import config, heard, in_turn, on_ranks
+from harness import config, heard, in_ranks, in_turn, my_rank
 from torch import nn
 
 import unishard
@@ -28,47 +28,6 @@ class Body(nn.Module):
         return self.second(self.norm(self.first(x))).square().mean()
 
 
-def modes(backend, which):
-    """Modules in evaluation mode after `prepare`, the lines about modes that it logs, and how many are warnings."""
-    model = Body()
-    for part in {"none": (), "all": (model,), "parts": (model.first, model.norm)}[which]:
-        part.eval()
-    logging.getLogger("unishard").setLevel(logging.INFO)
-    with (
-        heard() as lines,
-        heard(level=logging.WARNING) as warned,
-        unishard.prepare(model, config(backend)) as engine,
-    ):
-        left = [name for name, part in engine.module.named_modules() if not part.training]
-        engine.backward(engine(torch.ones(2, 4)))
-        said = [[line for line in heard_of if "in evaluation mode" in line] for heard_of in (lines, warned)]
-        return left, said[0], len(said[1]), engine.step().updated
-
-
-def frozen_statistics(backend):
-    """A part put in evaluation mode after `prepare` stays there while the model trains."""
-    torch.manual_seed(0)
-    model = Body()
-    with unishard.prepare(model, config(backend)) as engine:
-        engine.module.norm.eval()
-        before = engine.module.norm.running_mean.clone()
-        engine.backward(engine(torch.randn(2, 4)))
-        engine.step()
-        return torch.equal(engine.module.norm.running_mean, before), engine.module.first.training
-
-
-def ranks(backend):
-    """What the engine says of its rank, and what it prints with a progress bar and without."""
-    printed = io.StringIO()
-    with unishard.prepare(Body(), config(backend)) as engine, contextlib.redirect_stdout(printed):
-        engine.print("loss", 1, sep="=")
-        for batch in engine.batches([torch.ones(2, 4)], progress=True):
-            engine.backward(engine(batch))
-            engine.step()
-            engine.print("one update")
-        return engine.rank, engine.world_size, engine.is_main, printed.getvalue()
-
-
 SAID = {
     "none": [],
     "all": ["Body was in evaluation mode; prepare has put it in training mode"],
@@ -81,16 +40,47 @@ SAID = {
 
 @pytest.mark.parametrize("which", SAID)
 @in_turn
+@in_ranks
 def test_prepare_puts_what_is_trained_in_training_mode_and_says_so_on_one_rank(backend, which):
-    warned = 1 if which == "parts" else 0
-    assert on_ranks(modes, backend, which) == [([], SAID[which], warned, True), ([], [], 0, True)]
+    model = Body()
+    for part in {"none": (), "all": (model,), "parts": (model.first, model.norm)}[which]:
+        part.eval()
+    logging.getLogger("unishard").setLevel(logging.INFO)
+    warning = heard(level=logging.WARNING)
+    with heard() as lines, warning as warned, unishard.prepare(model, config(backend)) as engine:
+        assert [name for name, part in engine.module.named_modules() if not part.training] == []
+        engine.backward(engine(torch.ones(2, 4)))
+        said = [[line for line in heard_of if "in evaluation mode" in line] for heard_of in (lines, warned)]
+        assert engine.step().updated
+    main = my_rank() == 0
+    assert said == [SAID[which] * main, SAID[which] * (main and which == "parts")]
 
 
 @in_turn
+@in_ranks
 def test_a_part_put_in_evaluation_mode_after_prepare_stays_there(backend):
-    assert on_ranks(frozen_statistics, backend) == [(True, True)] * 2
+    torch.manual_seed(0)
+    model = Body()
+    with unishard.prepare(model, config(backend)) as engine:
+        engine.module.norm.eval()
+        before = engine.module.norm.running_mean.clone()
+        engine.backward(engine(torch.randn(2, 4)))
+        engine.step()
+        assert torch.equal(engine.module.norm.running_mean, before)
+        assert engine.module.first.training
 
 
 @in_turn
+@in_ranks
 def test_an_engine_knows_its_rank_and_prints_once(backend):
-    assert on_ranks(ranks, backend) == [(0, 2, True, "loss=1\none update\n"), (1, 2, False, "")]
+    """With a progress bar and without."""
+    printed = io.StringIO()
+    with unishard.prepare(Body(), config(backend)) as engine, contextlib.redirect_stdout(printed):
+        engine.print("loss", 1, sep="=")
+        for batch in engine.batches([torch.ones(2, 4)], progress=True):
+            engine.backward(engine(batch))
+            engine.step()
+            engine.print("one update")
+    main = my_rank() == 0
+    assert (engine.rank, engine.world_size, engine.is_main) == (my_rank(), 2, main)
+    assert printed.getvalue() == "loss=1\none update\n" * main
