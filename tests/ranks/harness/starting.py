@@ -96,8 +96,8 @@ def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, 
         body: The function.
         world: Number of ranks.
         cells: Arguments of which each makes a test; behind them the function may take `root`, a folder for all. The
-            same ranks play all cells of a module: a rank must not raise alone where the others wait for it, so asserts
-            stand at the end.
+            same ranks play all cells that are chosen of a module: a rank must not raise alone where the others wait for
+            it, so asserts stand at the end.
     """
     if body is None:
         return functools.partial(in_ranks, world=world, cells=cells)
@@ -106,9 +106,12 @@ def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, 
     def alone(**fixtures: Any) -> None:
         run_ranks(world, _assert, pickle.dumps((scenario, fixtures)))
 
-    def with_others(cell: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
-        root = str(tmp_path_factory.getbasetemp() / body.__module__)
-        played = play(tuple((each, (*given, *[root] * more)) for each, given, more in together), world)
+    def with_others(cell: tuple[Any, ...], request: pytest.FixtureRequest) -> None:
+        root = str(request.getfixturevalue("tmp_path_factory").getbasetemp() / body.__module__)
+        chosen = {getattr(item, "originalname", "") for item in request.session.items}
+        played = play(
+            tuple((each, (*given, *[root] * more)) for each, given, more in together if each.name in chosen), world
+        )
         values(played[scenario, (*cell, *[root] * takes_root)])
 
     takes_root = "root" in inspect.signature(body).parameters
