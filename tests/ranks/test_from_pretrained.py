@@ -17,6 +17,7 @@ from playing import refused as refused_by
 from safetensors.torch import load_file, save_file
 
 import unishard
+from unishard.engine.model.weight_sources import sources_of
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
 
@@ -272,6 +273,31 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 43}))
     with pytest.raises(unishard.ModelError, match=re.escape("mlp.down_proj.weight has the shape (24, 41), and")):
         unishard.from_pretrained(LlamaForCausalLM, tmp_path, config("fsdp"))
+
+
+def dinov2():
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "image_size": 28, "patch_size": 14}
+    return Dinov2Model(Dinov2Config(**sizes, use_swiglu_ffn=True))
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe, dinov2], ids=lambda build: build.__name__)
+def test_any_part_of_a_joined_or_divided_tensor_can_be_read(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    shapes = {key: tuple(tensor.shape) for key, tensor in saved.items()}
+    expected = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    sources = sources_of(model, shapes, lambda key, begin, end: saved[key].reshape(-1)[begin:end])
+    assert sources.keys() == expected.keys()
+    assert len(expected) != len(saved)
+    for name, tensor in expected.items():
+        flat = tensor.reshape(-1)
+        assert sources[name].shape == tuple(tensor.shape)
+        for begin, end in ((0, len(flat)), (len(flat) // 3, len(flat) // 3 + 2), (len(flat) // 2, len(flat))):
+            assert torch.equal(sources[name].read(begin, end), flat[begin:end]), name
 
 
 # -- what each rank reads --------------------------------------------------------------------------
