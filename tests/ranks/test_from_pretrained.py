@@ -12,9 +12,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from harness import BACKENDS, config, my_rank, own_share, play, refused, train, values
+from harness import config, error, my_rank, own_share, play, train, values
+from harness import refused as refused_by
+from safetensors.torch import load_file, save_file
 
 import unishard
+from unishard.engine.model.weight_sources import sources_of
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
 
 _kept = []
@@ -44,17 +48,25 @@ def t5():
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
 
 
+EXPERTS = {"vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+
+
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {
-        "vocab_size": 97,
-        "hidden_size": 24,
-        "intermediate_size": 41,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-    }
-    return MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2))
+    torch.manual_seed(1)
+    sizes = EXPERTS | {"intermediate_size": 40, "num_key_value_heads": 1, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes))
+
+
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    sizes = EXPERTS | {"moe_intermediate_size": 8, "num_key_value_heads": 1, "num_experts": 12, "head_dim": 8}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, num_experts_per_tok=2, mlp_only_layers=[0], intermediate_size=19)
+    )
 
 
 SAVED = {
@@ -64,7 +76,8 @@ SAVED = {
     "gpt2": (gpt2, "40KB"),
     "t5": (t5, "40KB"),
     "base": (lambda: llama().model, "10MB"),
-    "mixtral": (mixtral, "10MB"),
+    "mixtral": (mixtral, "40KB"),
+    "qwen3 moe": (lambda: qwen3_moe().bfloat16(), "10MB"),
 }
 
 
@@ -79,6 +92,19 @@ def folder():
     pickled.mkdir()
     (pickled / "config.json").write_text((Path(where.name) / "llama" / "config.json").read_text())
     (pickled / "pytorch_model.bin").write_bytes(b"")
+    own_code = Path(where.name) / "own code"
+    own_code.mkdir()
+    (own_code / "config.json").write_text(
+        json.dumps(
+            {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"}}
+        )
+    )
+    (own_code / "code.py").write_text("raise SystemExit('was run')")
+    mixtral().save_pretrained(Path(where.name) / "lacking", max_shard_size="10MB")
+    saved = Path(where.name) / "lacking" / "model.safetensors"
+    kept = load_file(saved)
+    kept.pop("model.layers.0.block_sparse_moe.experts.2.w1.weight")
+    save_file(kept, saved, {"format": "pt"})
     return where.name
 
 
@@ -95,8 +121,10 @@ def both_ways(backend, name, where, precision, trained):
     path = os.path.join(where, name)
     plain = cls.from_pretrained(path, dtype=torch.float32)
     ours = unishard.from_pretrained(cls, path, cfg)
-    assert all(parameter.is_meta for parameter in ours.parameters())
-    buffers = [{key: buffer.tolist() for key, buffer in model.named_buffers()} for model in (plain, ours)]
+    empty = all(parameter.is_meta for parameter in ours.parameters())
+    buffers = [(key, buffer.tolist()) for key, buffer in ours.named_buffers()] == [
+        (key, buffer.tolist()) for key, buffer in plain.named_buffers()
+    ]
     ties = [len({id(p) for _, p in model.named_parameters(remove_duplicate=False)}) for model in (plain, ours)]
     for model in (plain, ours):
         with unishard.prepare(model, cfg, train=trained) as engine:
@@ -106,9 +134,7 @@ def both_ways(backend, name, where, precision, trained):
                 answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs(name))])
             else:
                 answers.append([engine(**batch).loss.item() for batch in inputs(name)])
-    assert answers[0] == answers[1]
-    assert buffers[0] == buffers[1]
-    assert ties[0] == ties[1]
+    return answers, empty, buffers, ties
 
 
 def adapted(model):
@@ -136,25 +162,48 @@ def adapters(backend, where):
         with unishard.prepare(model, cfg) as engine:
             engine.train()
             answers.append([(loss, step.grad_norm) for loss, step in train(engine, inputs("llama"))])
-    plain, lean = answers
-    assert lean == plain
-    assert plain[0] != plain[1]
-    told = refused(unishard.prepare, adapted(unishard.from_pretrained(LlamaForCausalLM, path, cfg)), cfg)
-    assert told.startswith("ModelError: ")
-    assert "build all of it inside unishard.init(cfg) instead" in told
+    with pytest.raises(unishard.ModelError) as refusal:
+        unishard.prepare(adapted(unishard.from_pretrained(LlamaForCausalLM, path, cfg)), cfg)
+    return answers, str(refusal.value)
+
+
+def by_auto_class(backend, where):
+    """The class that an Auto class finds, whether a losses equal those of the class itself, and what trusting is."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    cfg, path, losses = config(backend), os.path.join(where, "llama"), []
+    for cls in (AutoModelForCausalLM, LlamaForCausalLM):
+        model = unishard.from_pretrained(cls, path, cfg, attn_implementation="eager")
+        found = type(model).__name__, model.config._attn_implementation
+        with unishard.prepare(model, cfg, train=False) as engine:
+            losses.append([engine(**batch).loss.item() for batch in inputs("llama")])
+    trusting = refused_by(unishard.from_pretrained, AutoModelForCausalLM, path, cfg, trust_remote_code=True)
+    return found, losses, trusting
+
+
+def refused(backend, cls, name, where):
+    import transformers
+
+    found = getattr(transformers, cls, None) or torch.nn.Linear
+    unishard.from_pretrained(found, os.path.join(where, name), config(backend))
 
 
 CASES = [
     *(("full_shard", name, "fp32", True) for name in ("llama", "llama bf16", "tied llama", "gpt2", "t5")),
     ("full_shard", "t5", "bf16", True),
     ("full_shard", "gpt2", "bf16", False),
+    ("full_shard", "mixtral", "fp32", True),
+    ("full_shard", "qwen3 moe", "fp32", True),
+    ("full_shard", "qwen3 moe", "bf16", False),
 ]
 REFUSED = {
     (
         "Linear",
         "llama",
-    ): "needs a model class of transformers, such as LlamaForCausalLM, got 'Linear'; build any other model inside",
-    ("AutoModelForCausalLM", "llama"): "got 'AutoModelForCausalLM'",
+    ): "needs a model class of transformers, such as AutoModelForCausalLM, got 'Linear'; build any other model inside",
+    ("AutoTokenizer", "llama"): "got 'AutoTokenizer'",
+    ("AutoModelForCausalLM", "t5"): "AutoModelForCausalLM cannot be built (Unrecognized configuration class",
+    ("AutoModelForCausalLM", "own code"): "transformers cannot read it (The repository",
     (
         "LlamaForCausalLM",
         "base",
@@ -165,41 +214,53 @@ REFUSED = {
         "pickled",
     ): "contains pytorch_model.bin but no safetensors, and loading a pickle can run code; if you trust it, convert it",
     ("LlamaForCausalLM", "nowhere"): "config.json not found; pass a directory written by save_pretrained",
-    ("MixtralForCausalLM", "mixtral"): "of MixtralForCausalLM from several tensors (",
+    (
+        "MixtralForCausalLM",
+        "lacking",
+    ): "cannot make model.layers.0.mlp.experts.gate_up_proj of MixtralForCausalLM from model.layers.0.block_sparse_moe",
 }
 
 
 def played(backend):
     scenarios = [(both_ways, (backend, name, folder(), precision, trained)) for _, name, precision, trained in CASES]
-    return play((*scenarios, (adapters, (backend, folder()))))
+    scenarios += [(adapters, (backend, folder())), (by_auto_class, (backend, folder()))]
+    scenarios += [(refused, (backend, *case, folder())) for case in REFUSED]
+    return play(tuple(scenarios))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[1:])).replace(" ", "_"))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_as_transformers_own_loader_without_holding_it(backend, case):
     _, name, precision, trained = case
-    values(played(backend)[both_ways, (backend, name, folder(), precision, trained)])
+    for (plain, ours), empty, buffers, ties in values(
+        played(backend)[both_ways, (backend, name, folder(), precision, trained)]
+    ):
+        assert ours == plain
+        assert empty
+        assert buffers
+        assert ties[0] == ties[1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adapters_on_a_pretrained_model_train_alike_inside_init_which_an_error_points_to(backend):
-    values(played(backend)[adapters, (backend, folder())])
+    for (plain, lean), refusal in values(played(backend)[adapters, (backend, folder())]):
+        assert lean == plain
+        assert plain[0] != plain[1]
+        assert "build all of it inside unishard.init(cfg) instead" in refusal
 
 
-def loaded(backend, cls, name, where):
-    """What `from_pretrained` says."""
-    import transformers
-
-    found = getattr(transformers, cls, None) or torch.nn.Linear
-    return refused(unishard.from_pretrained, found, os.path.join(where, name), config(backend))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_auto_class_loads_the_class_of_the_config_and_trusts_no_code(backend):
+    for found, (by_auto, by_class), trusting in values(played(backend)[by_auto_class, (backend, folder())]):
+        assert found == ("LlamaForCausalLM", "eager")
+        assert by_auto == by_class
+        assert "never runs code of a folder; leave trust_remote_code out" in trusting
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_cannot_be_loaded_is_one_clear_error_on_every_rank(backend, case):
-    played = play(tuple((loaded, (backend, *each, folder())) for each in REFUSED))
-    raised, other = values(played[loaded, (backend, *case, folder())])
-    assert raised == other
+    raised = error(played(backend)[refused, (backend, *case, folder())])
     assert raised.startswith("ModelError: ")
     assert REFUSED[case] in raised
 
@@ -212,6 +273,31 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 43}))
     with pytest.raises(unishard.ModelError, match=re.escape("mlp.down_proj.weight has the shape (24, 41), and")):
         unishard.from_pretrained(LlamaForCausalLM, tmp_path, config("fsdp"))
+
+
+def dinov2():
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "image_size": 28, "patch_size": 14}
+    return Dinov2Model(Dinov2Config(**sizes, use_swiglu_ffn=True))
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe, dinov2], ids=lambda build: build.__name__)
+def test_any_part_of_a_joined_or_divided_tensor_can_be_read(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    shapes = {key: tuple(tensor.shape) for key, tensor in saved.items()}
+    expected = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    sources = sources_of(model, shapes, lambda key, begin, end: saved[key].reshape(-1)[begin:end])
+    assert sources.keys() == expected.keys()
+    assert len(expected) != len(saved)
+    for name, tensor in expected.items():
+        flat = tensor.reshape(-1)
+        assert sources[name].shape == tuple(tensor.shape)
+        for begin, end in ((0, len(flat)), (len(flat) // 3, len(flat) // 3 + 2), (len(flat) // 2, len(flat))):
+            assert torch.equal(sources[name].read(begin, end), flat[begin:end]), name
 
 
 # -- what each rank reads --------------------------------------------------------------------------
@@ -254,18 +340,18 @@ class CountedSlice:
         return getattr(self._part, name)
 
 
-def counted(backend, sharding, trained, where):
+def counted(backend, sharding, trained, name, where):
     """Bytes that this rank reads of a model's files, those of the whole model, and whether the weights are those in the
     files."""
     import safetensors
-    from transformers import LlamaForCausalLM
 
+    cls = type(SAVED[name][0]())
     cfg, read, plain = config(backend, sharding, precision="fp32"), [], safetensors.safe_open
-    path = os.path.join(where, "llama")
-    full = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    path = os.path.join(where, name)
+    full = cls.from_pretrained(path, dtype=torch.float32).state_dict()
     safetensors.safe_open = lambda *rest, **more: CountedFile(plain(*rest, **more), read)
     try:
-        with unishard.prepare(unishard.from_pretrained(LlamaForCausalLM, path, cfg), cfg, train=trained) as engine:
+        with unishard.prepare(unishard.from_pretrained(cls, path, cfg), cfg, train=trained) as engine:
             right = all(
                 torch.equal(engine.parameter(name).cpu(), full[name]) for name, _ in engine.module.named_parameters()
             )
@@ -279,7 +365,7 @@ def differing(where):
     from transformers import LlamaForCausalLM
 
     path = Path(where) / ("llama bf16" if my_rank() == 0 else "other")
-    return refused(unishard.from_pretrained, LlamaForCausalLM, path, config("fsdp"))
+    return refused_by(unishard.from_pretrained, LlamaForCausalLM, path, config("fsdp"))
 
 
 def test_files_that_differ_between_ranks_are_refused():
@@ -293,15 +379,26 @@ def test_files_that_differ_between_ranks_are_refused():
         assert "model.safetensors: rank 0 has" in told
 
 
-READ = [("fsdp", "full_shard"), ("fsdp", "no_shard"), ("deepspeed", "full_shard"), ("deepspeed", "shard_grad_op")]
+READ = [
+    ("fsdp", "full_shard", "llama"),
+    ("fsdp", "no_shard", "llama"),
+    ("fsdp", "full_shard", "mixtral"),
+    ("deepspeed", "full_shard", "llama"),
+    ("deepspeed", "shard_grad_op", "llama"),
+    ("deepspeed", "full_shard", "mixtral"),
+]
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize(("backend", "sharding"), READ)
-def test_each_rank_reads_only_what_it_keeps(backend, sharding, trained):
+@pytest.mark.parametrize(("backend", "sharding", "name"), READ)
+def test_each_rank_reads_only_what_it_keeps(backend, sharding, name, trained):
     cases = [each for each in READ if each[0] == backend]
-    played_here = play(tuple((counted, (*each, train, folder())) for each in cases for train in (True, False)))
-    (first, whole, right), (second, _, right_too) = values(played_here[counted, (backend, sharding, trained, folder())])
+    played_here = play(
+        tuple((counted, (each[0], each[1], train, each[2], folder())) for each in cases for train in (True, False))
+    )
+    (first, whole, right), (second, _, right_too) = values(
+        played_here[counted, (backend, sharding, trained, name, folder())]
+    )
     assert right
     assert right_too
     if sharding == "full_shard":

@@ -36,23 +36,37 @@ class MigrateForm(StrEnum):
 
 
 def migrate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Root directory of a project.", show_default=False)],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Root directory of a project.", show_default=False)
+    ] = None,
     to: Annotated[str, typer.Option(metavar="FORMAT", help="Target format.", autocompletion=formats_like)] = "unishard",
     report: Annotated[MigrateForm, typer.Option(help="Output format.")] = MigrateForm.TEXT,
+    script: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Print the diff that moves the loop of a script to unishard.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Change the script instead of printing the diff.")] = False,
 ) -> None:
-    """Find the configs of a project.
+    """Find a project's configs, or move a script's loop.
 
-    Shows the format of each, how it would translate, and the commands that do it. Writes nothing. Looks at YAML, JSON
+    Shows the format of each, how it would translate, and the commands that do it. Looks at YAML, JSON
     and TOML files up to 1 MiB, except in virtual environments, node_modules and .git. A launch script or a line of a
     README that names a config with open values is given to it (--with), as is the only config of Accelerate. Of another
     tool's file only DeepSpeed's config in it counts, or the one that it names. The last line counts all files: each
     translates, is refused, is another tool's, cannot be read, or is skipped.
 
-    Example: unishard migrate . --to unishard
+    With --script, shows the diff that moves a loop of DistributedDataParallel, FSDP, deepspeed.initialize or Accelerate
+    to unishard. What the script does not tell becomes a comment `# unishard: ...`. Only --write writes.
+
+    Example: unishard migrate . --to unishard; unishard migrate --script train.py | patch -p0
     """
+    if script is not None:
+        _move(script, write)
+        return
     from unishard.formats import catalog
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig, survey
 
+    if folder is None:
+        raise UnishardError("name the directory of a project, or a training script: --script train.py")
     if not folder.is_dir():
         raise UnishardError(f"{folder}: is not a directory; name the directory of a project")
     catalog.target(to)
@@ -81,6 +95,22 @@ def migrate(
             "or -- --learning_rate ..., or --set FIELD=VALUE"
         )
     _say(_in_words(_counts(configs, others, broken, skipped), to))
+
+
+def _move(script: Path, write: bool) -> None:
+    """Print how a script is moved, or move it."""
+    try:
+        from unishard.tools.migrate.script import diff_of, migrated
+    except ModuleNotFoundError as error:
+        if error.name != "libcst":
+            raise
+        raise UnishardError("--script needs libcst, which is not installed; pip install 'unishard[migrate]'") from None
+    before = script.read_text(encoding="utf-8")
+    after = migrated(before, script)
+    if write:
+        script.write_text(after, encoding="utf-8")
+    else:
+        emit(diff_of(before, after, script).removesuffix("\n"))
 
 
 def _say(text: str) -> None:

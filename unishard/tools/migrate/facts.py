@@ -1,0 +1,171 @@
+"""What a training script does: how it shards its model, and the parts of its loop."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import libcst as cst
+from libcst import matchers as m
+
+__all__ = ["CLIPS", "Facts", "argument", "code", "names_in", "target_of"]
+
+_WRAPS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "initialize", "prepare")
+"""Calls that make a model distributed."""
+CLIPS = ("clip_grad_norm_", "clip_grad_norm")
+
+
+def code(node: cst.CSTNode) -> str:
+    """The source of a part of a script."""
+    return cst.Module([]).code_for_node(node)
+
+
+def names_in(node: cst.CSTNode) -> set[str]:
+    """The names that an expression reads; of `args.lr` it is `args`."""
+    attributes = {id(each.attr) for each in m.findall(node, m.Attribute()) if isinstance(each, cst.Attribute)}
+    return {code(each) for each in m.findall(node, m.Name()) if id(each) not in attributes}
+
+
+def argument(call: cst.Call | None, name: str, index: int | None = None) -> cst.BaseExpression | None:
+    """An argument by name or place."""
+    for number, each in enumerate(call.args if call else ()):
+        if each.keyword.value == name if each.keyword else number == index:
+            return each.value
+    return None
+
+
+def target_of(line: cst.SimpleStatementLine) -> tuple[list[str], cst.BaseExpression | None]:
+    """The names that a statement assigns to, and the value."""
+    match line.body[0]:
+        case cst.Assign(targets=[cst.AssignTarget(target=cst.Tuple(elements=elements))], value=value):
+            return [code(each.value) for each in elements], value
+        case cst.Assign(targets=[cst.AssignTarget(target=target)], value=value):
+            return [code(target)], value
+        case cst.Expr(value=value):
+            return [], value
+    return [], None
+
+
+class Facts(cst.CSTVisitor):
+    """Filled by visiting a script."""
+
+    def __init__(self, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
+        super().__init__()
+        self._parents = parents
+        self._aliases: dict[str, str] = {}
+        self._calls: list[tuple[cst.SimpleStatementLine, list[str], cst.Call]] = []
+        self._stepped: set[str] = set()
+        self._quotients: list[tuple[str, str]] = []
+        # The call that makes the model distributed, its name, and what it is given; its result is the engine's name.
+        self.wrap: cst.Call | None = None
+        self.kind = self.model = self.engine = ""
+        self.wraps: set[cst.CSTNode] = set()
+        # The statement after which the engine can be prepared.
+        self.anchor: cst.SimpleStatementLine | None = None
+        self.bindings: dict[cst.CSTNode | None, set[str]] = defaultdict(set)
+        self.accelerator = self.scaler = ""
+        self.accelerate: cst.Call | None = None
+        self.optimizers: list[str] = []
+        self.schedulers: list[str] = []
+        self.loaders: dict[str, cst.Call] = {}
+        self.literals: dict[str, cst.BaseExpression] = {}
+        # The innermost loops with a backward, the number of micro-batches of an update, what clips, what casts.
+        self.loops: set[cst.For] = set()
+        self.steps: str | None = None
+        self.clip: cst.BaseExpression | None = None
+        self.autocast: cst.Call | None = None
+
+    def parent(self, node: cst.CSTNode | None, kind: type[cst.CSTNode]) -> cst.CSTNode | None:
+        """The innermost node of a kind around another."""
+        while node is not None and not isinstance(node := self._parents.get(node), kind):
+            pass
+        return node
+
+    def called(self, node: cst.CSTNode | None) -> str:
+        """The last name of the function that is called, as its module names it; empty for anything else."""
+        last = code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
+        return self._aliases.get(last, last)
+
+    def known(self, node: cst.CSTNode | None) -> set[str]:
+        """The names of the function around a node, and of the module."""
+        return self.bindings[self.parent(node, cst.FunctionDef)] | self.bindings[None]
+
+    @property
+    def trained(self) -> list[str]:
+        """The loaders that the training loops read."""
+        read = [name for loop in self.loops for name in names_in(loop.iter)]
+        return [name for name in self.loaders if name in read] or list(self.loaders)[:1]
+
+    @property
+    def divided(self) -> set[str]:
+        """The losses that are divided by the number of micro-batches."""
+        return {name for name, divisor in self._quotients if divisor == self.steps}
+
+    def visit_ImportAlias(self, node: cst.ImportAlias) -> None:
+        name = code(node.asname.name if node.asname else node.name)
+        self._aliases[name] = code(node.name)
+        self.bindings[self.parent(node, cst.FunctionDef)].add(name.partition(".")[0])
+
+    def visit_Param(self, node: cst.Param) -> None:
+        self.bindings[self.parent(node, cst.FunctionDef)].add(node.name.value)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        match node.value:
+            case cst.BinaryOperation(operator=cst.Divide(), right=right):
+                self._quotients.append((code(node.targets[0].target), code(right)))
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        if isinstance(node.operator, cst.DivideAssign):
+            self._quotients.append((code(node.target), code(node.value)))
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        (names, value), scope = target_of(node), self.parent(node, cst.FunctionDef)
+        self.bindings[scope] |= set(names)
+        if len(names) == 1 and value is not None and scope is None:
+            self.literals[names[0]] = value
+        if isinstance(value, cst.Call):
+            self._calls.append((node, names, value))
+
+    def visit_Call(self, node: cst.Call) -> None:
+        match self.called(node), self.parent(node, cst.For), self.parent(node, cst.If), node.func:
+            case "backward", cst.For() as loop, _, _:
+                self.loops.add(loop)
+            case "clip_grad_norm_" | "clip_grad_norm", _, _, _:
+                self.clip = argument(node, "max_norm", 1)
+            case "autocast", _, _, _:
+                self.autocast = node
+            case "step", _, test, cst.Attribute(value=of):
+                self._stepped |= {code(of), *(code(each.value) for each in node.args)}
+                rest = m.findall(test.test, m.BinaryOperation(operator=m.Modulo())) if isinstance(test, cst.If) else []
+                self.steps = next((code(each.right) for each in rest), self.steps)  # type: ignore[attr-defined]
+
+    def leave_Module(self, original_node: cst.Module) -> None:
+        for line, names, call in self._calls:
+            self._learn(line, names, call)
+
+    def _learn(self, line: cst.SimpleStatementLine, names: list[str], call: cst.Call) -> None:
+        what, name = self.called(call), names[0] if names else ""
+        block = self.parent(line, cst.IndentedBlock)
+        if what in _WRAPS and (what != "prepare" or code(call.func) == f"{self.accelerator}.prepare"):
+            self._wrapped(line, names, call, what)
+        elif what == "Accelerator":
+            self.accelerator, self.accelerate = name, call
+        elif what == "GradScaler":
+            self.scaler = name
+        elif what == "DataLoader":
+            self.loaders[name] = call
+        elif name in self._stepped and (self.anchor is None or block is self.parent(self.anchor, cst.IndentedBlock)):
+            scheduled = names_in(call) & set(self.optimizers)
+            (self.schedulers if scheduled else self.optimizers).append(name)
+            self.anchor = line if self.anchor is not None and self.kind != "initialize" else self.anchor
+
+    def _wrapped(self, line: cst.SimpleStatementLine, names: list[str], call: cst.Call, what: str) -> None:
+        self.wraps.add(line)
+        model, loop = argument(call, "module" if what.startswith("D") else "model", 0), self.parent(line, cst.For)
+        if model is None or (isinstance(loop, cst.For) and code(model) in names_in(loop.target)):
+            return  # a block of the model
+        others = {*self.optimizers, *self.schedulers, *self.loaders}
+        given = [code(each.value) for each in call.args] if what == "prepare" else [code(model)]
+        self.kind, self.wrap, self.anchor = what, call, line
+        self.model = next((each for each in given if each not in others), code(model))
+        self.engine = next((each for each in names if each not in others), self.model)
