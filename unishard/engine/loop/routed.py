@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,8 @@ class Routed:
         self._order = order
         self._run = run
         self._classes: dict[nn.Module, type[nn.Module]] = {}
+        self._acting = False
+        """Whether a method of the model runs as its forward."""
 
     def open(self, methods: Iterable[str], parts: Iterable[str]) -> nn.Module:
         """Route the model's call, the named methods, and calls of the named parts.
@@ -73,6 +76,8 @@ class Routed:
         own = type(self._module).__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._acting:  # hooks of engines would reshard the model's own parameters under the method
+                return module.forward(*args, **kwargs)
             if self._order.inside_forward:
                 return own(module, *args, **kwargs)
             return self._run(*args, **kwargs)
@@ -82,13 +87,21 @@ class Routed:
     def _method(self, name: str) -> Callable[..., Any]:
         own: Callable[..., Any] = getattr(type(self._module), name)
 
+        @wraps(own)  # frameworks look at its parameters
         def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._order.inside_forward:
                 return own(module, *args, **kwargs)
-            with self._forward_is(lambda *args, **kwargs: own(module, *args, **kwargs)):
+            with self._forward_is(lambda *args, **kwargs: self._act(own, module, *args, **kwargs)):
                 return self._run(*args, **kwargs)
 
         return method
+
+    def _act(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._acting = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._acting = False
 
     def _call_of_part(self, part: nn.Module) -> Callable[..., Any]:
         own = type(part).__call__
