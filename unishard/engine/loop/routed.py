@@ -37,8 +37,8 @@ class Routed:
         self._order = order
         self._run = run
         self._classes: dict[nn.Module, type[nn.Module]] = {}
-        self._acting = False
-        """Whether a method of the model runs as its forward."""
+        self._entered = False
+        """Whether the model's own call runs."""
 
     def open(self, methods: Iterable[str], parts: Iterable[str]) -> nn.Module:
         """Route the model's call, the named methods, and calls of the named parts.
@@ -76,11 +76,15 @@ class Routed:
         own = type(self._module).__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._acting:  # hooks of engines would reshard the model's own parameters under the method
+            if not self._order.inside_forward:
+                return self._run(*args, **kwargs)
+            if self._entered:  # in its forward, or a method in place of it; hooks of engines would reshard under that
                 return module.forward(*args, **kwargs)
-            if self._order.inside_forward:
+            self._entered = True
+            try:
                 return own(module, *args, **kwargs)
-            return self._run(*args, **kwargs)
+            finally:
+                self._entered = False
 
         return __call__
 
@@ -91,17 +95,10 @@ class Routed:
         def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._order.inside_forward:
                 return own(module, *args, **kwargs)
-            with self._forward_is(lambda *args, **kwargs: self._act(own, module, *args, **kwargs)):
+            with self._forward_is(lambda *args, **kwargs: own(module, *args, **kwargs)):
                 return self._run(*args, **kwargs)
 
         return method
-
-    def _act(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._acting = True
-        try:
-            return own(*args, **kwargs)
-        finally:
-            self._acting = False
 
     def _call_of_part(self, part: nn.Module) -> Callable[..., Any]:
         own = type(part).__call__
