@@ -3,6 +3,7 @@ step, the model as the engine's entry, and all weights at once."""
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import warnings
 
@@ -91,9 +92,13 @@ class Parts(nn.Module):
         super().__init__()
         self.inner = mlp()
         self.head = nn.Linear(4, 1)
+        self.own = nn.Parameter(torch.full((3,), 2.0))
 
     def forward(self, x, labels):
         return self.inner(x=x, labels=labels)
+
+    def penalized(self, x, labels):
+        return self(x, labels=labels).loss + self.own.square().sum()
 
     def score(self, x):
         return self.head(x).square().mean()
@@ -107,8 +112,10 @@ def routed(backend, strategy):
     (batch,), given = own_share(1), type(model)
     x = torch.arange(8.0).view(2, 4) + my_rank()
     plain = [model(**batch).loss.item(), model.score(x).item(), model.inner(**batch).loss.item()]
+    plain += [model.penalized(**batch).item(), 4.0]
     with unishard.prepare(model, cfg, reseed=False) as engine:
-        assert engine.routed("score", parts=["inner"]) is model
+        assert engine.routed("score", "penalized", parts=["inner"]) is model
+        assert [*inspect.signature(model.score).parameters] == ["x"]
         assert isinstance(model, given)
         assert type(model).__name__ == "Parts"
         found = []
@@ -117,6 +124,10 @@ def routed(backend, strategy):
             found.append(loss.item())
             engine.backward(loss)
             engine.step(clip_grad_norm=1e-12)
+        loss = model.penalized(**batch)
+        engine.backward(loss)
+        found += [loss.item(), engine.grad("own").mean().item()]
+        engine.step(clip_grad_norm=1e-12)
         assert_close(found, plain, rtol=1e-5, atol=0)
         model.eval()
         assert not model(**batch).loss.requires_grad

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,8 @@ class RoutedCalls:
         self._order = order
         self._run = run
         self._classes: dict[nn.Module, type[nn.Module]] = {}
+        self._entered = False
+        """Whether the model's own call runs."""
 
     def open(self, methods: Iterable[str], parts: Iterable[str]) -> nn.Module:
         """Route the model's call, the named methods, and calls of the named parts.
@@ -73,15 +76,22 @@ class RoutedCalls:
         own = type(self._module).__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._order.inside_forward:
+            if not self._order.inside_forward:
+                return self._run(*args, **kwargs)
+            if self._entered:  # in its forward, or a method in place of it; hooks of engines would reshard under that
+                return module.forward(*args, **kwargs)
+            self._entered = True
+            try:
                 return own(module, *args, **kwargs)
-            return self._run(*args, **kwargs)
+            finally:
+                self._entered = False
 
         return __call__
 
     def _method(self, name: str) -> Callable[..., Any]:
         own: Callable[..., Any] = getattr(type(self._module), name)
 
+        @wraps(own)  # frameworks look at its parameters
         def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._order.inside_forward:
                 return own(module, *args, **kwargs)

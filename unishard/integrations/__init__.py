@@ -1,0 +1,1 @@
+"""unishard inside training frameworks; each needs the framework, and is imported by itself."""

@@ -1,0 +1,210 @@
+"""A strategy for Lightning's `Fabric`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import Precision
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import unishard
+from unishard.config import Config
+from unishard.engine.engine import Engine
+from unishard.errors import CheckpointError, ConfigError, ContractError, NonFiniteError, Problem
+from unishard.integrations.lightning import saved
+from unishard.integrations.lightning.agreement import agree_on_precision, begin, config_of
+from unishard.integrations.lightning.windows import Windows, parts_of, refuse_clip
+
+__all__ = ["UnishardFabricStrategy"]
+
+
+class _Entry(nn.Module):
+    """What Fabric calls as the model: a call is the engine's forward."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+
+class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types are not read
+    """`Fabric(strategy=UnishardFabricStrategy(cfg))`: each model that is set up with its optimizer gets an engine.
+
+    A model that is set up alone is for inference.
+    """
+
+    def __init__(self, cfg: Config | str | Path | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Read the config; nothing starts.
+
+        Args:
+            cfg: What to run, as `unishard.load` takes it.
+            kwargs: Those of Fabric's `DDPStrategy` that concern processes, such as `cluster_environment`.
+
+        Raises:
+            ConfigError: The config is wrong.
+        """
+        self._cfg = config_of(cfg)
+        super().__init__(**kwargs)
+        self._trained: list[tuple[_Entry, Optimizer, Windows]] = []
+        self._backward_sync_control = self  # Fabric calls its `no_backward_sync`
+
+    @property
+    def precision(self) -> Precision:
+        """Nothing: the engine casts; Fabric sets the one of its own `precision`, which must agree."""
+        return Precision()
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        if precision is not None:
+            agree_on_precision(self._cfg, str(precision.precision))
+
+    def engine_of(self, optimizer: Optimizer | None = None) -> Engine:
+        """The engine of an optimizer, or the only one."""
+        return self._windows(optimizer=getattr(optimizer, "optimizer", optimizer)).engine
+
+    def _windows(self, module: nn.Module | None = None, optimizer: Optimizer | None = None) -> Windows:
+        found = [
+            windows
+            for entry, own, windows in self._trained
+            if module in (None, entry) and (optimizer is None or own is optimizer)
+        ]
+        if len(found) != 1:
+            raise ContractError(
+                f"{len(found)} models are trained here; set a model up with its optimizer, as in "
+                "model, optimizer = fabric.setup(model, optimizer), and name it if there are several, as in "
+                "fabric.backward(loss, model=model)"
+            )
+        return found[0]
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Start the process group as unishard does."""
+        begin(self, self._cfg)
+        super().setup_environment()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing: the engine does."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Prepare a model for inference."""
+        return _Entry(unishard.prepare(module, self._cfg, train=False))
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse: an optimizer belongs to a model."""
+        raise ContractError("set the optimizer up with its model: model, optimizer = fabric.setup(model, optimizer)")
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Prepare a model for training."""
+        if len(optimizers) != 1:
+            what = f"fabric.setup was given {len(optimizers)} optimizers; an engine has one, with groups"
+            raise ConfigError([Problem("optimizer", what)])
+        engine = unishard.prepare(module, self._cfg, optimizers[0], reseed=False)
+        engine.routed(parts=parts_of(module))
+        entry = _Entry(engine)
+        self._trained.append((entry, optimizers[0], Windows(engine)))
+        return entry, optimizers, scheduler
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """A block with a micro-batch that is not the last one of its step."""
+        return self._windows(module).open() if enabled else nullcontext()
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward."""
+        self._windows(module).backward(tensor, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Run the engine's step, after the closure if there is one."""
+        closure = kwargs.get("closure")
+        result = None if closure is None else closure()
+        self._windows(optimizer=optimizer).step()
+        return result
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """The norm now; the step clips."""
+        if norm_type != 2:
+            raise refuse_clip(f"norm_type={norm_type} has no equal on engines; remove it")
+        windows = self._windows(optimizer=optimizer)
+        norm = windows.clip(max_norm)
+        if error_if_nonfinite and not norm.isfinite():
+            windows.discard()
+            raise NonFiniteError(f"the norm of the gradients is {norm.item()}; pass error_if_nonfinite=False to skip")
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Refuse."""
+        raise refuse_clip(f"clip_val={clip_val} has no equal on engines; pass max_norm")
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write a directory with one for each model of the state; the rest goes with each of them."""
+        entries = {name: value for name, value in state.items() if isinstance(value, _Entry)}
+        if not entries or filter:
+            raise CheckpointError(
+                f"{path}: {'pass no filter' if filter else 'put the model into the state'}: fabric.save writes "
+                "checkpoints of engines, with the optimizer of each model"
+            )
+        rest = {name: self._state_of(value) for name, value in state.items() if name not in entries}
+        for name, entry in entries.items():
+            saved.save(entry.engine, Path(path) / name, rest)
+
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint` has written; of a file of Fabric's own, only weights."""
+        if not Path(path).is_dir():
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return found
+        entries = {name: each for name, each in (state or {}).items() if isinstance(each, _Entry)}
+        if not entries:
+            raise CheckpointError(f"{path}: put the model into the state under the name that it was saved with")
+        for name, entry in entries.items():
+            rest = saved.load(entry.engine, Path(path) / name, strict=strict, weights_only=weights_only)
+        if strict and (missing := state.keys() - entries.keys() - rest.keys()):
+            raise CheckpointError(f"{path} has no {', '.join(sorted(missing))}; pass strict=False")
+        for name in (state.keys() - entries.keys()) & rest.keys():
+            if isinstance(state[name], Optimizer):
+                saved.restore_options(self.engine_of(state[name]), rest.pop(name))
+            elif hasattr(state[name], "load_state_dict"):
+                state[name].load_state_dict(rest.pop(name))
+            else:
+                state[name] = rest.pop(name)
+        return dict(rest)
+
+    def load_module_state_dict(self, module: _Entry, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Replace the weights."""
+        module.engine.load_weights(state_dict, strict=strict)
+
+    def get_module_state_dict(self, module: _Entry) -> dict[str, Any]:
+        """All weights, on rank 0. Collective."""
+        return module.engine.state_dict()
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The options of the groups: the engine saves the rest."""
+        return saved.options_of(self.engine_of(optimizer))
+
+    def _state_of(self, value: Any) -> Any:
+        if isinstance(value, Optimizer):
+            return self.get_optimizer_state(value)
+        return value.state_dict() if hasattr(value, "state_dict") else value
