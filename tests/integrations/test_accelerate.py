@@ -134,6 +134,8 @@ def without_sync(*cell):
 
 
 def shared_folder():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     return folders[0]
@@ -335,8 +337,8 @@ def test_a_config_comes_from_many_places(backend, tmp_path):
     assert found[1::2] == [("bf16", "MULTI_CPU")] * 4
     none, precision, plugin, launched, accumulation = problems
     assert f"set {FILE}=train.yaml" in none
-    assert "precision.compute: is bf16, but the Accelerator was asked for fp16" in precision
+    assert "precision.compute: is bf16, but the framework's arguments say fp16" in precision
     assert "fsdp_plugin: is not for unishard's Accelerator" in plugin
     assert "start the script without FSDP and DeepSpeed" in launched
-    assert "training.gradient_accumulation_steps: is 3, but the Accelerator was asked for 2" in accumulation
+    assert "training.gradient_accumulation_steps: is 3, but the framework's arguments say 2" in accumulation
     assert steps == 3

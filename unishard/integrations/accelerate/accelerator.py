@@ -49,7 +49,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 [Problem(plugins[0], "is not for unishard's Accelerator; write what it says in the config")]
             )
         precision = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        config = agreed(config_of(cfg), precision, kwargs.get("gradient_accumulation_steps"))
+        said = {
+            "precision.compute": None if precision == "no" else precision,
+            "training.gradient_accumulation_steps": kwargs.get("gradient_accumulation_steps"),
+        }
+        config = agreed(config_of(cfg), said)
         if "gradient_accumulation_plugin" not in kwargs:
             kwargs["gradient_accumulation_steps"] = config.training.gradient_accumulation_steps
         compute = config.precision.compute
@@ -267,15 +271,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's: forget what was prepared, and close its engines."""
-        self._close()
+        self.close()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """As Accelerate's, and close the engines."""
-        self._close()
+        self.close()
         super().end_training()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the engines; the models cannot be used afterwards."""
         for engine in (*(each.engine for each in self._trained), *self._replicas):
             engine.close()
         self._trained, self._replicas, self._untrained = [], [], []

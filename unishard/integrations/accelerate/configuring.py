@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,15 @@ def _of_source(source: Config | str | Path | Mapping[str, Any]) -> Config:
     return translated(source)
 
 
-def translated(source: str | Path | Mapping[str, Any], from_: str | None = None) -> Config:
+def translated(
+    source: str | Path | Mapping[str, Any], from_: str | None = None, sections: Collection[str] = ()
+) -> Config:
     """A config from a document of another tool, without what the script around it brings.
+
+    Args:
+        source: The document.
+        from_: Its format; left out, it is recognised.
+        sections: The sections to keep; by default all.
 
     Raises:
         ConfigError: One of its keys is not supported; says which.
@@ -80,7 +87,8 @@ def translated(source: str | Path | Mapping[str, Any], from_: str | None = None)
         raise ConfigError(refused)
     for item in outcome.of(Fit.APPROXIMATE):
         _logger.warning("%s: %s", item.key, item.note)
-    return load({name: value for name, value in outcome.document.items() if name not in _SCRIPTS})
+    kept = {name for name in outcome.document if name not in _SCRIPTS and (not sections or name in sections)}
+    return load({name: value for name, value in outcome.document.items() if name in kept})
 
 
 def _of_launch(engine: str) -> Native:
@@ -107,25 +115,20 @@ def _value(text: str) -> Any:
     return text
 
 
-def agreed(cfg: Config, precision: str | None, steps: int | None) -> Config:
-    """The config with what the Accelerator's own arguments say too.
+def agreed(cfg: Config, said: Mapping[str, Any]) -> Config:
+    """The config with what a framework's own arguments say too.
 
     Args:
         cfg: The config.
-        precision: `mixed_precision`; None or `no` where it is not asked for.
-        steps: `gradient_accumulation_steps`; None where it was not passed.
+        said: Values by field; None where they do not say.
 
     Raises:
-        ConfigError: They contradict it.
+        ConfigError: They contradict the config.
     """
-    said: dict[str, Any] = {}
-    if precision not in (None, "no"):
-        said["precision.compute"] = precision
-    if steps is not None:
-        said["training.gradient_accumulation_steps"] = steps
     written = dict(flat(cfg.model_dump(exclude_unset=True)))
+    said = {field: value for field, value in said.items() if value is not None}
     for field, value in said.items():
         if written.get(field, value) != value:
-            what = f"is {written[field]}, but the Accelerator was asked for {value}; write it in one place"
+            what = f"is {written[field]}, but the framework's arguments say {value}; write it in one place"
             raise ConfigError([Problem(field, what)])
     return cfg.override(*(f"{field}={value}" for field, value in said.items() if field not in written))

@@ -65,8 +65,6 @@ class Trained:
         """Run the backward of a loss that Accelerate has divided."""
         self.engine.backward(loss, scaled=True, **kwargs)
         self.waits, self.ran = True, False
-        if self._held:
-            self.engine.step()
 
     def clip(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor | None:
         """The norm now, and the clipping in the step; nothing inside a window.
