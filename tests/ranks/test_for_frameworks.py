@@ -68,6 +68,29 @@ def windows(backend, strategy, precision):
             assert train(engine, data[:1])[0][1].updated
 
 
+def going_on(backend, strategy, precision):
+    """A window goes on where a forward, or `set_boundary`, comes in place of the step that was said."""
+    cfg = checked(backend, strategy, precision=precision, training={"gradient_clipping": 0.5})
+    data = own_share(4)
+    found = []
+    for said in (False, True):
+        with prepare(cfg) as engine:
+            engine.set_boundary(said)
+            for turn, batch in enumerate(data):
+                engine.backward(engine(**batch).loss)
+                if not said and turn < 3:
+                    engine.set_boundary(turn == 2)
+            found.append(engine.step().grad_norm)
+            engine.backward(engine(**data[0]).loss)
+            found.append(engine.step().grad_norm)
+    assert_close(found[2:], found[:2], rtol=TOLERANCE[precision], atol=0)
+    with prepare(cfg) as engine:
+        engine.set_boundary(True)
+        engine.backward(engine(**data[0]).loss)
+        engine.grad_norm()
+        return refused(engine, **data[1])
+
+
 def wrong_windows(backend):
     with prepare(checked(backend, training={"gradient_accumulation_steps": 2})) as engine:
         one, two = own_share(2)
@@ -258,6 +281,7 @@ def again(backend, strategy, precision):
 PAIRS = tuple((backend, strategy) for backend, strategy, _ in SPANNING)
 SCENARIOS = (
     *((windows, cell) for cell in SPANNING),
+    *((going_on, cell) for cell in SPANNING),
     *((wrong_windows, (backend,)) for backend in BACKENDS),
     *((routed, pair) for pair in PAIRS),
     *((generated, (backend,)) for backend in BACKENDS),
@@ -275,6 +299,12 @@ def of(scenario, *arguments):
 @pytest.mark.parametrize("cell", SPANNING, ids="-".join)
 def test_windows_that_the_caller_ends_are_those_that_a_loop_is_given(cell):
     of(windows, *cell)
+
+
+@pytest.mark.parametrize("cell", SPANNING, ids="-".join)
+def test_a_window_goes_on_where_a_forward_comes_in_place_of_the_step(cell):
+    for problem in of(going_on, *cell):
+        assert "a window goes on after its gradients, or their norm, were read" in problem
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -156,17 +156,17 @@ class Engine:
         Call it before each forward, with the same value on every rank; a value holds until the next call or the end of
         the window. Not for loops over `batches` or `windows`, which know. Not collective.
 
-        The length of such a window is not known before its end, so mean losses are divided by it in the update.
+        The length of such a window is not known before its end, so mean losses are divided by it in the update. A
+        window whose end was said goes on if the next forward, or the next call of this, comes in place of `step`.
 
         Args:
             last: Whether the coming micro-batch is the last one of its window.
 
         Raises:
-            ContractError: Inside a window whose length is known, between a forward and its `step`, or on a closed
-                engine.
+            ContractError: Inside a window whose length is known, between a forward and its backward, on a closed
+                engine, or the window goes on after its gradients were read.
         """
-        self._training("set_boundary")
-        self._order.set_boundary(last)
+        self._training("set_boundary").set_boundary(last)
 
     def backward(
         self, loss: Tensor, num_items: int | Tensor | None = None, *, scaled: bool = False, **refused: Never

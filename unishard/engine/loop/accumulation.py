@@ -152,6 +152,27 @@ class Accumulation:
 
     # -- one micro-batch ---------------------------------------------------------------------------
 
+    def set_boundary(self, last: bool) -> None:
+        """Say whether the coming micro-batch ends its window."""
+        self._go_on()
+        self._order.set_boundary(last)
+
+    def _go_on(self) -> None:
+        """Count a micro-batch that has no step, in a window whose end the caller says: it was not the last.
+
+        Raises:
+            ContractError: The gradients of the window were read, and so finished.
+        """
+        if not (self._order.pushed and self._order.phase is Phase.BACKWARD_DONE):
+            return
+        if self._finished is not None:
+            raise ContractError(
+                "a window goes on after its gradients, or their norm, were read; read them only before the step of its "
+                "last micro-batch"
+            )
+        self._edited.compare()
+        self._order.go_on()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
         order = self._order
@@ -160,6 +181,7 @@ class Accumulation:
                 "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after "
                 "the block"
             )
+        self._go_on()
         watched = self._sampled and not order.micro_batch
         if watched:
             self._added.refuse(gathered=order.gathered)
@@ -199,7 +221,7 @@ class Accumulation:
     def backward(self, loss: Tensor, num_items: int | Tensor | None, *, scaled: bool) -> None:
         """Run the backward of one micro-batch."""
         order = self._order
-        _require_backward(order, loss, training=self.adapter.module.training)
+        order.require_backward(loss, training=self.adapter.module.training)
         if self._sampled:
             self._trainable.require_frozen()
         order.check_sampled(
@@ -368,32 +390,3 @@ _DETAILS = {(True, False): "", (False, False): ", with num_items", (False, True)
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def _require_backward(order: CallOrder, loss: Any, *, training: bool) -> None:
-    """Raise ContractError unless a backward of this loss is allowed now."""
-    if order.phase is Phase.BACKWARD_DONE:
-        raise ContractError("backward was called twice for one micro-batch; call engine.step() after every backward")
-    if order.phase is Phase.OPEN and not training:
-        raise ContractError(
-            "backward was called in evaluation mode, where engine(...) builds no graph; call engine.train() before the "
-            "forward"
-        )
-    if order.phase is Phase.OPEN:
-        raise ContractError(
-            "backward was called without a forward of the engine; compute the loss with engine(...) in training mode, "
-            "not engine.module"
-        )
-    if not isinstance(loss, Tensor):
-        raise ContractError(
-            f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such as output.loss"
-        )
-    if loss.dim():
-        raise ContractError(
-            f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise ContractError(
-            "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or from "
-            "frozen parameters only"
-        )

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unishard.config import Communication, Precision
 from unishard.engine.loop import dtype_errors, input_errors
@@ -248,6 +248,13 @@ class CallOrder:
             self.window += 1  # until the caller says where it ends
         return ended
 
+    def go_on(self) -> None:
+        """Count a micro-batch that has no step; whether the next one ends the window is as for it."""
+        ends = self.last
+        self.window = self.micro_batch + 2
+        self.end_micro_batch()
+        self.window = self.micro_batch + (1 if ends else 2)
+
     def end_window(self) -> None:
         """End the window after its update was made or skipped."""
         self.window, self.micro_batch, self.pushed = self.full_window, 0, False
@@ -302,6 +309,37 @@ class CallOrder:
         if self.inside_window:
             raise ContractError(
                 f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true"
+            )
+
+    def require_backward(self, loss: object, *, training: bool) -> None:
+        """Raise ContractError unless a backward of this loss is allowed now."""
+        if self.phase is Phase.BACKWARD_DONE:
+            raise ContractError(
+                "backward was called twice for one micro-batch; call engine.step() after every backward"
+            )
+        if self.phase is Phase.OPEN and not training:
+            raise ContractError(
+                "backward was called in evaluation mode, where engine(...) builds no graph; call engine.train() before "
+                "the forward"
+            )
+        if self.phase is Phase.OPEN:
+            raise ContractError(
+                "backward was called without a forward of the engine; compute the loss with engine(...) in training "
+                "mode, not engine.module"
+            )
+        if not isinstance(loss, Tensor):
+            raise ContractError(
+                f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such "
+                "as output.loss"
+            )
+        if loss.dim():
+            raise ContractError(
+                f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise ContractError(
+                "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or "
+                "from frozen parameters only"
             )
 
     def require_end_of_window(self, call: str) -> None:

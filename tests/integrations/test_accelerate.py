@@ -1,0 +1,344 @@
+"""A script of Accelerate on unishard's engines: its losses and norms are those of Accelerate's own run with DDP."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+from harness import heard, my_rank, play, refused, values
+
+from unishard.testing.cells import BACKENDS
+
+accelerate = pytest.importorskip("accelerate", reason="pip install 'unishard[accelerate]'")
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+PLAIN = ("plain", "")
+FILE = "ACCELERATE_UNISHARD_CONFIG"
+KINDS = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+
+
+def accelerator(backend, strategy="full_shard", **options):
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    if backend == "plain":
+        return accelerate.Accelerator(cpu=True, **options)
+    return made({"backend": backend, "sharding": strategy}, **options)
+
+
+def made(source, **options):
+    from unishard.integrations.accelerate import Accelerator
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    return Accelerator(source, **options)
+
+
+def model_and_data(samples=28):
+    torch.manual_seed(0)
+    data = [{"x": x, "y": x.sum(0, keepdim=True)} for x in torch.randn(samples, 4)]
+    return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 1)), data
+
+
+def parts(acc, samples=28):
+    """What a script prepares: of 7 batches each window but the last has two."""
+    model, data = model_and_data(samples)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    return acc.prepare(model, optimizer, loader, scheduler)
+
+
+def epoch(acc, model, optimizer, loader, scheduler):
+    found = []
+    model.train()
+    for batch in loader:
+        with acc.accumulate(model):
+            loss = (model(batch["x"]) - batch["y"]).square().mean()
+            acc.backward(loss)
+            if acc.sync_gradients:
+                found.append(float(acc.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found.append(acc.reduce(loss.detach(), "mean").item())
+    model.eval()
+    with torch.no_grad():
+        rows = [acc.gather_for_metrics(model(batch["x"])) for batch in loader]
+    return [*found, optimizer.param_groups[0]["lr"], len(torch.cat(rows)), torch.cat(rows).sum().item()]
+
+
+def weights(acc, model):
+    state = acc.get_state_dict(model)
+    return {name: value.double().sum().item() for name, value in state.items()} if my_rank() == 0 else {}
+
+
+def accumulated(*cell):
+    """`accumulate`, with a short last window."""
+    acc = accelerator(*cell, gradient_accumulation_steps=2)
+    model, optimizer, loader, scheduler = parts(acc)
+    found = [epoch(acc, model, optimizer, loader, scheduler) for _ in range(3)]
+    state = weights(acc, model)
+    acc.free_memory()
+    return found, state
+
+
+def by_hand(*cell):
+    """Divided and counted by the script, with the next forward in place of a step; nothing clips."""
+    acc = accelerator(*cell)
+    model, optimizer, loader, _ = parts(acc)
+    found = []
+    for _ in range(2):
+        for turn, batch in enumerate(loader):
+            loss = (model(batch["x"]) - batch["y"]).square().mean() / 3
+            acc.backward(loss)
+            found.append(acc.reduce(loss.detach(), "mean").item())
+            if (turn + 1) % 3 == 0 or turn + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+    state = weights(acc, model)
+    acc.free_memory()
+    return found, state
+
+
+def without_sync(*cell):
+    """`no_sync` by the script, and the order forward, zero_grad, backward."""
+    acc = accelerator(*cell)
+    model, optimizer, loader, _ = parts(acc)
+    found = []
+    for turn, batch in enumerate(loader):
+        ends = turn % 3 == 2
+        with nullcontext() if ends else acc.no_sync(model):
+            loss = (model(batch["x"]) - batch["y"]).square().mean()
+            if turn % 3 == 0:
+                optimizer.zero_grad()
+            acc.backward(loss)
+        found.append(acc.reduce(loss.detach(), "mean").item())
+        if ends:
+            optimizer.step()
+    optimizer.zero_grad()
+    state = weights(acc, model)
+    acc.free_memory()
+    return found, state
+
+
+def shared_folder():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    return folders[0]
+
+
+def resumed(backend, strategy):
+    """Saved on one engine, continued on both."""
+    acc = accelerator(backend, strategy, gradient_accumulation_steps=2)
+    each = parts(acc)
+    epoch(acc, *each)
+    folder = shared_folder()
+    acc.save_state(folder)
+    further = epoch(acc, *each)
+    acc.save_model(each[0], f"{folder}/model")
+    acc.free_memory()
+    found = []
+    for other in BACKENDS:
+        acc = accelerator(other, strategy, gradient_accumulation_steps=2)
+        each = parts(acc)
+        acc.load_state(folder)
+        found.append(epoch(acc, *each))
+        acc.free_memory()
+    acc = accelerator(backend, strategy)
+    parts(acc)
+    problem = refused(acc.load_state, f"{folder}/model")
+    acc.free_memory()
+    return further, found, problem, sorted(os.listdir(f"{folder}/model"))
+
+
+def adapters(*cell):
+    """PEFT, with a frozen base."""
+    from unishard.testing.features.lora import lora
+
+    acc = accelerator(*cell)
+    model = lora()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    rows = torch.arange(64).view(8, 8)
+    loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows % 16], batch_size=2)
+    model, optimizer, loader = acc.prepare(model, optimizer, loader)
+    found = []
+    for batch in loader:
+        loss = model(**batch).loss
+        acc.backward(loss)
+        found += [acc.reduce(loss.detach(), "mean").item(), float(acc.clip_grad_norm_(model.parameters(), 0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    acc.free_memory()
+    return found, {}
+
+
+def evaluated(backend):
+    """A model for evaluation only, beside one that trains; a name and a class stay."""
+    acc = accelerator(backend)
+    teacher, _ = model_and_data()
+    x = torch.ones(2, 4)
+    expected = teacher(x).sum().item()
+    prepared = acc.prepare_model(teacher, evaluation_mode=True)
+    model, *_ = parts(acc)
+    found = prepared(x).sum().item()
+    names = type(acc.unwrap_model(model)).__name__, isinstance(model, nn.Sequential)
+    trains = acc.engine.module is model
+    acc.free_memory()
+    return found, expected, names, trains
+
+
+def wrong(backend):
+    """What is refused, in words of Accelerate."""
+    acc = accelerator(backend)
+    model, optimizer, loader, _ = parts(acc)
+    batch = next(iter(loader))
+    found = {"value": refused(acc.clip_grad_value_, model.parameters(), 1.0)}
+    with acc.no_sync(model):
+        acc.backward(model(batch["x"]).square().mean())
+        found["local"] = refused(optimizer.step)
+        assert acc.clip_grad_norm_(model.parameters(), 1.0) is None
+    acc.backward(model(batch["x"]).square().mean())
+    found["kind"] = refused(acc.clip_grad_norm_, model.parameters(), 1.0, 1)
+    found["part"] = refused(acc.clip_grad_norm_, model[0].parameters(), 1.0)
+    found["closure"] = refused(optimizer.step, lambda: 0)
+    optimizer.step()
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    found["second"] = refused(acc.prepare, second)
+    found["graph"] = refused(acc.backward, model(batch["x"]).mean(), retain_graph=True)
+    acc.free_memory()
+    return found
+
+
+def early(backend):
+    """A schedule that is too short for `num_processes` steps an update."""
+    acc = accelerator(backend)
+    model, data = model_and_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 7))
+    model, optimizer, loader, scheduler = acc.prepare(model, optimizer, loader, scheduler)
+    with heard() as lines:
+        for batch in loader:
+            acc.backward(model(batch["x"]).square().mean())
+            optimizer.step()
+            scheduler.step()
+    acc.free_memory()
+    return sum("the schedule has ended" in line for line in lines)
+
+
+def configured(backend, folder):
+    """By a file of unishard or of Accelerate, the environment, or the environment of `accelerate launch`."""
+    kind = KINDS[backend]
+    own, other = Path(folder, "own.yaml"), Path(folder, "other.yaml")
+    launched = {
+        "fsdp": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+        "deepspeed": {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+    }[backend] | {f"ACCELERATE_USE_{kind}": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    found = []
+    for source, environment in ((own, {}), (other, {}), (None, {FILE: str(own)}), (None, launched)):
+        os.environ.update(environment)
+        acc = made(source)
+        found.append((acc.config.backend, acc.config.sharding.strategy, acc.config.precision.compute))
+        found.append((acc.mixed_precision, acc.distributed_type.value))
+        for name in environment:
+            os.environ.pop(name, None)
+    problems = [refused(made, None), refused(made, own, mixed_precision="fp16"), refused(made, own, fsdp_plugin=1)]
+    os.environ[f"ACCELERATE_USE_{kind}"] = "true"
+    problems.append(refused(made, own))
+    del os.environ[f"ACCELERATE_USE_{kind}"]
+    steps = {"backend": backend, "training": {"gradient_accumulation_steps": 3}}
+    problems.append(refused(made, steps, gradient_accumulation_steps=2))
+    return found, problems, made(steps).gradient_accumulation_steps
+
+
+RUNS = (accumulated, by_hand, without_sync, adapters)
+ALONE = (evaluated, wrong, early)
+SCENARIOS = (
+    *((run, cell) for run in RUNS for cell in (PLAIN, *CELLS)),
+    *((resumed, (backend, strategy)) for backend, strategy in CELLS if strategy != "no_shard"),
+    *((alone, (backend,)) for alone in ALONE for backend in BACKENDS),
+)
+
+
+def of(scenario, *arguments):
+    return values(play(SCENARIOS)[scenario, arguments])
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_a_script_trains_as_with_ddp(run, cell):
+    for (found, state), (expected, expected_state) in zip(of(run, *cell), of(run, *PLAIN), strict=True):
+        assert_close(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), **CLOSE)
+        assert_close(state, expected_state, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1] != "no_shard"], ids="-".join)
+def test_a_run_continues_on_either_engine(cell):
+    for further, found, problem, files in of(resumed, *cell):
+        for other in found:
+            assert_close(other, further, **CLOSE)
+        assert "was not saved by unishard's Accelerator" in problem
+        assert files == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_for_evaluation_has_an_engine_of_its_own(backend):
+    for found, expected, names, trains in of(evaluated, backend):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert names == ("Sequential", True)
+        assert trains
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_engines_cannot_do_is_one_error(backend):
+    for found in of(wrong, backend):
+        assert "call clip_grad_norm_" in found["value"]
+        assert "remove no_sync or LocalSGD" in found["local"]
+        assert "norm_type=1" in found["kind"]
+        assert "pass model.parameters()" in found["part"]
+        assert "no closure" in found["closure"]
+        assert "give each model one optimizer" in found["second"]
+        assert "retain_graph" in found["graph"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_schedule_that_ends_early_is_said_once(backend):
+    assert of(early, backend) == [1, 1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_config_comes_from_many_places(backend, tmp_path):
+    engine = {
+        "fsdp": "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}",
+        "deepspeed": "deepspeed_config: {zero_stage: 3}",
+    }[backend]
+    Path(tmp_path, "own.yaml").write_text(f"backend: {backend}\nsharding: shard_grad_op\nprecision: bf16\n")
+    Path(tmp_path, "other.yaml").write_text(f"distributed_type: {KINDS[backend]}\nmixed_precision: bf16\n{engine}\n")
+    (found, problems, steps), other = values(
+        play(((configured, (backend, str(tmp_path))),))[configured, (backend, str(tmp_path))]
+    )
+    assert (found, problems, steps) == other
+    full = (backend, "full_shard", "bf16")
+    assert found[::2] == [(backend, "shard_grad_op", "bf16"), full, (backend, "shard_grad_op", "bf16"), full]
+    assert found[1::2] == [("bf16", "MULTI_CPU")] * 4
+    none, precision, plugin, launched, accumulation = problems
+    assert f"set {FILE}=train.yaml" in none
+    assert "precision.compute: is bf16, but the framework's arguments say fp16" in precision
+    assert "fsdp_plugin: is not for unishard's Accelerator" in plugin
+    assert "start the script without FSDP and DeepSpeed" in launched
+    assert "training.gradient_accumulation_steps: is 3, but the framework's arguments say 2" in accumulation
+    assert steps == 3

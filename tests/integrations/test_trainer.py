@@ -1,0 +1,284 @@
+"""transformers' Trainer on unishard's engines: losses and norms are those of its own run with DDP."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+from harness import my_rank, play, refused, values
+from test_accelerate import shared_folder
+
+from unishard.testing.cells import BACKENDS
+
+pytest.importorskip("accelerate", reason="pip install 'unishard[trainer]'")
+transformers = pytest.importorskip("transformers", reason="pip install 'unishard[trainer]'")
+
+STRATEGIES = ("full_shard", "shard_grad_op")
+CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+PLAIN = ("plain", "")
+CROSSED = (CELLS[0], CELLS[3])
+"""Each engine, and each strategy."""
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+VARIANTS = {
+    "plain": {},
+    "smooth": {"label_smoothing_factor": 0.1},
+    "unclipped": {"max_grad_norm": 0.0},
+    "means": {"average_tokens_across_devices": False},
+    "recomputed": {"activation_checkpointing": True},
+    "tied": {},
+    "peft": {},
+    "best": {
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+    },
+}
+
+
+def rows(count=36):
+    made = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, 64, (4 + index % 5,), generator=made) for index in range(count)]
+    return [{"input_ids": each, "labels": each.clone(), "attention_mask": torch.ones_like(each)} for each in ids]
+
+
+def collate(given):
+    longest = max(len(row["input_ids"]) for row in given)
+    empty = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    pad = torch.nn.functional.pad
+    return {
+        name: torch.stack([pad(row[name], (0, longest - len(row[name])), value=value) for row in given])
+        for name, value in empty.items()
+    }
+
+
+def model(variant):
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=variant == "tied")
+    made = transformers.LlamaForCausalLM(config)
+    if variant == "peft":
+        import peft
+
+        return peft.get_peft_model(made, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8))
+    return made
+
+
+def arguments(folder, **options):
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    given = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "weight_decay": 0.1,
+    }
+    return transformers.TrainingArguments(**given | options)
+
+
+def trainer(backend, strategy, folder, variant="plain", *, base=None, **options):
+    transformers.logging.set_verbosity_error()
+    args = arguments(folder, **VARIANTS[variant] | options)
+    given = {"train_dataset": rows(), "eval_dataset": rows(7), "data_collator": collate}
+    base = base or transformers.Trainer
+    if backend == "plain":
+        return base(model(variant), args, **given)
+    from unishard.integrations.transformers import UnishardMixin
+
+    kind = type("OnUnishard", (UnishardMixin, base), {})
+    return kind(model(variant), args, **given, unishard={"backend": backend, "sharding": strategy})
+
+
+def history(made):
+    """Losses, norms and rates that the Trainer has logged."""
+    names = ("loss", "eval_loss", "grad_norm", "learning_rate", "total_flos")
+    return [float(entry[name]) for entry in made.state.log_history for name in names if name in entry]
+
+
+def ended(made):
+    if hasattr(made.accelerator, "engine_of"):
+        made.accelerator.close()
+
+
+def trained(variant, backend, strategy):
+    folder = shared_folder()
+    made = trainer(backend, strategy, folder, variant)
+    made.train()
+    found = history(made)
+    found.append(made.evaluate()["eval_loss"])
+    made.save_model(f"{folder}/final")
+    files = sorted(os.listdir(f"{folder}/final")) if my_rank() == 0 else []
+    again = transformers.LlamaForCausalLM.from_pretrained if variant != "peft" else None
+    total = 0.0
+    if my_rank() == 0 and again is not None:
+        total = sum(value.double().abs().sum().item() for value in again(f"{folder}/final").state_dict().values())
+    ended(made)
+    return found, files, total
+
+
+def twice(backend, strategy):
+    """Evaluated, trained, evaluated, trained again."""
+    made = trainer(backend, strategy, shared_folder(), num_train_epochs=1)
+    found = [made.evaluate()["eval_loss"]]
+    if backend == "plain":  # the Trainer does not synchronize gradients of a model that it has evaluated before
+        made = trainer(backend, strategy, shared_folder(), num_train_epochs=1)
+    made.train()
+    found += [*history(made), made.evaluate()["eval_loss"]]
+    made.train()
+    found += [*history(made), made.evaluate()["eval_loss"]]
+    ended(made)
+    return found
+
+
+def resumed(backend, strategy):
+    """Stopped in the middle of an epoch on one engine, continued on both."""
+    folder = shared_folder()
+    made = trainer(backend, strategy, folder, save_strategy="steps", save_steps=3)
+    made.train()
+    whole = history(made)
+    ended(made)
+    found = []
+    for other in BACKENDS:
+        made = trainer(other, strategy, shared_folder())
+        made.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+        found.append(history(made))
+        ended(made)
+    dist.barrier()
+    if my_rank() == 0:
+        shutil.rmtree(f"{folder}/checkpoint-3/unishard")
+        Path(f"{folder}/checkpoint-6/optimizer.pt").touch()
+        shutil.move(f"{folder}/checkpoint-6/unishard", f"{folder}/moved")
+    dist.barrier()
+    made = trainer(backend, strategy, shared_folder())
+    problem = refused(made.train, resume_from_checkpoint=f"{folder}/checkpoint-6")
+    ended(made)
+    return whole, found, problem
+
+
+def sequences(backend, strategy):
+    """Seq2SeqTrainer, which generates in its evaluation."""
+    transformers.set_seed(0)
+    small = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**small, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, dropout_rate=0.0)
+    args = arguments(shared_folder())
+    options = {k: v for k, v in vars(args).items() if k in ("output_dir", "per_device_train_batch_size")}
+    args = transformers.Seq2SeqTrainingArguments(
+        **options,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+        max_steps=4,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        predict_with_generate=True,
+        generation_max_length=6,
+    )
+    kind, extra = transformers.Seq2SeqTrainer, {}
+    if backend != "plain":
+        from unishard.integrations.transformers import UnishardMixin
+
+        kind = type("OnUnishard", (UnishardMixin, kind), {})
+        extra = {"unishard": {"backend": backend, "sharding": strategy}}
+    data = {"train_dataset": rows(), "eval_dataset": rows(7), "data_collator": collate}
+    made = kind(transformers.T5ForConditionalGeneration(config), args, **data, **extra)
+    made.train()
+    generated = made.predict(rows(7)).predictions
+    ended(made)
+    return [*history(made), float(generated.sum()), float(generated.shape[0])]
+
+
+def translated():
+    """`fsdp` of TrainingArguments, and what contradicts."""
+    from unishard.integrations.transformers import UnishardTrainer
+
+    def make(unishard=None, **options):
+        return UnishardTrainer(model("plain"), arguments(shared_folder(), **options), unishard=unishard)
+
+    wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    cfg = make(fsdp=True, fsdp_config=wrapped, bf16=True).accelerator.config
+    found = cfg.backend, cfg.sharding.strategy, [*cfg.sharding.units], cfg.precision.compute
+    own = {"backend": "fsdp"}
+    return found, [
+        refused(make),
+        refused(make, own, fsdp=True, fsdp_config=wrapped),
+        refused(make, own, bf16_full_eval=True),
+        refused(make, {**own, "training": {"gradient_clipping": 2.0}}),
+        refused(make, {**own, "precision": "fp32"}, bf16=True),
+    ]
+
+
+RUNS = tuple((variant, cell) for variant in VARIANTS for cell in (CELLS if variant in ("plain", "best") else CROSSED))
+SCENARIOS = (
+    *((trained, (variant, *PLAIN)) for variant in VARIANTS),
+    *((trained, (variant, *cell)) for variant, cell in RUNS),
+    *((run, cell) for run in (twice, sequences) for cell in (PLAIN, *CROSSED)),
+    *((resumed, cell) for cell in CROSSED),
+    (translated, ()),
+)
+
+
+def of(scenario, *given):
+    return values(play(SCENARIOS)[scenario, given])
+
+
+def alike(found, expected):
+    assert_close(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), **CLOSE)
+
+
+@pytest.mark.parametrize(("variant", "cell"), RUNS)
+def test_the_trainer_trains_as_with_ddp(variant, cell):
+    for (found, files, total), (expected, expected_files, expected_total) in zip(
+        of(trained, variant, *cell), of(trained, variant, *PLAIN), strict=True
+    ):
+        alike(found, expected)
+        assert files == expected_files
+        assert total == pytest.approx(expected_total, rel=1e-6)
+
+
+@pytest.mark.parametrize("cell", CROSSED, ids="-".join)
+@pytest.mark.parametrize("run", [twice, sequences], ids=lambda run: run.__name__)
+def test_the_trainer_evaluates_and_trains_again(run, cell):
+    for found, expected in zip(of(run, *cell), of(run, *PLAIN), strict=True):
+        alike(found, expected)
+
+
+@pytest.mark.parametrize("cell", CROSSED, ids="-".join)
+def test_a_run_continues_on_either_engine(cell):
+    for whole, found, problem in of(resumed, *cell):
+        for other in found:
+            alike(other, whole)
+        assert "optimizer.pt cannot be read into an engine" in problem
+
+
+def test_the_arguments_of_the_trainer_are_translated_or_contradict():
+    for found, (none, both, cast, clipping, precision) in of(translated):
+        assert found == ("fsdp", "full_shard", ["LlamaDecoderLayer"], "bf16")
+        assert "no config" in none
+        assert "TrainingArguments.fsdp: is set beside a config of unishard" in both
+        assert "TrainingArguments.bf16_full_eval: would cast a sharded model" in cast
+        assert "training.gradient_clipping: is 2.0, but the framework's arguments say 0.5" in clipping
+        assert "precision.compute: is fp32, but the framework's arguments say bf16" in precision

@@ -1,0 +1,134 @@
+"""The config of an Accelerator: its argument, a file of another tool, or what `accelerate launch` says."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from unishard import formats
+from unishard.config import Config
+from unishard.config.loading import load
+from unishard.config.nested import Native, flat
+from unishard.contract.rules import Fit
+from unishard.errors import ConfigError, Problem
+
+__all__ = ["FILE", "agreed", "config_of", "translated"]
+
+_logger = logging.getLogger("unishard")
+
+FILE = "ACCELERATE_UNISHARD_CONFIG"
+"""Environment variable with the path of a config."""
+_ENGINES = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
+_DEEPSPEED = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+}
+"""Variables of `accelerate launch`, and the keys of its file (Accelerate 1.15, utils/launch.py)."""
+_FSDP = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_transformer_layer_cls_to_wrap"}
+"""The one whose key is not its name."""
+_SCRIPTS = ("optimizer", "scheduler")
+"""What the script around an Accelerator brings."""
+
+
+def config_of(source: Config | str | Path | Mapping[str, Any] | None) -> Config:
+    """The config that an Accelerator was given, or that the environment names or says.
+
+    Raises:
+        ConfigError: There is none, there are two, or it cannot be used.
+    """
+    launched = [name for name in _ENGINES if os.environ.get(name, "").lower() == "true"]
+    source = source if source is not None else os.environ.get(FILE)
+    if source is None and not launched:
+        what = (
+            "no config; write Accelerator('train.yaml') with one of unishard or of `accelerate config`, set "
+            f"{FILE}=train.yaml, or start the script by `accelerate launch` with FSDP or DeepSpeed"
+        )
+        raise ConfigError([Problem("Accelerator", what)])
+    if source is not None and launched:
+        what = "is set beside a config of unishard; start the script without FSDP and DeepSpeed, as with torchrun"
+        raise ConfigError([Problem(launched[0], what)])
+    cfg = translated(_of_launch(launched[0])) if source is None else _of_source(source)
+    for name in launched:  # otherwise Accelerate would build that engine itself
+        del os.environ[name]
+    return cfg
+
+
+def _of_source(source: Config | str | Path | Mapping[str, Any]) -> Config:
+    if isinstance(source, Config):
+        return source
+    if formats.read(source).format == "unishard":
+        return load(source)
+    return translated(source)
+
+
+def translated(
+    source: str | Path | Mapping[str, Any], from_: str | None = None, sections: Collection[str] = ()
+) -> Config:
+    """A config from a document of another tool, without what the script around it brings.
+
+    Args:
+        source: The document.
+        from_: Its format; left out, it is recognised.
+        sections: The sections to keep; by default all.
+
+    Raises:
+        ConfigError: One of its keys is not supported; says which.
+    """
+    outcome = formats.translate(source, "unishard", from_=from_)
+    refused = [Problem(item.key, item.note, outcome.reading.source.name) for item in outcome.of(Fit.UNSUPPORTED)]
+    if refused:
+        raise ConfigError(refused)
+    for item in outcome.of(Fit.APPROXIMATE):
+        _logger.warning("%s: %s", item.key, item.note)
+    kept = {name for name in outcome.document if name not in _SCRIPTS and (not sections or name in sections)}
+    return load({name: value for name, value in outcome.document.items() if name in kept})
+
+
+def _of_launch(engine: str) -> Native:
+    """The file that `accelerate launch` has read, from the variables that it sets."""
+    kind, environment = _ENGINES[engine], os.environ
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    own = {"distributed_type": kind, "mixed_precision": precision}
+    if kind == "DEEPSPEED":
+        said = {key: environment[name] for name, key in _DEEPSPEED.items() if name in environment}
+        return {**own, "deepspeed_config": {key: _value(text) for key, text in said.items() if text != "none"}}
+    named = {_FSDP.get(name, name.lower()): text for name, text in environment.items() if name.startswith("FSDP_")}
+    return {**own, "fsdp_config": {key: _value(text) for key, text in named.items() if text != "None"}}
+
+
+def _value(text: str) -> Any:
+    """A value as the file has it: a number or a boolean where it is one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def agreed(cfg: Config, said: Mapping[str, Any]) -> Config:
+    """The config with what a framework's own arguments say too.
+
+    Args:
+        cfg: The config.
+        said: Values by field; None where they do not say.
+
+    Raises:
+        ConfigError: They contradict the config.
+    """
+    written = dict(flat(cfg.model_dump(exclude_unset=True)))
+    said = {field: value for field, value in said.items() if value is not None}
+    for field, value in said.items():
+        if written.get(field, value) != value:
+            what = f"is {written[field]}, but the framework's arguments say {value}; write it in one place"
+            raise ConfigError([Problem(field, what)])
+    return cfg.override(*(f"{field}={value}" for field, value in said.items() if field not in written))

@@ -1,0 +1,165 @@
+"""A model that an Accelerator trains: where Accelerate's loop is in its engine's windows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import EllipsisType
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import Tensor, nn
+
+from unishard.contract.results import Step
+from unishard.engine.engine import Engine
+from unishard.errors import ContractError
+
+__all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]
+
+_logger = logging.getLogger("unishard")
+
+
+class Trained:
+    """A model and its engine.
+
+    A micro-batch under `no_sync` does not end its window; every other one is said to end it, and the window goes on if
+    the script makes no step.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        self.engine = engine
+        self.model = engine.routed()
+        self.optimizer = EngineOptimizer(optimizer, self)
+        self.waits = False
+        """Whether there are gradients for the coming update."""
+        self.ran = False
+        """Whether the model ran since its last backward, so that a loss may be of it."""
+        self.last: Step | None = None
+        """The last update."""
+        self._held = 0
+        self._max_norm: float | EllipsisType | None = ...
+        self.model.register_forward_hook(self._after_forward)
+        engine.set_boundary(True)
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.ran = self.ran or (model.training and torch.is_grad_enabled())
+
+    @contextmanager
+    def inside_window(self) -> Iterator[None]:
+        """A block whose micro-batches do not end their window."""
+        if not self._held:
+            self.engine.set_boundary(False)
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+        if not self._held:
+            self.engine.set_boundary(True)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss that Accelerate has divided."""
+        self.engine.backward(loss, scaled=True, **kwargs)
+        self.waits, self.ran = True, False
+
+    def clip(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor | None:
+        """The norm now, and the clipping in the step; nothing inside a window.
+
+        Raises:
+            ContractError: `parameters` are not those that train.
+        """
+        if self._held or not self.waits:
+            return None
+        given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
+        if missing := [
+            name for name, each in self.model.named_parameters() if each.requires_grad and each not in given
+        ]:
+            raise ContractError(
+                f"clip_grad_norm_ was called without {missing[0]}, but the norm is that of all parameters that train; "
+                "pass model.parameters()"
+            )
+        if not math.isinf(max_norm):
+            self._max_norm = float(max_norm)
+        return self.engine.grad_norm()
+
+    def step(self) -> None:
+        """Update."""
+        if self._held:
+            raise ContractError(
+                "optimizer.step() was called under no_sync, as by LocalSGD: the ranks would train different models, "
+                "which a sharded model cannot; remove no_sync or LocalSGD"
+            )
+        self.last = self.engine.step(self._max_norm)
+        self._begin()
+
+    def drop(self) -> None:
+        """Drop the gradients that wait for an update."""
+        if self.waits:
+            self.engine.discard()
+            self._begin()
+
+    def load(self, folder: str) -> None:
+        """Continue from a checkpoint; the script itself finds the place in its data."""
+        self.drop()
+        self.engine.load(folder, data=False)
+        self.engine.set_boundary(True)
+
+    def _begin(self) -> None:
+        self.waits, self._max_norm = False, ...
+        self.engine.set_boundary(True)
+
+
+class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """What `prepare` returns for an optimizer: its step is the engine's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._trained = trained
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update at the end of a window.
+
+        Raises:
+            ContractError: With a closure.
+        """
+        if closure is not None:
+            raise ContractError("optimizer.step() takes no closure here; compute the loss before, and call backward")
+        if self.gradient_state.sync_gradients:
+            self._trained.step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients that no step has used; the engine zeroes those of an update."""
+        if self.gradient_state.sync_gradients:
+            self._trained.drop()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last update was skipped, for a gradient that was infinite or NaN."""
+        return self._trained.last is not None and self._trained.last.skipped
+
+
+class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """Accelerate's, which takes `num_processes` steps for each update, and says once if that has ended it early."""
+
+    _rose = False
+    _said = False
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Take the steps of an update, before which it looks at the rates of the one that was made."""
+        fast = self.step_with_optimizer and not self.split_batches and self._ranks() > 1
+        if any(self.get_last_lr()):
+            self._rose = True
+        elif self._rose and fast and not self._said and self.gradient_state.sync_gradients:
+            self._said = True
+            _logger.warning(
+                "the schedule has ended, and updates have a learning rate of 0: Accelerate steps a prepared scheduler "
+                "num_processes times for each update; give it num_processes times as many steps, or do not prepare it"
+            )
+        super().step(*args, **kwargs)
+
+    def _ranks(self) -> int:
+        return int(self.optimizers[0].accelerator_state.num_processes) if self.optimizers else 1
