@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli.completion import written_formats as formats_like
+from unishard.cli.saving import save
 from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
 from unishard.contract.rules import Fit
@@ -108,7 +109,7 @@ def _move(script: Path, write: bool) -> None:
     before = script.read_text(encoding="utf-8")
     after = migrated(before, script)
     if write:
-        script.write_text(after, encoding="utf-8")
+        save(script, after)
     else:
         emit(diff_of(before, after, script).removesuffix("\n"))
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from unishard.engine.model.materialization import Reader
 from unishard.errors import ModelError
 
-__all__ = ["Source", "sources_of"]
+__all__ = ["WeightSource", "sources_of"]
 
 TensorReader = Callable[[str, int, int], Tensor]
 """Reads the elements between two offsets of a flattened tensor of the files."""
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """What a tensor of the model is read from."""
 
     origin: str
@@ -32,7 +32,7 @@ class Source(NamedTuple):
     read: Reader
 
 
-def sources_of(model: Any, shapes: Mapping[str, tuple[int, ...]], read: TensorReader) -> dict[str, Source]:
+def sources_of(model: Any, shapes: Mapping[str, tuple[int, ...]], read: TensorReader) -> dict[str, WeightSource]:
     """Map names in the model to tensors in the files by transformers' rules, without those that it ignores.
 
     Args:
@@ -55,7 +55,7 @@ def sources_of(model: Any, shapes: Mapping[str, tuple[int, ...]], read: TensorRe
         rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=state
     )
     ignored = _ignored(model)
-    sources: dict[str, Source] = {}
+    sources: dict[str, WeightSource] = {}
     assembled: dict[str, _Assembly] = {}
     for key in sorted(shapes, key=dot_natural_key):  # the order in which experts are stacked
         name, pattern = rename(key, renamings, converters)
@@ -66,7 +66,7 @@ def sources_of(model: Any, shapes: Mapping[str, tuple[int, ...]], read: TensorRe
                 key
             )
         elif name in state or not any(re.search(each, name) for each in ignored):
-            sources[name] = Source(key, shapes[key], partial(read, key))
+            sources[name] = WeightSource(key, shapes[key], partial(read, key))
     like = SimpleNamespace(
         config=model.config,
         get_parameter={key: torch.empty_like(each, device="meta") for key, each in state.items()}.get,
@@ -94,7 +94,7 @@ class _Assembly(NamedTuple):
 
     def sources(
         self, like: Any, kind: str, shapes: Mapping[str, tuple[int, ...]], read: TensorReader
-    ) -> Iterator[tuple[str, Source]]:
+    ) -> Iterator[tuple[str, WeightSource]]:
         """What transformers makes of the tensors, by its own operations on the meta device."""
         keys = [key for each in self.keys.values() for key in each]
         origin = keys[0] if len(keys) == 1 else f"{keys[0]} with {len(keys) - 1} more"
@@ -120,7 +120,7 @@ class _Assembly(NamedTuple):
                 found = self._converted(like, whole, slice(first, last) if rows > 1 else slice(None))[name]
                 return found.reshape(-1)[begin - first * size : end - first * size]
 
-            yield name, Source(origin, tuple(tensor.shape), part)
+            yield name, WeightSource(origin, tuple(tensor.shape), part)
 
     def _by_rows(self, rows: int) -> bool:
         """Whether each row is made of one tensor of each pattern, so that a part needs only its own experts."""

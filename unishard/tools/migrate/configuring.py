@@ -9,14 +9,14 @@ from typing import Any
 import libcst as cst
 
 from unishard.errors import UnishardError
-from unishard.tools.migrate.facts import Facts, argument, code, names_in
+from unishard.tools.migrate.facts import ScriptFacts, argument, code, names_in
 
 __all__ = ["config_of"]
 
 _WORDS = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
 
-def config_of(facts: Facts, notes: list[str]) -> str:
+def config_of(facts: ScriptFacts, notes: list[str]) -> str:
     """The statement that loads the config.
 
     Args:
@@ -36,7 +36,7 @@ def _source(value: object) -> str:
     return code(value) if isinstance(value, cst.CSTNode) else repr(value)
 
 
-def _of_script(facts: Facts, notes: list[str]) -> dict[str, Any]:
+def _of_script(facts: ScriptFacts, notes: list[str]) -> dict[str, Any]:
     training = {name: value for name, value in _training(facts) if value is not None}
     for name, value in list(training.items()):
         if not names_in(value) <= facts.known(facts.anchor):
@@ -45,7 +45,7 @@ def _of_script(facts: Facts, notes: list[str]) -> dict[str, Any]:
     return {name: value for name, value in {**fields, "training": training}.items() if value}
 
 
-def _training(facts: Facts) -> Iterator[tuple[str, cst.BaseExpression | None]]:
+def _training(facts: ScriptFacts) -> Iterator[tuple[str, cst.BaseExpression | None]]:
     yield "micro_batch_size", next((argument(facts.loaders[name], "batch_size", 1) for name in facts.trained), None)
     if facts.accelerate is not None:
         yield "gradient_accumulation_steps", argument(facts.accelerate, "gradient_accumulation_steps")
@@ -54,7 +54,7 @@ def _training(facts: Facts) -> Iterator[tuple[str, cst.BaseExpression | None]]:
     yield "gradient_clipping", facts.clip
 
 
-def _strategy(facts: Facts, notes: list[str]) -> str:
+def _strategy(facts: ScriptFacts, notes: list[str]) -> str:
     asked = argument(facts.wrap, "sharding_strategy")
     reshard = argument(facts.wrap, "reshard_after_forward")
     if facts.kind == "prepare":
@@ -66,7 +66,7 @@ def _strategy(facts: Facts, notes: list[str]) -> str:
     return "full_shard" if facts.kind in ("fully_shard", "FullyShardedDataParallel") else "no_shard"
 
 
-def _precision(facts: Facts, notes: list[str]) -> str | None:
+def _precision(facts: ScriptFacts, notes: list[str]) -> str | None:
     asked = [
         argument(facts.accelerate, "mixed_precision"),
         argument(facts.autocast, "dtype", 1),
@@ -81,7 +81,7 @@ def _precision(facts: Facts, notes: list[str]) -> str | None:
     return "fp16" if facts.scaler else None
 
 
-def _of_deepspeed(facts: Facts, notes: list[str]) -> dict[str, Any] | None:
+def _of_deepspeed(facts: ScriptFacts, notes: list[str]) -> dict[str, Any] | None:
     """DeepSpeed's config, translated where the script holds it."""
     from ruamel.yaml import YAML
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import libcst as cst
 from libcst import matchers as m
 
-__all__ = ["CLIPS", "Facts", "argument", "code", "names_in", "target_of"]
+__all__ = ["CLIPS", "ScriptFacts", "argument", "code", "names_in", "target_of"]
 
 _WRAPS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "initialize", "prepare")
 """Calls that make a model distributed."""
@@ -46,7 +46,7 @@ def target_of(line: cst.SimpleStatementLine) -> tuple[list[str], cst.BaseExpress
     return [], None
 
 
-class Facts(cst.CSTVisitor):
+class ScriptFacts(cst.CSTVisitor):
     """Filled by visiting a script."""
 
     def __init__(self, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> None:

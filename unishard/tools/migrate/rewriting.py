@@ -9,7 +9,7 @@ from libcst import matchers as m
 
 from unishard.config.hints.names import METHODS, PACKAGE
 from unishard.tools.migrate.configuring import config_of
-from unishard.tools.migrate.facts import CLIPS, Facts, argument, code, target_of
+from unishard.tools.migrate.facts import CLIPS, ScriptFacts, argument, code, target_of
 
 __all__ = ["Rewriting"]
 
@@ -24,9 +24,9 @@ _UNWRAPPED = ("no_sync", "autocast", ".accumulate(")
 
 
 class Rewriting(cst.CSTTransformer):
-    """Uses what `Facts` has found; what it cannot tell becomes a comment."""
+    """Uses what `ScriptFacts` has found; what it cannot tell becomes a comment."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ScriptFacts) -> None:
         super().__init__()
         self._facts = facts
         self._home = facts.parent(facts.anchor, cst.FunctionDef)

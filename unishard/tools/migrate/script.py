@@ -11,7 +11,7 @@ from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, ParentNodeProvider
 
 from unishard.errors import UnishardError
-from unishard.tools.migrate.facts import Facts, code
+from unishard.tools.migrate.facts import ScriptFacts, code
 from unishard.tools.migrate.rewriting import Rewriting
 
 __all__ = ["diff_of", "migrated"]
@@ -31,7 +31,7 @@ def migrated(source: str, path: Path) -> str:
         wrapper = MetadataWrapper(cst.parse_module(source))
     except cst.ParserSyntaxError as error:
         raise UnishardError(f"{path}:{error.raw_line}: is not Python; name a training script") from None
-    facts = Facts(wrapper.resolve(ParentNodeProvider))
+    facts = ScriptFacts(wrapper.resolve(ParentNodeProvider))
     wrapper.module.visit(facts)
     if facts.anchor is None or not facts.loops:
         what = "a training loop with backward" if facts.anchor is not None else "a call that shards the model"
