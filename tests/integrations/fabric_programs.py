@@ -131,6 +131,7 @@ def refusals(folder):
     fabric.load(f"{folder}/kept", {"model": model, "more": 1}, strict=False)
     fabric.backward(model.error(**batch) * float("inf"))
     found["infinite"] = problem(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
+    optimizer.step()  # is skipped
     fabric.backward(model.error(**batch))
     found["norm type"] = problem(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1))
     loss = model.error(**batch)

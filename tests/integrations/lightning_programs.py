@@ -12,6 +12,7 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
 from unishard.integrations.lightning import UnishardStrategy, weights_of
@@ -216,11 +217,14 @@ def refusals(folder):
         "own backward": fit(OwnBackward()),
         "average": fit(Regression(), callbacks=[StochasticWeightAveraging(1e-2)]),
         "fit again": fit(trained),
+        "compiled": fit(torch.compile(Regression())),
         "devices": fit(Regression(), devices=3),
         "resume": problem(lambda: strategy("fsdp", checkpoint={"dir": folder, "on_existing": "resume"})),
         "second backward": fit(Forgetful()),
         "remote": problem(lambda: run.save_checkpoint("s3://bucket/a.ckpt")),
         "of a loop": problem(lambda: trainer(strategy("fsdp")).validate(Regression(), loader(), ckpt_path=folder)),
+        "of DDP": problem(lambda: UnishardStrategy({}, find_unused_parameters=True)),
+        "plugin": fit(Regression(), plugins=[AsyncCheckpointIO()]),
         "no fit": problem(lambda: strategy("fsdp").engine),
     }
 

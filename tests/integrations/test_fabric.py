@@ -51,7 +51,7 @@ def test_each_of_two_models_has_its_engine():
 
 
 REFUSED = {
-    "two optimizers": "optimizer: fabric.setup was given 2 optimizers; an engine has one, with groups",
+    "two optimizers": "optimizer: 2 optimizers for one module; an engine has one, with parameter groups",
     "apart": "set the optimizer up with its model: model, optimizer = fabric.setup(model, optimizer)",
     "by value": "clip_val=1.0 has no equal on engines; pass max_norm; engines clip by the norm of all gradients",
     "norm type": "norm_type=1 has no equal on engines; remove it",

@@ -66,9 +66,9 @@ def test_checkpoints_are_read_without_fit(tmp_path):
 
 
 REFUSED = {
-    "two optimizers": "optimizer: configure_optimizers returns 2 optimizers; an engine has one, with groups",
-    "accumulation": "training.gradient_accumulation_steps: is 4, but Trainer(accumulate_grad_batches=1) decides",
-    "clipping": "training.gradient_clipping: is 0.5, but Trainer(gradient_clip_val=1.0); remove one of them",
+    "two optimizers": "optimizer: 2 optimizers for one module; an engine has one, with parameter groups",
+    "accumulation": "training.gradient_accumulation_steps is 4, accumulate_grad_batches 1; remove it",
+    "clipping": "training.gradient_clipping is 0.5, gradient_clip_val 1.0; remove one of them",
     "by value": "gradient_clip_algorithm='value' has no equal on engines; remove it; engines clip by the norm",
     "precision": "precision: is 32-true in Lightning's words, but Lightning was given bf16-mixed; remove its argument "
     "and write `precision: bf16` in the config",
@@ -76,11 +76,14 @@ REFUSED = {
     "own backward": "OwnBackward.backward is not called: engines run the backward; remove it",
     "average": "the callback StochasticWeightAveraging does not know engines; remove it, and average with",
     "fit again": "Regression was trained by fit already; build a new one, and pass ckpt_path to continue",
+    "compiled": "training_step is replaced, as by torch.compile(module); write `compile: per_block` instead",
     "devices": "devices=3, num_nodes=1 are 3 ranks, but the launcher has started 1; set them to what it starts",
     "resume": "checkpoint.on_existing: resume would not reach Lightning's loops; remove it, and pass ckpt_path",
     "second backward": "a second backward before optimizer.step(); to accumulate, put every micro-batch but the last",
     "remote": "checkpoints are directories of a file system that all ranks share",
     "of a loop": "engine.save has written this checkpoint, without Lightning's loops",
+    "of DDP": "find_unused_parameters would be for DDP; remove it, and write in the config what it means, such as",
+    "plugin": "engines write checkpoints themselves; remove the plugin of CheckpointIO",
     "no fit": "the engine is there once fit has begun",
 }
 

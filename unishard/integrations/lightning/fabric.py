@@ -15,10 +15,8 @@ from torch.optim import Optimizer
 import unishard
 from unishard.config import Config
 from unishard.engine.engine import Engine
-from unishard.errors import CheckpointError, ConfigError, ContractError, NonFiniteError, Problem
-from unishard.integrations.lightning import saved
-from unishard.integrations.lightning.agreement import agree_on_precision, begin, config_of
-from unishard.integrations.lightning.windows import Windows, parts_of, refuse_clip
+from unishard.errors import CheckpointError, ContractError, NonFiniteError
+from unishard.integrations.lightning import common, saved
 
 __all__ = ["UnishardFabricStrategy"]
 
@@ -34,7 +32,7 @@ class _Entry(nn.Module):
         return self.engine(*args, **kwargs)
 
 
-class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types are not read
+class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
     """`Fabric(strategy=UnishardFabricStrategy(cfg))`: each model that is set up with its optimizer gets an engine.
 
     A model that is set up alone is for inference.
@@ -45,14 +43,15 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's 
 
         Args:
             cfg: What to run, as `unishard.load` takes it.
-            kwargs: Those of Fabric's `DDPStrategy` that concern processes, such as `cluster_environment`.
+            kwargs: Those of Fabric's `DDPStrategy` that concern processes: `accelerator`, `parallel_devices`,
+                `cluster_environment`, `start_method`.
 
         Raises:
             ConfigError: The config is wrong.
         """
-        self._cfg = config_of(cfg)
+        self._cfg = common.config_of(cfg, kwargs)
         super().__init__(**kwargs)
-        self._trained: list[tuple[_Entry, Optimizer, Windows]] = []
+        self._trained: list[tuple[_Entry, Optimizer, common.Windows]] = []
         self._backward_sync_control = self  # Fabric calls its `no_backward_sync`
 
     @property
@@ -63,18 +62,14 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's 
     @precision.setter
     def precision(self, precision: Precision | None) -> None:
         if precision is not None:
-            agree_on_precision(self._cfg, str(precision.precision))
+            common.agree_on_precision(self._cfg, str(precision.precision))
 
     def engine_of(self, optimizer: Optimizer | None = None) -> Engine:
         """The engine of an optimizer, or the only one."""
         return self._windows(optimizer=getattr(optimizer, "optimizer", optimizer)).engine
 
-    def _windows(self, module: nn.Module | None = None, optimizer: Optimizer | None = None) -> Windows:
-        found = [
-            windows
-            for entry, own, windows in self._trained
-            if module in (None, entry) and (optimizer is None or own is optimizer)
-        ]
+    def _windows(self, module: nn.Module | None = None, optimizer: Optimizer | None = None) -> common.Windows:
+        found = [ours for one, own, ours in self._trained if module in (None, one) and optimizer in (None, own)]
         if len(found) != 1:
             raise ContractError(
                 f"{len(found)} models are trained here; set a model up with its optimizer, as in "
@@ -87,7 +82,7 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's 
 
     def setup_environment(self) -> None:
         """Start the process group as unishard does."""
-        begin(self, self._cfg)
+        common.begin(self, self._cfg)
         super().setup_environment()
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -105,13 +100,9 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's 
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Prepare a model for training."""
-        if len(optimizers) != 1:
-            what = f"fabric.setup was given {len(optimizers)} optimizers; an engine has one, with groups"
-            raise ConfigError([Problem("optimizer", what)])
-        engine = unishard.prepare(module, self._cfg, optimizers[0], reseed=False)
-        engine.routed(parts=parts_of(module))
-        entry = _Entry(engine)
-        self._trained.append((entry, optimizers[0], Windows(engine)))
+        windows = common.prepared(self._cfg, module, optimizers)
+        entry = _Entry(windows.engine)
+        self._trained.append((entry, optimizers[0], windows))
         return entry, optimizers, scheduler
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -126,32 +117,24 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's 
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the engine's step, after the closure if there is one."""
-        closure = kwargs.get("closure")
-        result = None if closure is None else closure()
+        result = closure() if (closure := kwargs.get("closure")) else None
         self._windows(optimizer=optimizer).step()
         return result
 
     def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
+        self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
         """The norm now; the step clips."""
         if norm_type != 2:
-            raise refuse_clip(f"norm_type={norm_type} has no equal on engines; remove it")
-        windows = self._windows(optimizer=optimizer)
-        norm = windows.clip(max_norm)
+            raise common.refuse_clip(f"norm_type={norm_type} has no equal on engines; remove it")
+        norm = self._windows(optimizer=optimizer).clip(max_norm)
         if error_if_nonfinite and not norm.isfinite():
-            windows.discard()
             raise NonFiniteError(f"the norm of the gradients is {norm.item()}; pass error_if_nonfinite=False to skip")
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Refuse."""
-        raise refuse_clip(f"clip_val={clip_val} has no equal on engines; pass max_norm")
+        raise common.refuse_clip(f"clip_val={clip_val} has no equal on engines; pass max_norm")
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -174,8 +157,7 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's 
     ) -> dict[str, Any]:
         """Load what `save_checkpoint` has written; of a file of Fabric's own, only weights."""
         if not Path(path).is_dir():
-            found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return found
+            return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
         entries = {name: each for name, each in (state or {}).items() if isinstance(each, _Entry)}
         if not entries:
             raise CheckpointError(f"{path}: put the model into the state under the name that it was saved with")
@@ -195,10 +177,6 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's 
     def load_module_state_dict(self, module: _Entry, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Replace the weights."""
         module.engine.load_weights(state_dict, strict=strict)
-
-    def get_module_state_dict(self, module: _Entry) -> dict[str, Any]:
-        """All weights, on rank 0. Collective."""
-        return module.engine.state_dict()
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The options of the groups: the engine saves the rest."""

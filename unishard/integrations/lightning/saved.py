@@ -34,11 +34,10 @@ def save(engine: Engine, path: str | Path, data: Mapping[str, Any]) -> None:
     before, file = finding.checkpoints(Path(path)), io.BytesIO()
     torch.save(data, file)
     folder = engine.save(path, state={_STATE: file.getvalue()})
-    if before:
+    for each in before:
         engine.wait()
-        for each in before:
-            if engine.is_main and each.path.name != folder.name:
-                shutil.rmtree(each.path)
+        if engine.is_main and each.path.name != folder.name:
+            shutil.rmtree(each.path)
 
 
 def load(engine: Engine, path: str | Path, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -106,5 +105,4 @@ def _data(state: Any, path: str | Path, weights_only: bool | None) -> dict[str, 
             f"{path}: engine.save has written this checkpoint, without Lightning's loops; read its weights with "
             "unishard.integrations.lightning.weights_of(path) before fit"
         )
-    found: dict[str, Any] = torch.load(io.BytesIO(state[_STATE]), map_location="cpu", weights_only=weights_only)
-    return found
+    return torch.load(io.BytesIO(state[_STATE]), map_location="cpu", weights_only=weights_only)  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
@@ -17,27 +18,23 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-import unishard
 from unishard.config import Config
 from unishard.engine.engine import Engine
 from unishard.errors import ConfigError, ContractError, Problem
-from unishard.integrations.lightning import saved
-from unishard.integrations.lightning.agreement import agree_on_precision, begin, config_of, precision_of
-from unishard.integrations.lightning.windows import Windows, parts_of, refuse_clip
+from unishard.integrations.lightning import common, saved
 
 __all__ = ["UnishardStrategy"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_REFUSED: dict[type, str] = {
-    BaseFinetuning: "freeze with trainer.strategy.engine.set_trainable(names, False) in on_train_epoch_start",
-    ModelPruning: "prune before fit",
-    StochasticWeightAveraging: "average with trainer.strategy.engine.ema(decay) in on_train_start",
-    WeightAveraging: "average with trainer.strategy.engine.ema(decay) in on_train_start",
+_REFUSED = {
+    (BaseFinetuning,): "freeze with trainer.strategy.engine.set_trainable(names, False) in on_train_epoch_start",
+    (ModelPruning,): "prune before fit",
+    (StochasticWeightAveraging, WeightAveraging): "average with trainer.strategy.engine.ema in on_train_start",
 }
 """Callbacks that write weights or groups past the engine, and what to do instead."""
 
 
-class UnishardStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types are not read
+class UnishardStrategy(DDPStrategy):  # type: ignore[misc]
     """`Trainer(strategy=UnishardStrategy(cfg))`: an engine of unishard trains the module.
 
     Before `fit`, evaluation and prediction run the plain module, whole on each rank; after it, the engine's.
@@ -49,30 +46,27 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types 
         Args:
             cfg: What to run, as `unishard.load` takes it. The optimizer and the schedules are those of
                 `configure_optimizers`.
-            kwargs: Those of Lightning's `DDPStrategy` that concern processes, such as `cluster_environment`.
+            kwargs: Those of Lightning's `DDPStrategy` that concern processes: `accelerator`, `parallel_devices`,
+                `cluster_environment`, `start_method`.
 
         Raises:
             ConfigError: The config is wrong.
         """
-        self._cfg = config_of(cfg)
-        self._plugin = _EnginePrecision(self, precision_of(self._cfg))
+        self._cfg = common.config_of(cfg, kwargs)
+        self._plugin = _EnginePrecision(self, common.precision_of(self._cfg))
         super().__init__(**kwargs)
 
     @property
     def engine(self) -> Engine:
         """The engine, from `fit` on."""
-        return self._windows.engine
-
-    @property
-    def _windows(self) -> Windows:
-        if not self._trains:
+        if self.windows is None:
             raise ContractError("the engine is there once fit has begun; use it in on_train_start or later")
-        found: Windows = self.lightning_module._unishard_windows
-        return found
+        return self.windows.engine  # type: ignore[no-any-return]
 
     @property
-    def _trains(self) -> bool:
-        return hasattr(self.lightning_module, "_unishard_windows")
+    def windows(self) -> Any:
+        """The engine's `Windows`; None before `fit`. The module has them, for trainers that follow."""
+        return getattr(self.lightning_module, "unishard_windows", None)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -82,48 +76,46 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
-            agree_on_precision(self._cfg, str(plugin.precision))
+            common.agree_on_precision(self._cfg, str(plugin.precision))
 
     # -- set-up ------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:
         """Start the process group as unishard does."""
-        begin(self, self._cfg)
+        common.begin(self, self._cfg)
         super().setup_distributed()
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the module for `fit`."""
-        fits = trainer.state.fn is TrainerFn.FITTING
-        if not fits and not self._trains:
-            super().setup(trainer)
-            return
         self.accelerator.setup(trainer)
-        if fits:
+        if trainer.state.fn is TrainerFn.FITTING:
             self._prepare(trainer, self.lightning_module)
+        elif self.windows is None:
+            super().setup(trainer)
 
     def _prepare(self, trainer: Trainer, module: LightningModule) -> None:
         _refuse(self._cfg, trainer, module)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            what = f"configure_optimizers returns {len(self.optimizers)} optimizers; an engine has one, with groups"
-            raise ConfigError([Problem("optimizer", what)])
         modes = [(part, part.training) for part in module.modules() if part is not module]
-        engine = unishard.prepare(module, self._cfg, self.optimizers[0], reseed=False)
+        # The backward of manual optimization is inside training_step, where modules are called one by one.
+        methods = _STEPS[not module.automatic_optimization :]
+        module.unishard_windows = common.prepared(self._cfg, module, self.optimizers, *methods)
         for part, training in modes:
             part.training = training
-        # The backward of manual optimization is inside training_step, where modules are called one by one.
-        engine.routed(*_STEPS[not module.automatic_optimization :], parts=parts_of(module))
-        module._unishard_windows = Windows(engine)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """A block with a micro-batch that is not the last one of its step."""
-        return self._windows.open()
+        return self.windows.open()  # type: ignore[no-any-return]
+
+    def on_train_end(self) -> None:
+        """Wait for a save in the background, which may fail."""
+        self.engine.wait()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the engine, so that the other ranks learn why; a refusal ends nothing."""
-        if self._trains and not isinstance(exception, ConfigError):
+        if self.windows is not None and not isinstance(exception, ConfigError):
             self.engine.__exit__(type(exception), exception, None)
 
     def teardown(self) -> None:
@@ -140,9 +132,8 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types 
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine saves the weights; before fit, those of the plain module."""
-        whole: dict[str, Any] = {} if self._trains else super().lightning_module_state_dict()
-        return whole
+        """Nothing: the engine saves the weights."""
+        return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The options of the groups: the engine saves the rest."""
@@ -155,18 +146,16 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning's types 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory; of a file of Lightning's own, only the weights can be used."""
         if not Path(checkpoint_path).is_dir():
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        elif self._trains:
-            strict = self.lightning_module.strict_loading
-            found = saved.load(self.engine, checkpoint_path, strict=strict, weights_only=weights_only)
-        else:
+            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[no-any-return]
+        if self.windows is None:
             weights, rest = saved.read(checkpoint_path, weights_only=weights_only)
-            found = rest | {"state_dict": weights}
-        return found
+            return rest | {"state_dict": weights}
+        strict = self.lightning_module.strict_loading
+        return saved.load(self.engine, checkpoint_path, strict=strict, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights that the engine has not loaded."""
-        if not self._trains:
+        if self.windows is None:
             super().load_model_state_dict(checkpoint, strict)
         elif checkpoint["state_dict"]:
             self.engine.load_weights(checkpoint["state_dict"], strict=strict)
@@ -185,48 +174,39 @@ class _EnginePrecision(Precision):  # type: ignore[misc]
         self.precision = precision
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self._strategy._windows.backward(tensor, *args, **kwargs)
+        self._strategy.windows.backward(tensor, *args, **kwargs)
 
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         if clip_val > 0:
             if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
-                raise refuse_clip("gradient_clip_algorithm='value' has no equal on engines; remove it")
-            self._strategy._windows.clip(clip_val)
+                raise common.refuse_clip("gradient_clip_algorithm='value' has no equal on engines; remove it")
+            self._strategy.windows.clip(clip_val)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         result = self._wrap_closure(model, optimizer, closure)
-        self._strategy._windows.step()
+        self._strategy.windows.step()
         return result
 
 
 def _refuse(cfg: Config, trainer: Trainer, module: LightningModule) -> None:
     """Raise ConfigError with all that would not train as written."""
-    ours, clips = cfg.training, trainer.gradient_clip_val
+    name, steps, clip = type(module).__name__, trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    own, clips = cfg.training.gradient_accumulation_steps, cfg.training.gradient_clipping
     problems = []
-    if hasattr(module, "_unishard_windows"):
-        what = f"{type(module).__name__} was trained by fit already; build a new one, and pass ckpt_path to continue"
-        problems.append(Problem("", what))
-    if ours.gradient_accumulation_steps not in (1, trainer.accumulate_grad_batches):
-        what = f"is {ours.gradient_accumulation_steps}, but Trainer(accumulate_grad_batches="
-        what += f"{trainer.accumulate_grad_batches}) decides; remove it"
-        problems.append(Problem("training.gradient_accumulation_steps", what))
-    if clips and ours.gradient_clipping not in (None, clips):
-        what = f"is {ours.gradient_clipping}, but Trainer(gradient_clip_val={clips}); remove one of them"
-        problems.append(Problem("training.gradient_clipping", what))
+    if hasattr(module, "unishard_windows"):
+        problems.append(f"{name} was trained by fit already; build a new one, and pass ckpt_path to continue")
+    if own not in (1, steps):
+        problems.append(f"training.gradient_accumulation_steps is {own}, accumulate_grad_batches {steps}; remove it")
+    if clip and clips not in (None, clip):
+        problems.append(f"training.gradient_clipping is {clips}, gradient_clip_val {clip}; remove one of them")
     if is_overridden("backward", module):
-        what = f"{type(module).__name__}.backward is not called: engines run the backward; remove it"
-        problems.append(Problem("", what))
-    if getattr(module, "_compiler_ctx", None) is not None:
-        what = "the module is compiled; pass it as it is, and write `compile: per_block` in the config"
-        problems.append(Problem("compile", what))
+        problems.append(f"{name}.backward is not called: engines run the backward; remove it")
+    if "training_step" in vars(module):
+        problems.append("training_step is replaced, as by torch.compile(module); write `compile: per_block` instead")
+    if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
+        problems.append("engines write checkpoints themselves; remove the plugin of CheckpointIO")
     for callback in trainer.callbacks:
-        for kind in filter(_REFUSED.get, type(callback).__mro__):
-            what = f"the callback {type(callback).__name__} does not know engines; remove it, and {_REFUSED[kind]}"
-            problems.append(Problem("", what))
+        what = f"the callback {type(callback).__name__} does not know engines; remove it"
+        problems += [f"{what}, and {instead}" for kinds, instead in _REFUSED.items() if isinstance(callback, kinds)]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([Problem("", what) for what in problems])

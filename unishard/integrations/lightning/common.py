@@ -1,0 +1,170 @@
+"""What both strategies share: the config, which must agree with Lightning's arguments, and an engine that Lightning
+drives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import unishard
+from unishard.config import Config
+from unishard.config.topology import Topology
+from unishard.engine.engine import Engine
+from unishard.errors import ConfigError, ContractError, Problem
+from unishard.failures import lifetime
+
+__all__ = ["Windows", "agree_on_precision", "begin", "config_of", "precision_of", "prepared", "refuse_clip"]
+
+_SHORT = {"fp32": "32", "bf16": "bf16", "fp16": "16"}
+
+_ARGUMENTS = {"accelerator", "parallel_devices", "cluster_environment", "start_method"}
+"""Those of Lightning's strategies that unishard does not decide."""
+
+
+def config_of(cfg: Config | str | Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> Config:
+    """The config of a strategy.
+
+    Raises:
+        ConfigError: It cannot be loaded, or resumes by itself; or an argument is one that only DDP has.
+    """
+    if wrong := sorted(arguments.keys() - _ARGUMENTS):
+        what = f"{', '.join(wrong)} would be for DDP; remove it, and write in the config what it means, such as "
+        raise ConfigError([Problem("", what + "sharding.conditional_modules for find_unused_parameters")])
+    found = cfg if isinstance(cfg, Config) else unishard.load(cfg)
+    if found.checkpoint.on_existing == "resume":
+        what = "resume would not reach Lightning's loops; remove it, and pass ckpt_path to fit, or call fabric.load"
+        raise ConfigError([Problem("checkpoint.on_existing", what)])
+    return found
+
+
+def precision_of(cfg: Config) -> str:
+    """The word of Lightning for a config's precision."""
+    compute, master = cfg.precision.compute, cfg.precision.master
+    return f"{_SHORT[compute]}-{'true' if compute == master else 'mixed'}"
+
+
+def agree_on_precision(cfg: Config, given: str) -> None:
+    """Check that Lightning was given no precision or the config's.
+
+    Raises:
+        ConfigError: Another one.
+    """
+    if given not in ("32-true", precision_of(cfg)):
+        short = {f"{value}-mixed": name for name, value in _SHORT.items()}.get(given)
+        write = f" and write `precision: {short}` in the config" if short else ""
+        what = f"is {precision_of(cfg)} in Lightning's words, but Lightning was given {given}; remove its argument"
+        raise ConfigError([Problem("precision", what + write)])
+
+
+def begin(strategy: Any, cfg: Config) -> None:
+    """Start the process group of one of Lightning's strategies. Collective.
+
+    Raises:
+        ConfigError: Lightning and the launcher have another number of ranks, or another kind of device.
+    """
+    size = strategy.num_nodes * strategy.num_processes
+    if isinstance(strategy.cluster_environment, LightningEnvironment):  # which tells its processes only a part
+        count, local = strategy.num_processes, strategy.local_rank
+        own = {"RANK": strategy.node_rank * count + local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+        for name, value in (own | {"WORLD_SIZE": size}).items():
+            os.environ.setdefault(name, str(value))
+    topology = Topology.from_environment()
+    if topology.world_size != size:
+        what = f"devices={strategy.num_processes}, num_nodes={strategy.num_nodes} are {size} ranks, but the launcher"
+        raise ConfigError([Problem("", f"{what} has started {topology.world_size}; set them to what it starts")])
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if strategy.root_device.type != kind:
+        what = f"Lightning's accelerator is {strategy.root_device.type}, but unishard computes on {kind}"
+        raise ConfigError(
+            [Problem("", f"{what}; pass accelerator='auto', or hide the GPUs by CUDA_VISIBLE_DEVICES=''")]
+        )
+    lifetime.ensure(topology, patience=cfg.communication.desync_timeout)
+
+
+class Windows:
+    """Translates Lightning's order of calls into the engine's. The coming micro-batch ends its window unless told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._last, self._waits = True, False
+        self._clip: float | EllipsisType = ...
+        engine.set_boundary(True)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """A block with a forward and a backward after which the window goes on."""
+        self._say(last=False)
+        yield
+        self._say(last=True)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a divided loss.
+
+        Raises:
+            ContractError: The last one ended its window, and no step followed.
+        """
+        if self._waits:
+            raise ContractError(
+                "a second backward before optimizer.step(); to accumulate, put every micro-batch but the last one of a "
+                "step, forward and backward, into `with optimizer.toggle_model(sync_grad=False):` (Trainer, manual "
+                "optimization) or `with fabric.no_backward_sync(model):` (Fabric)"
+            )
+        self.engine.backward(loss, *args, scaled=True, **kwargs)
+        self._waits = self._last
+        if not self._last:
+            self.engine.step()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of the gradients, which the step will clip."""
+        self._clip = float(max_norm)
+        return self.engine.grad_norm()
+
+    def step(self) -> None:
+        """Update the parameters."""
+        clip, self._clip, self._waits = self._clip, ..., False
+        self.engine.step(clip)
+        self._say(last=True)
+
+    def _say(self, *, last: bool) -> None:
+        self._last = last
+        self.engine.set_boundary(last)
+
+
+def prepared(cfg: Config, module: nn.Module, optimizers: Sequence[Optimizer], *methods: str) -> Windows:
+    """Prepare a module for training, whose calls, methods and parts then run through its engine. Collective.
+
+    Raises:
+        ConfigError: There is not one optimizer; or as in `unishard.prepare`.
+    """
+    if len(optimizers) != 1:
+        what = f"{len(optimizers)} optimizers for one module; an engine has one, with parameter groups"
+        raise ConfigError([Problem("optimizer", what)])
+    engine = unishard.prepare(module, cfg, optimizers[0], reseed=False)
+    engine.routed(*methods, parts=_parts_of(module))
+    return Windows(engine)
+
+
+def refuse_clip(what: str) -> ConfigError:
+    """The error of a clipping that engines cannot do."""
+    return ConfigError([Problem("training.gradient_clipping", f"{what}; engines clip by the norm of all gradients")])
+
+
+def _parts_of(module: nn.Module) -> list[str]:
+    """The modules that a loop may call by themselves: children, also those in containers, which have no forward."""
+    found: list[str] = []
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            found += [f"{name}.{inner}" for inner in _parts_of(child)]
+        elif next(child.parameters(), None) is not None:
+            found.append(name)
+    return found
