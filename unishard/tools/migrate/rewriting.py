@@ -104,7 +104,7 @@ class Rewriting(cst.CSTTransformer):
             kept = [_line(f"{names[0]} = {facts.model}")] if renamed else []
         elif facts.called(value) in CLIPS:
             kept = [_line(f"{names[0]} = {facts.engine}.grad_norm()")] if names else []
-        elif self._is_gone(value):
+        elif facts.called(value) in ("Accelerator", "GradScaler") or self._is_gone(value):
             kept = []
         if facts.accelerator and names and names[0] in facts.loaders:
             kept = [*self._config(), *kept]
