@@ -120,7 +120,12 @@ LOOPS = {
     "an else of the boundary": (
         "for index, x in enumerate(loader):\n    model(x).mean().backward()\n"
         "    if (index + 1) % n == 0:\n        optimizer.step()\n    else:\n        count += 1\n",
-        ["    # unishard: call model.step() after every micro-batch"],
+        ["    # unishard: call model.step() for every micro-batch; `updated` ends a window"],
+    ),
+    "FSDP's own SHARD_GRAD_OP": (
+        "model = FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)\n"
+        "for x in loader:\n    model(x).mean().backward()\n    optimizer.step()\n",
+        ['"sharding": {"strategy": "full_shard", "reshard_after_forward": False}'],
     ),
     "no loader": (
         "for index in range(3):\n    model(x).mean().backward()\n    optimizer.step()\n",

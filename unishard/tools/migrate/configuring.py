@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import libcst as cst
 
+from unishard.config.sharding import Strategy
 from unishard.errors import UnishardError
 from unishard.tools.migrate.facts import ScriptFacts, argument, code, names_in
 
 __all__ = ["config_of"]
 
+_TOLD = ("approximate", "unsupported")
 _WORDS = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -54,16 +56,15 @@ def _training(facts: ScriptFacts) -> Iterator[tuple[str, cst.BaseExpression | No
     yield "gradient_clipping", facts.clip
 
 
-def _strategy(facts: ScriptFacts, notes: list[str]) -> str:
-    asked = argument(facts.wrap, "sharding_strategy")
-    reshard = argument(facts.wrap, "reshard_after_forward")
+def _strategy(facts: ScriptFacts, notes: list[str]) -> object:
     if facts.kind == "prepare":
         notes.append("what `accelerate config` has decided: `unishard translate FILE --to unishard -o train.yaml`")
-    if asked and "ShardingStrategy." in code(asked):
-        return code(asked).rpartition(".")[2].lower()
-    if reshard and code(reshard) == "False":
-        return "shard_grad_op"
-    return "full_shard" if facts.kind in ("fully_shard", "FullyShardedDataParallel") else "no_shard"
+    asked = [argument(facts.wrap, name) for name in ("sharding_strategy", "reshard_after_forward")]
+    word = " ".join(code(each).rpartition(".")[2].lower() for each in asked if each)
+    strategy = "no_shard" if facts.kind in ("DistributedDataParallel", "prepare") else "full_shard"
+    if word in ("shard_grad_op", "false"):  # FSDP's own, which is not ZeRO-2
+        return {"strategy": "full_shard", "reshard_after_forward": False}
+    return word if word in get_args(Strategy) else strategy
 
 
 def _precision(facts: ScriptFacts, notes: list[str]) -> str | None:
@@ -92,9 +93,7 @@ def _of_deepspeed(facts: ScriptFacts, notes: list[str]) -> dict[str, Any] | None
         native = ast.literal_eval(code(facts.literals.get(code(given), given))) if given else None
         if isinstance(native, dict):
             outcome = formats.translate(native, "unishard", from_="deepspeed")
-            notes.extend(
-                f"{each.key}: {each.note}" for each in outcome.items if each.fit in ("approximate", "unsupported")
-            )
+            notes += [f"{item.key}: {item.note}" for item in outcome.items if item.fit in _TOLD]
             fields: dict[str, Any] = YAML(typ="safe").load(outcome.text)
             return fields
     except (ValueError, UnishardError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -13,6 +14,8 @@ __all__ = ["CLIPS", "ScriptFacts", "argument", "code", "names_in", "target_of"]
 _WRAPS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "initialize", "prepare")
 """Calls that make a model distributed."""
 CLIPS = ("clip_grad_norm_", "clip_grad_norm")
+
+_QUOTIENT = m.AugAssign(operator=m.DivideAssign()) | m.Assign(value=m.BinaryOperation(operator=m.Divide()))
 
 
 def code(node: cst.CSTNode) -> str:
@@ -55,7 +58,6 @@ class ScriptFacts(cst.CSTVisitor):
         self._aliases: dict[str, str] = {}
         self._calls: list[tuple[cst.SimpleStatementLine, list[str], cst.Call]] = []
         self._stepped: set[str] = set()
-        self._quotients: list[tuple[str, str]] = []
         # The call that makes the model distributed, its name, and what it is given; its result is the engine's name.
         self.wrap: cst.Call | None = None
         self.kind = self.model = self.engine = ""
@@ -72,6 +74,7 @@ class ScriptFacts(cst.CSTVisitor):
         # The innermost loops with a backward, the number of micro-batches of an update, what clips, what casts.
         self.loops: set[cst.For] = set()
         self.steps: str | None = None
+        self.divided: set[str] = set()
         self.clip: cst.BaseExpression | None = None
         self.autocast: cst.Call | None = None
 
@@ -96,11 +99,6 @@ class ScriptFacts(cst.CSTVisitor):
         read = [name for loop in self.loops for name in names_in(loop.iter)]
         return [name for name in self.loaders if name in read] or list(self.loaders)[:1]
 
-    @property
-    def divided(self) -> set[str]:
-        """The losses that are divided by the number of micro-batches."""
-        return {name for name, divisor in self._quotients if divisor == self.steps}
-
     def visit_ImportAlias(self, node: cst.ImportAlias) -> None:
         name = code(node.asname.name if node.asname else node.name)
         self._aliases[name] = code(node.name)
@@ -108,15 +106,6 @@ class ScriptFacts(cst.CSTVisitor):
 
     def visit_Param(self, node: cst.Param) -> None:
         self.bindings[self.parent(node, cst.FunctionDef)].add(node.name.value)
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        match node.value:
-            case cst.BinaryOperation(operator=cst.Divide(), right=right):
-                self._quotients.append((code(node.targets[0].target), code(right)))
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        if isinstance(node.operator, cst.DivideAssign):
-            self._quotients.append((code(node.target), code(node.value)))
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
         (names, value), scope = target_of(node), self.parent(node, cst.FunctionDef)
@@ -130,7 +119,7 @@ class ScriptFacts(cst.CSTVisitor):
         match self.called(node), self.parent(node, cst.For), self.parent(node, cst.If), node.func:
             case "backward", cst.For() as loop, _, _:
                 self.loops.add(loop)
-            case "clip_grad_norm_" | "clip_grad_norm", _, _, _:
+            case what, _, _, _ if what in CLIPS:
                 self.clip = argument(node, "max_norm", 1)
             case "autocast", _, _, _:
                 self.autocast = node
@@ -142,6 +131,9 @@ class ScriptFacts(cst.CSTVisitor):
     def leave_Module(self, original_node: cst.Module) -> None:
         for line, names, call in self._calls:
             self._learn(line, names, call)
+        for found in m.findall(original_node, _QUOTIENT):
+            target, _, divisor = re.split(r"\s*(/?=)\s*", code(found), maxsplit=1)
+            self.divided |= {target} if divisor.rpartition("/")[2].strip() == self.steps else set()
 
     def _learn(self, line: cst.SimpleStatementLine, names: list[str], call: cst.Call) -> None:
         what, name = self.called(call), names[0] if names else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import libcst as cst
@@ -20,7 +21,8 @@ _OWN = {"module": "its parameters are sharded; engine.state_dict(), called on al
 _EARLY = {"parameters", "named_parameters", "to", "cuda", "config"}
 """What a function that helps to build the model may call."""
 _GONE = ("set_requires_gradient_sync", "set_is_last_backward", "zero_grad")
-_UNWRAPPED = ("no_sync", "autocast", ".accumulate(")
+_UNWRAPPED = re.compile(r"no_sync|autocast|\.accumulate\(")
+_MODULO = m.BinaryOperation(operator=m.Modulo())
 
 
 class Rewriting(cst.CSTTransformer):
@@ -102,7 +104,7 @@ class Rewriting(cst.CSTTransformer):
             kept = [_line(f"{names[0]} = {facts.model}")] if renamed else []
         elif facts.called(value) in CLIPS:
             kept = [_line(f"{names[0]} = {facts.engine}.grad_norm()")] if names else []
-        elif self._is_gone(value):
+        elif facts.called(value) in ("Accelerator", "GradScaler") or self._is_gone(value):
             kept = []
         if facts.accelerator and names and names[0] in facts.loaders:
             kept = [*self._config(), *kept]
@@ -134,9 +136,8 @@ class Rewriting(cst.CSTTransformer):
         return self._of_engine("batches", code(data))
 
     def leave_With(self, original_node: cst.With, updated_node: cst.With) -> Any:
-        if len(original_node.items) == 1 and any(each in code(original_node.items[0]) for each in _UNWRAPPED):
-            return _inlined(updated_node, updated_node.body.body)
-        return updated_node
+        alone = len(original_node.items) == 1 and _UNWRAPPED.search(code(original_node.items[0]))
+        return _inlined(updated_node, updated_node.body.body) if alone else updated_node
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """At the end of a window, the step moves in front of the test, and the rest under what it returns."""
@@ -144,11 +145,10 @@ class Rewriting(cst.CSTTransformer):
         if not body and updated_node.orelse is None:
             return cst.RemoveFromParent()
         rest = [each for each in body if code(each).strip() != f"{engine}.step()"]
-        if len(rest) == len(body) or not m.findall(original_node.test, m.BinaryOperation(operator=m.Modulo())):
+        if len(rest) == len(body) or not m.findall(original_node.test, _MODULO):
             return _noted(updated_node, self._hints(original_node, original_node.test))
         if updated_node.orelse is not None:
-            notes = [f"call {engine}.step() after every micro-batch; its `updated` says whether it was one"]
-            return _noted(updated_node, notes)
+            return _noted(updated_node, [f"call {engine}.step() for every micro-batch; `updated` ends a window"])
         step = _line(f"step = {engine}.step()" if rest else f"{engine}.step()")
         lines = [_noted(step, ["the last window of an epoch may be short: training.last_window"])]
         if rest:
