@@ -214,6 +214,7 @@ def wrong(backend):
     acc.backward(model(batch["x"]).square().mean())
     found["kind"] = refused(acc.clip_grad_norm_, model.parameters(), 1.0, 1)
     found["part"] = refused(acc.clip_grad_norm_, model[0].parameters(), 1.0)
+    found["state"] = refused(optimizer.state_dict)
     found["closure"] = refused(optimizer.step, lambda: 0)
     optimizer.step()
     second = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -311,6 +312,7 @@ def test_what_the_engines_cannot_do_is_one_error(backend):
         assert "norm_type=1" in found["kind"]
         assert "pass model.parameters()" in found["part"]
         assert "no closure" in found["closure"]
+        assert "ContractError" in found["state"]
         assert "give each model one optimizer" in found["second"]
         assert "retain_graph" in found["graph"]
 
