@@ -28,6 +28,14 @@ CROSSED = (CELLS[0], CELLS[3])
 """Each engine, and each strategy."""
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+BEST = {
+    "load_best_model_at_end": True,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 2,
+}
 VARIANTS = {
     "plain": {},
     "smooth": {"label_smoothing_factor": 0.1},
@@ -36,14 +44,9 @@ VARIANTS = {
     "recomputed": {"activation_checkpointing": True},
     "tied": {},
     "peft": {},
-    "best": {
-        "load_best_model_at_end": True,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "save_total_limit": 2,
-    },
+    "best": BEST,
+    "peft-best": BEST,
+    "weights-best": BEST | {"save_only_model": True},
 }
 
 
@@ -67,7 +70,7 @@ def model(variant):
     transformers.set_seed(0)
     config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=variant == "tied")
     made = transformers.LlamaForCausalLM(config)
-    if variant == "peft":
+    if variant.startswith("peft"):
         import peft
 
         return peft.get_peft_model(made, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8))
@@ -129,7 +132,7 @@ def trained(variant, backend, strategy):
     found.append(made.evaluate()["eval_loss"])
     made.save_model(f"{folder}/final")
     files = sorted(os.listdir(f"{folder}/final")) if my_rank() == 0 else []
-    again = transformers.LlamaForCausalLM.from_pretrained if variant != "peft" else None
+    again = transformers.LlamaForCausalLM.from_pretrained if not variant.startswith("peft") else None
     total = 0.0
     if my_rank() == 0 and again is not None:
         total = sum(value.double().abs().sum().item() for value in again(f"{folder}/final").state_dict().values())

@@ -204,7 +204,7 @@ class _TrainersAccelerator(Accelerator):
             if each.model is self.trainer.model:
                 each.drop()
             else:
-                each.engine.close()
+                each.close()
         self._trained = [each for each in self._trained if each.model is self.trainer.model]
         return accelerate.Accelerator.free_memory(self, *objects)
 

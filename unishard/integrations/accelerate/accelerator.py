@@ -281,6 +281,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the engines; the models cannot be used afterwards."""
-        for engine in (*(each.engine for each in self._trained), *self._replicas):
+        for each in self._trained:
+            each.close()
+        for engine in self._replicas:
             engine.close()
         self._trained, self._replicas, self._untrained = [], [], []

@@ -42,11 +42,14 @@ class Trained:
         """The last update."""
         self._held = 0
         self._max_norm: float | EllipsisType | None = ...
-        self.model.register_forward_hook(self._after_forward)
+        # Functions, not methods: a copy of the model, for example to average weights, must not copy the engine.
+        self._hook = self.model.register_forward_hook(lambda model, args, output: self._after_forward(model))
+        vars(self.model)["no_sync"] = lambda: self.inside_window()  # as DDP has it
         engine.set_boundary(True)
 
-    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.ran = self.ran or (model.training and torch.is_grad_enabled())
+    def _after_forward(self, model: nn.Module) -> None:
+        if model is self.model and model.training and torch.is_grad_enabled():
+            self.ran = True
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
@@ -107,6 +110,12 @@ class Trained:
         self.drop()
         self.engine.load(folder, data=False)
         self.engine.set_boundary(True)
+
+    def close(self) -> None:
+        """Close the engine; the model cannot be used afterwards."""
+        self._hook.remove()
+        vars(self.model).pop("no_sync", None)
+        self.engine.close()
 
     def _begin(self) -> None:
         self.waits, self._max_norm = False, ...
