@@ -27,8 +27,8 @@ ENGINES = {
     "InferenceAdapter",
     "ReplicaAdapter",
 }
-LONG = {"unishard/engine/engine.py": 1000}
-"""One class, whose 45 documented methods are the interface; two of three lines are documentation."""
+LONG = {"unishard/engine/engine.py": 900}
+"""One class, whose 50 documented methods are the interface; two of three lines are documentation."""
 FORBIDDEN_WORDS = ("Manager", "Handler", "Utils", "Wrapper", "Plugin")
 
 

@@ -104,7 +104,6 @@ def test_deepspeed_takes_what_is_repeated(number: int, key: str, value: Any, kep
         ("torch_empty_cache_steps", 0),
         ("accelerator_config", [1]),
         ("ddp_backend", "no"),
-        ("debug", "everything"),
         ("load_best_model_at_end", True),
     ],
 )

@@ -53,9 +53,8 @@ def convert(
     known = formats()
     writer = _named(known, to)
     if writer.write is None:
-        raise CheckpointError(
-            f"checkpoints of {writer.title} can be read, but not written; use --to {_supporting(known, 'write')}"
-        )
+        writable = " or ".join(name for name, each in known.items() if each.write is not None)
+        raise CheckpointError(f"checkpoints of {writer.title} can be read, but not written; use --to {writable}")
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: already exists; choose a folder that does not exist")
     if not source.is_dir():
@@ -108,10 +107,6 @@ def _named(known: dict[str, CheckpointFormat], name: str) -> CheckpointFormat:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise CheckpointError(f"unknown checkpoint format {name!r}; {hint}")
     return known[name]
-
-
-def _supporting(known: dict[str, CheckpointFormat], what: str) -> str:
-    return " or ".join(name for name, each in known.items() if getattr(each, what) is not None)
 
 
 def _detected(known: dict[str, CheckpointFormat], source: Path) -> CheckpointFormat:

@@ -166,7 +166,9 @@ def prune(
     if keep_last is None or own is None:
         return []
     ages = {
-        found: age for found in checkpoints(root) if (age := age_of(found)) is not None and _run_of(found) == own.run
+        found: age
+        for found in checkpoints(root)
+        if (age := age_of(found)) is not None and (header := header_of(found.path)) and header.run == own.run
     }
     order = sorted(ages, key=lambda found: ages[found])
     kept = {keep, latest(root), *(found.path for found in ranked(ages, best)[: keep_best or 0])}
@@ -176,11 +178,6 @@ def prune(
             discard(found.path)
             deleted.append(found.path)
     return deleted
-
-
-def _run_of(found: FoundCheckpoint) -> str | None:
-    header = header_of(found.path)
-    return header.run if header else None
 
 
 def discard(folder: Path) -> None:

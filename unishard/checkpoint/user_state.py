@@ -159,7 +159,7 @@ class _Packer:
             int: lambda value, path: value if abs(value) <= _EXACT else {"$int": hex(value)},
             float: lambda value, path: value if math.isfinite(value) else {"$float": str(value)},
             str: _string,
-            bytes: self._bytes,
+            bytes: lambda value, path: {"$bytes": self._name(torch.tensor(bytearray(value), dtype=torch.uint8), path)},
             tuple: lambda value, path: {"$tuple": self._list(value, path)},
         }
         """Types that may also be dict keys. Subclasses, such as enums and named tuples, are excluded: their type would
@@ -232,9 +232,6 @@ class _Packer:
         if type(number) not in self._plain:
             raise _refusal(path, value, "a Python number or string")
         return self.pack(number, path)
-
-    def _bytes(self, value: bytes, path: _Path) -> dict[str, Any]:
-        return {"$bytes": self._name(torch.tensor(bytearray(value), dtype=torch.uint8), path)}
 
     def _name(self, tensor: Tensor, path: _Path) -> str | list[Any]:
         """The tensor's name in the checkpoint, with a suffix if another path has the same spelling."""

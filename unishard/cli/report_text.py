@@ -202,12 +202,9 @@ def _filled(filling: Filling, items: Sequence[Item], outcome: Outcome) -> Iterat
 def _item(item: Item, outcome: Outcome) -> _Line:
     becomes = f" -> {item.becomes}" if item.becomes and item.fit is not Fit.UNSUPPORTED else ""
     line = f":{item.line}" if item.line else ""
-    where = ", from ".join(filter(None, (_assumed(item, outcome), _place(item, outcome))))
+    assumed = f"default of {outcome.reading.format}" if item.assumed and not item.from_sidecar else ""
+    where = ", from ".join(filter(None, (assumed, _place(item, outcome))))
     return _Line(f"{item.key}{line} = {value_of(item.value)}{becomes}{where and f'  ({where})'}", 2)
-
-
-def _assumed(item: Item, outcome: Outcome) -> str:
-    return f"default of {outcome.reading.format}" if item.assumed and not item.from_sidecar else ""
 
 
 def _place(item: Item, outcome: Outcome) -> str:
@@ -225,7 +222,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
         f"{counts[Fit.EXACT] + counts[Fit.EQUIVALENT]} of {len(written)} keys carried over",
         *(f"{counts[fit]} {fit}" for fit in (Fit.APPROXIMATE, Fit.UNSUPPORTED, Fit.IGNORED) if counts[fit]),
         *(
-            [f"{_count(changed)} of the training"]
+            [f"{changed} change{'s' * (changed != 1)} of the training"]
             if (changed := sum(change.said for change in outcome.changes))
             else []
         ),
@@ -239,10 +236,6 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     hidden = len(outcome.items) - len(items) + counts[Fit.EXACT]
     more = "" if full or not hidden else " (--report full lists all)"
     return f"{outcome.reading.format} -> {outcome.to}: {'; '.join(parts)}{more}"
-
-
-def _count(changes: int) -> str:
-    return "1 change" if changes == 1 else f"{changes} changes"
 
 
 def _need(count: int) -> str:

@@ -106,7 +106,8 @@ def tune(
     cfg, changes, origins = given(config, set_, processes_per_node)
     what = script_or_model(script, arguments, module, model, seq_len)
     ranks = ranks_here(cfg)
-    echo(f"note: for {ranks}" + _other_hosts(cfg), err=True)
+    rest = f"; launch.nodes is {cfg.launch.nodes}, but only this host is measured" if cfg.launch.max_nodes > 1 else ""
+    echo(f"note: for {ranks}{rest}", err=True)
     try:
         check_batch(cfg.training, ranks.topology.world_size * cfg.launch.max_nodes)
     except ConfigError as error:
@@ -130,10 +131,6 @@ def tune(
         _write(config, found, ranks.topology.world_size, steps)
     elif found.changes:
         echo("write them into the file: the same command with --write", err=True)
-
-
-def _other_hosts(cfg: Config) -> str:
-    return f"; launch.nodes is {cfg.launch.nodes}, but only this host is measured" if cfg.launch.max_nodes > 1 else ""
 
 
 def _trials(

@@ -47,7 +47,6 @@ def training_windows(
     plan: RunPlan,
     order: CallOrder,
     observers: Observers,
-    *,
     trainable: Trainable,
     outside: OutsideBatches,
     written: WrittenParameters | None,

@@ -59,19 +59,14 @@ __all__ = ["Engine"]
 class Engine:
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
-    Every method except `log`, `on_save` and `close` is collective: call it on all ranks. A call on a closed engine, or
-    a training call on a model prepared with `train=False`, raises `ContractError`. If ranks make different calls, all
-    of them raise `RankMismatchError`, which names each rank's call.
+    Every method except `log`, `print`, `placement`, `set_boundary`, `routed`, `on_save` and `close` is collective: call
+    it on all ranks, with the same arguments but for a rank's own data. If ranks make different calls, all of them raise
+    `RankMismatchError`, which names each rank's call. A call on a closed engine, or a training call on a model prepared
+    with `train=False`, raises `ContractError`.
     """
 
     def __init__(self, adapter: InferenceAdapter, plan: RunPlan, written: WrittenParameters | None) -> None:
-        """Set up the parts of the engine around an adapter. Collective.
-
-        Args:
-            adapter: The sharded model; an `EngineAdapter` for training.
-            plan: What its parts do.
-            written: What finds writes past the engine; None where the module's own tensors are the weights.
-        """
+        """Set up the parts of the engine around an adapter. Collective."""
         training, module, warn = adapter.training, adapter.module, WarnOnce()
         self._adapter, self._precision = adapter, plan.model.precision
         self._order = order = order_of_calls(adapter, plan)
@@ -91,14 +86,7 @@ class Engine:
             module.eval()
         else:
             self._accumulation = training_windows(
-                training,
-                plan.optimizer,
-                plan,
-                order,
-                self._observers,
-                trainable=self._trainable,
-                outside=self._outside,
-                written=written,
+                training, plan.optimizer, plan, order, self._observers, self._trainable, self._outside, written
             )
             self._gradients = GradientAccess(self._parameters, self._accumulation, order, self._tensors)
         run = Run(
@@ -129,26 +117,25 @@ class Engine:
         Tensors on another device are moved to `engine.device`, as in `batches`.
 
         Raises:
-            ContractError: The engine is closed, or the model is in training mode inside a `lockstep` block.
+            ContractError: The model is in training mode inside a `lockstep` block.
         """
         with naming_sharded_reads(self._adapter):
-            return self._forward(args, kwargs)
-
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._order.require_open("forward")
-        if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
-            args, kwargs = to_device((args, kwargs), self._adapter.device)
-        self._buffers.stale = self._buffers.stale or self.module.training
-        if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
-            self._order.check_sampled("forward", ", frozen")
-            with self._order.forwarding():
-                return self.module(*args, **kwargs)
-        if self._accumulation is None or not self.module.training:
-            self._outside.skip()
-            return self._evaluation.run("forward", args, kwargs)
-        if self._evaluation.lockstep_open is not None:
-            raise ContractError("the model was put in training mode inside engine.lockstep(); do that after the block")
-        return self._accumulation.forward(*args, **kwargs)
+            self._order.require_open("forward")
+            if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
+                args, kwargs = to_device((args, kwargs), self._adapter.device)
+            self._buffers.stale = self._buffers.stale or self.module.training
+            if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
+                self._order.check_sampled("forward", ", frozen")
+                with self._order.forwarding():
+                    return self.module(*args, **kwargs)
+            if self._accumulation is None or not self.module.training:
+                self._outside.skip()
+                return self._evaluation.run("forward", args, kwargs)
+            if self._evaluation.lockstep_open is not None:
+                raise ContractError(
+                    "the model was put in training mode inside engine.lockstep(); do that after the block"
+                )
+            return self._accumulation.forward(*args, **kwargs)
 
     def set_boundary(self, last: bool) -> None:
         """Say whether the coming micro-batch ends its accumulation window, in a loop that decides that by itself.
@@ -176,39 +163,34 @@ class Engine:
         Args:
             loss: A scalar. Without `num_items`, the mean loss of this micro-batch; the engine divides it by the length
                 of the accumulation window. With `num_items`, the sum of the losses of this micro-batch's items.
-            num_items: How many items (tokens, samples) `loss` sums over on this rank, 0 or more. The update then uses
-                the gradient of the mean over all items of the window and of all ranks, however they are distributed.
-                Pass it for every micro-batch of a window and on every rank, or not at all.
+            num_items: How many items (tokens, samples) `loss` sums over on this rank, 0 or more; for every micro-batch
+                of a window and on every rank, or for none. The update then uses the gradient of the mean over all items
+                of the window and of all ranks.
             scaled: Whether `loss` is already divided, as frameworks do: the update then uses the sum of the gradients
                 over the window, averaged over the ranks. For every micro-batch of a window, or for none.
             refused: Nothing: arguments of torch's `backward`, such as `retain_graph`, are not accepted.
 
         Raises:
-            ContractError: `loss` is not a scalar tensor with a graph, the engine is closed, the engine was not called
-                since the last step (gradients of `engine.module(...)` would not be reduced), `step` was not called
-                since the last backward, or `num_items` is not a count or is missing for some micro-batches of the
-                window.
+            ContractError: `loss` is not a scalar tensor with a graph, the engine was not called since the last step
+                (gradients of `engine.module(...)` would not be reduced), `step` was not called since the last backward,
+                or `num_items` is not a count or is missing for some micro-batches of the window.
         """
         refuse_keywords("backward", refused)
         with naming_sharded_reads(self._adapter):
             self._training("backward").backward(loss, num_items, scaled=scaled)
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
-        """End a micro-batch; at the end of an accumulation window, update the parameters. Call it after every backward.
-
-        Collective.
+        """End a micro-batch, after every backward; at the end of an accumulation window, make the update. Collective.
 
         Args:
-            clip_grad_norm: Maximum gradient norm for this update, None for no clipping; by default
-                `training.gradient_clipping`.
+            clip_grad_norm: Maximum norm for this update, None for no clipping; by default `training.gradient_clipping`.
 
         Returns:
-            What was done. `grad_norm` is the norm before clipping, a Python float, the same on every rank; it is read,
-            as `updated` and `skipped` are, when you access it, and the call does not wait for the device.
+            What was done. `grad_norm` is the norm before clipping, a Python float, the same on every rank; `updated`,
+            `skipped` and it are read when you access them, so that the call does not wait for the device.
 
         Raises:
-            ContractError: No backward since the last step, the engine is closed, `clip_grad_norm` is not positive, or
-                the window has no items.
+            ContractError: No backward since the last step, a window without items, or `clip_grad_norm` is not positive.
             NonFiniteError: On every rank: a gradient is infinite or NaN on one of them, `training.nonfinite` is
                 `raise`, and a lower loss scale cannot help. The window is over and nothing was updated.
             CheckpointError: On every rank: an automatic save failed, after the update.
@@ -222,12 +204,9 @@ class Engine:
     def discard(self) -> None:
         """Discard the accumulation window and its gradients, as if its backward calls had not been made. Collective.
 
-        Nothing is updated and the schedule does not advance. The next backward begins a new window, and a loop over
-        `batches` continues with the first batch of the next one. Works at any point of a window, also after a forward
-        without a backward; without pending gradients it does nothing.
-
-        Raises:
-            ContractError: The engine is closed.
+        The schedule does not advance, the next backward begins a new window, and a loop over `batches` continues with
+        the first batch of the next one. Works at any point of a window, also after a forward without a backward;
+        elsewhere it does nothing.
         """
         self._order.require_open("discard")
         self._order.check_now("discard")
@@ -238,16 +217,15 @@ class Engine:
         """Yield this rank's batches, moved to the device. Collective: all ranks must iterate.
 
         Reads one accumulation window ahead, so that an incomplete last window is divided by its true length
-        (`training.last_window: step`) or dropped (`drop`). In evaluation mode there are no windows: every batch is
-        yielded, also while the training loop outside is in the middle of a window.
+        (`training.last_window: step`) or dropped (`drop`). In evaluation mode every batch is yielded, also while the
+        training loop outside is in the middle of a window.
 
-        A checkpoint has the position of the loader that the last update was made with. It is lost, with a warning, if
-        `loader` is an `enumerate`, a generator or another object that hides a loader or reads ahead of the loop; a bar
-        of tqdm does not.
+        A checkpoint has the position of the loader that the last update was made with, unless `loader` is a generator,
+        an `enumerate` or another object that hides a loader or reads ahead (a bar of tqdm does not): then it warns.
 
         Args:
-            loader: Yields this rank's own batches; every rank must yield the same number, as `unishard.dataloader`
-                does, except inside `lockstep`.
+            loader: Yields this rank's own batches, on every rank as many, as `unishard.dataloader` does, except inside
+                `lockstep`.
             progress: Show a progress bar on rank 0 (plain lines without a terminal).
 
         Returns:
@@ -272,18 +250,16 @@ class Engine:
         Like `batches`, for loops that need a complete window before its first forward, or windows of different lengths.
 
         Args:
-            loader: Yields this rank's own batches; every rank must yield the same number.
+            loader: As for `batches`.
             lengths: Batches in each window, the same on every rank; by default `training.gradient_accumulation_steps`
                 in each. The loop ends when `lengths` or `loader` ends.
-            progress: Show a progress bar on rank 0 (plain lines without a terminal).
+            progress: As for `batches`.
 
         Returns:
             As of `batches`; yields the batches of one window at a time, each moved to the device when it is read.
 
         Raises:
-            ContractError: As in `batches`; or a length is not positive.
-            DataError: As in `batches`.
-            RankMismatchError: The ranks' loaders have different lengths.
+            ContractError: As in `batches`, whose other errors it raises too; or a length is not positive.
         """
         return self._batching.windows(loader, lengths=lengths, progress=progress)
 
@@ -294,7 +270,7 @@ class Engine:
             value: A number or a tensor with one, such as a loss to log.
 
         Raises:
-            ContractError: It is something else, or the engine is closed.
+            ContractError: It is something else.
         """
         self._order.require_open("mean")
         check_number("mean", "value", value)
@@ -305,31 +281,24 @@ class Engine:
             return float(total.item() / dist.get_world_size())
 
     def log(self, **values: Tensor | float) -> None:
-        """Log your own values beside the engine's, to what `logging.to` names.
+        """Log your own values beside the engine's, to what `logging.to` names. Not collective.
 
-        Not collective, and free where it names nothing.
-
-        Rank 0's values are written, the other ranks' are ignored: pass `engine.mean(value)` for the mean over the
-        ranks. They belong to the record of the step that has just ended, or to the next one if that step has none;
-        several values of one name are averaged. A tensor is read when the record is written, so the call does not wait
-        for the device.
+        Rank 0's values are written: pass `engine.mean(value)` for the mean over the ranks. They belong to the record of
+        the step that has just ended, or to the next one if that step has none; several values of one name are averaged.
+        A tensor is read when the record is written, so the call does not wait for the device.
 
         Args:
-            values: Numbers or tensors with one element, by name: `engine.log(accuracy=0.9)`,
-                `engine.log(**{"eval/loss": loss})`.
+            values: Numbers or tensors with one element, by name: `accuracy=0.9`, `**{"eval/loss": loss}`.
 
         Raises:
-            ContractError: A value is no number, a name is one that the engine logs itself, or the engine is closed.
+            ContractError: A value is no number, or a name is one that the engine logs itself.
         """
         self._training("log").observers.on_log(values)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model to training or evaluation mode. Collective.
+        """Set the model to training mode, or with False to evaluation mode. Collective.
 
         The first evaluation after training makes buffers that differ between ranks equal, as `training.buffers` says.
-
-        Args:
-            mode: False for evaluation mode.
         """
         if mode:
             self._training("train")
@@ -353,13 +322,12 @@ class Engine:
 
         Args:
             names: Names of parameters, of modules (all their parameters) or patterns such as `*.lora_A.*`; for a tied
-                parameter any of its names. Only parameters that were trainable in `prepare` can be unfrozen.
+                parameter any of its names.
             trainable: False to freeze them.
 
         Raises:
             ContractError: Inside a window, a name matches nothing, a parameter was frozen in `prepare`, or no trainable
                 one would be left.
-            RankMismatchError: The ranks pass different names.
         """
         training = self._training("set_trainable")
         self._order.require_boundary("set_trainable")
@@ -371,9 +339,8 @@ class Engine:
     def frozen(self) -> Iterator[None]:
         """Freeze the whole model inside the block: gradients reach inputs, but not its parameters. Collective.
 
-        For another engine's loss that is computed through this model. Keep its `backward` inside the block too, because
-        activation checkpointing recomputes the forward there. This engine's accumulation window and gradients do not
-        change.
+        For another engine's loss that is computed through this model; this engine's window and gradients do not change.
+        Keep its `backward` inside the block too, because activation checkpointing recomputes the forward there.
         """
         self._order.require_open("frozen")
         self._order.require_sharded("frozen")
@@ -387,18 +354,14 @@ class Engine:
     # -- evaluation --------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's `generate`, such as that of transformers, without a graph. Collective.
+        """Run the model's `generate` with these arguments, as of transformers, without a graph. Collective.
 
         Each rank passes its own inputs, which are moved to `engine.device`, and gets its own sequences, which may
         differ in length. With sharded parameters, finished ranks continue to compute until all are done, if `generate`
         takes `synced_gpus` as in transformers; otherwise it must make the same number of forwards on every rank.
 
-        Args:
-            args: For the model's `generate`.
-            kwargs: For the model's `generate`.
-
         Raises:
-            ContractError: The model has no `generate`, or the engine is closed.
+            ContractError: The model has no `generate`.
         """
         self._order.require_open("generate")
         return self._evaluation.generate(*args, **kwargs)
@@ -407,11 +370,10 @@ class Engine:
         """Allow ranks to make different numbers of forwards, or of `generate` calls, inside the block. Collective.
 
         A rank that leaves the block replays its last call, or that of another rank if it made none, until all ranks are
-        done. The replayed calls have no visible effect; the cost is one small collective per call. Evaluation mode
-        only.
+        done. The replayed calls have no visible effect; the cost is one small collective per call.
 
         Raises:
-            ContractError: The model is in training mode, the block is inside another one, or the engine is closed.
+            ContractError: The model is in training mode, or the block is inside another one.
             RankMismatchError: In the same turn one rank calls the model and another one `generate`.
         """
         self._order.require_open("lockstep")
@@ -425,8 +387,7 @@ class Engine:
 
         Args:
             data: Tensors with one row per sample, or lists of strings or numbers with one entry per sample, in dicts,
-                lists and tuples. Ranks may have different numbers of rows. A 0-d tensor, such as a mean loss, gives one
-                entry per rank.
+                lists and tuples; as many as each rank has. A 0-d tensor, such as a mean loss, gives one entry per rank.
             pad: Value to pad dimensions after the first if they differ between ranks, such as the lengths of generated
                 sequences; by default they must be equal.
 
@@ -434,8 +395,7 @@ class Engine:
             The same containers; tensors are detached and on their original device.
 
         Raises:
-            ContractError: `data` contains something else; it does not have one row per sample although padding must be
-                removed; or the engine is closed.
+            ContractError: `data` contains something else, or not one row per sample although padding must be removed.
             RankMismatchError: The ranks hold different structures, dtypes or lengths.
         """
         self._order.require_open("gather_for_metrics")
@@ -454,7 +414,7 @@ class Engine:
             engine keeps, which may be rounded to `precision.compute`.
 
         Raises:
-            ContractError: There is no such parameter, or the engine is closed.
+            ContractError: There is no such parameter.
         """
         return self._parameters.parameter(name)
 
@@ -466,51 +426,44 @@ class Engine:
             value: The full tensor, any floating dtype and device. Rank 0's value is used; every rank must pass one.
 
         Raises:
-            ContractError: There is no such parameter, `value` does not fit it, a forward waits for its backward, or the
-                engine is closed.
+            ContractError: There is no such parameter, `value` does not fit it, or a forward waits for its backward.
         """
         self._parameters.set_parameter(name, value)
 
     def gathered(self, names: Iterable[str]) -> AbstractContextManager[dict[str, Tensor]]:
         """Edit several master weights: on exit the tensors are written back, as with `set_parameter`. Collective.
 
-        For editing: the tensors have no graph. To use weights in a loss, see `unsharded`. Rank 0's edits are used.
-        After an exception inside the block, nothing is written.
+        Rank 0's edits are used, none after an exception inside the block. To use weights in a loss, see `unsharded`.
 
         Args:
-            names: Names in `module.named_parameters()`. All these parameters are gathered at once, in fp32, on every
-                rank.
+            names: Names in `module.named_parameters()`; all these are in memory at once on every rank.
 
         Yields:
-            Full fp32 tensors by name, on `device`; tied names share one tensor. Edit them in place.
+            Full fp32 tensors without a graph by name, on `device`; tied names share one tensor. Edit them in place.
 
         Raises:
-            ContractError: There is no such parameter, a tensor was replaced by one that does not fit, a forward waits
-                for its backward, or the engine is closed.
+            ContractError: There is no such parameter, a tensor was replaced by one that does not fit, or a forward
+                waits for its backward.
         """
         return self._parameters.gathered(names)
 
     def unsharded(self, names: Iterable[str]) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """Use weights outside the forward of their modules, in a loss for example: full tensors that autograd knows.
-
-        Collective.
+        """Use full weights, which autograd knows, outside the forward of their modules. Collective.
 
         For a fused loss that takes `lm_head.weight`, a penalty on weights, or an output projection with the embedding's
         weight. Put the forward and its backward into the block, and `step` after it. To edit weights, see `gathered`.
 
         Args:
-            names: Names in `module.named_parameters()`. All these parameters, and those that are gathered with them,
-                are in memory at once
-                on every rank: naming all of them needs the memory of the unsharded model.
+            names: Names in `module.named_parameters()`; all these, and those that are gathered with them, are in memory
+                at once on every rank.
 
         Yields:
-            The parameters by name, as the model's modules have them in the block: full, in the dtype that the model
-            computes with. Tied names share one parameter. They are only valid in the block.
+            The parameters by name, as the model's modules have them in the block, and valid only there: full, in the
+            dtype that the model computes with. Tied names share one parameter.
 
         Raises:
             ContractError: There is no such parameter, a parameter was edited, the block ends before a backward that
-                needs it, it is inside another one, or the engine is closed.
-            RankMismatchError: The ranks pass different names.
+                needs it, or it is inside another one.
         """
         return unsharded(self._parameters, self._adapter, self._order, names)
 
@@ -526,8 +479,7 @@ class Engine:
             `all_ranks` is set. Tied names share one tensor.
 
         Raises:
-            ContractError: There is no such dtype, or the engine is closed.
-            RankMismatchError: Another rank did not call it, or with other arguments.
+            ContractError: There is no such dtype.
         """
         self._order.require_open("state_dict")
         return self._weights.state_dict(dtype, all_ranks=all_ranks)
@@ -540,12 +492,12 @@ class Engine:
         Args:
             source: Full tensors by name, as `state_dict` returns them, or a directory with safetensors in the layout of
                 `save_pretrained`. Rank 0's is used; the others may pass None.
-            strict: Whether every name must match. If False, what matches is loaded.
+            strict: Whether every name must match; if not, what matches is loaded.
 
         Raises:
             CheckpointError: On every rank, before anything is changed: a name is missing or unknown, a shape differs,
                 or the files cannot be read.
-            ContractError: Inside an accumulation window or `unsharded`, or on a closed engine.
+            ContractError: Inside an accumulation window or `unsharded`.
         """
         self._order.require_boundary("load_weights")
         self._order.require_no_graph("load_weights")
@@ -556,16 +508,14 @@ class Engine:
 
         Args:
             dtype: As in `state_dict`.
-            merged: Whether to add LoRA adapters of peft to the weights that they change, and to yield the base model's
-                names.
+            merged: Whether to add LoRA adapters of peft to the weights that they change, under the base model's names.
 
         Yields:
             Name and full tensor on `device`, on every rank, one at a time: no rank ever holds the whole model twice.
             Tied weights come once, under their first name.
 
         Raises:
-            ContractError: There is no such dtype, `merged` finds adapters other than LoRA of linear layers, or the
-                engine is closed.
+            ContractError: There is no such dtype, or `merged` finds adapters other than LoRA of linear layers.
         """
         self._order.require_open("weights")
         return self._weights.stream(dtype, merged=merged)
@@ -577,15 +527,14 @@ class Engine:
         with the same name, until the engine is closed or `routed` is called again.
 
         Args:
-            methods: Names of methods that are to run as the engine's forward too, such as `compute_loss`. `generate`
-                needs no mention.
+            methods: Names of methods, besides `generate`, that are to run as the engine's forward too: `compute_loss`.
             parts: Names of modules inside the model, such as `encoder`, that are called from outside.
 
         Returns:
             `engine.module`: `model(...)` is then `engine(...)`.
 
         Raises:
-            ContractError: The model has no such method or part, or the engine is closed.
+            ContractError: The model has no such method or part.
         """
         self._order.require_open("routed")
         return self._routed.open(methods, [*parts])
@@ -595,17 +544,12 @@ class Engine:
 
         Returns:
             Norms by name, fp32 accuracy, the same on every rank; a tied parameter under its first name.
-
-        Raises:
-            ContractError: The engine is closed.
         """
         self._order.require_open("parameter_norms")
         return self._parameters.parameter_norms()
 
     def grad(self, name: str) -> Tensor | None:
-        """Read the gradient that the coming update will use: averaged over the window and the ranks, before clipping.
-
-        Collective.
+        """Read the gradient of the coming update: averaged over window and ranks, before clipping. Collective.
 
         Call it between the backward of a window's last micro-batch and `step`.
 
@@ -616,39 +560,34 @@ class Engine:
             A full fp32 copy on `device`; None for a frozen parameter and for one that no rank used.
 
         Raises:
-            ContractError: There is no such parameter, the window is not at its end, or the engine is closed.
+            ContractError: There is no such parameter, or the window is not at its end.
         """
         self._training("grad")
         return self._gradients.grad(name)
 
     def set_grad(self, name: str, value: Tensor) -> None:
-        """Replace the gradient that the coming update will use, before its norm is computed and it is clipped.
-
-        Collective.
+        """Replace the gradient of the coming update, before its norm is computed and it is clipped. Collective.
 
         Args:
             name: Name in `module.named_parameters()`, of a trainable parameter.
-            value: The full gradient in the units of `grad`, any floating dtype and device. Rank 0's is used; every rank
-                must pass one.
+            value: Full, in the units of `grad`, any floating dtype and device. Rank 0's is used; every rank passes one.
 
         Raises:
-            ContractError: There is no such parameter, it is frozen, `value` does not fit it, the window is not at its
-                end, or the engine is closed.
+            ContractError: As in `grad`; or the parameter is frozen, or `value` does not fit it.
         """
         self._training("set_grad")
         self._gradients.set_grad(name, value)
 
     def grad_norms(self) -> dict[str, float]:
-        """L2 norm of each trainable parameter's gradient before clipping; the norm of these norms is `Step.grad_norm`.
+        """L2 norm of each gradient that `grad` reads; the norm of these norms is `Step.grad_norm`.
 
         Collective: one all-reduce of one number per parameter; nothing is gathered. Call it where `grad` can be called.
 
         Returns:
-            Norms by name with fp32 accuracy, the same on every rank; a tied parameter has its first name, and
-            parameters without a gradient are omitted.
+            As of `parameter_norms`; parameters without a gradient are omitted.
 
         Raises:
-            ContractError: The window is not at its end, or the engine is closed.
+            ContractError: The window is not at its end.
         """
         self._training("grad_norms")
         return self._gradients.grad_norms()
@@ -662,7 +601,7 @@ class Engine:
             A 0-d fp32 tensor on `device`, the same on every rank; FSDP2 does not wait for it.
 
         Raises:
-            ContractError: The window is not at its end, or the engine is closed.
+            ContractError: The window is not at its end.
         """
         self._training("grad_norm")
         return self._gradients.grad_norm()
@@ -671,23 +610,19 @@ class Engine:
         """Keep an exponential moving average of the weights that train, from now on. Collective.
 
         It starts at the current weights, and each update that was not skipped makes it
-        `decay * average + (1 - decay) * weights`, in fp32 and in the shards of the master weights: no communication,
-        and one pass over this rank's shards. `save` includes it. After a load, also that of
-        `checkpoint.on_existing: resume` in `prepare`, it continues with the saved average, on any engine and number of
-        ranks: call this before the first training forward.
+        `decay * average + (1 - decay) * weights`, in fp32, in one pass over this rank's shards. `save` includes it.
+        After a load, also that of `checkpoint.on_existing: resume` in `prepare`, it continues with the saved average of
+        any engine and number of ranks: call this before the first training forward.
 
         Args:
             decay: The part of the average that an update keeps, from 0 to 1.
 
         Returns:
-            The average: `with ema.weights():` evaluates, generates and exports with it, and `ema.parameter(name)` reads
-            it.
+            The average: `with ema.weights():` evaluates, generates and exports with it, `ema.parameter(name)` reads it.
 
         Raises:
             CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
-            ContractError: `decay` is something else, there is one already, inside an accumulation window, or on a
-                closed engine.
-            RankMismatchError: Another rank did not call it, or with another `decay`.
+            ContractError: `decay` is something else, there is one already, or inside an accumulation window.
         """
         training = self._training("ema")
         average, training.after_update = begin_average(decay, training.adapter, self._tensors, self._order)
@@ -721,16 +656,12 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the loss is multiplied before backward and gradients are divided after it; 1.0 except in
-        fp16.
-        """
+        """The factor of the loss in backward, by which gradients are divided after it; 1.0 except in fp16."""
         return LossScale(self._precision).value if self._accumulation is None else self._accumulation.loss_scale.value
 
     @property
     def resumed(self) -> Resumed | None:
-        """The result of the last `load`, also of the one in `prepare` (`checkpoint.on_existing: resume`); None for a
-        new run.
-        """
+        """What the last `load` returned, or `prepare` with `checkpoint.on_existing: resume`; None for a new run."""
         return self._checkpoints.resumed
 
     def placement(self) -> Placement:
@@ -749,19 +680,13 @@ class Engine:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which logs and writes what only one process should.
-
-        Make collective calls on every rank.
-        """
+        """Whether this is rank 0, which logs and writes what only one process should; not to guard collective calls."""
         return self.rank == 0
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 only; above the progress bar if one is shown. Not collective.
+        """Print on rank 0 only, as the built-in `print`; above the progress bar if one is shown. Not collective.
 
-        Args:
-            values: As for the built-in `print`. They are computed on every rank: `engine.print(engine.mean(loss))` is
-                right.
-            options: Keyword arguments of the built-in `print`.
+        The values are computed on every rank: `engine.print(engine.mean(loss))` is right.
         """
         if self.is_main:
             print(*values, **options)  # noqa: T201 (what the method is for)
@@ -769,9 +694,7 @@ class Engine:
     # -- checkpoints and export --------------------------------------------------------------------
 
     def save(self, root: str | Path | None = None, *, state: Any = None, metric: float | Tensor | None = None) -> Path:
-        """Save a checkpoint: model, optimizer, schedule, loss scale, random state, data position and `state`.
-
-        Collective.
+        """Save model, optimizer, schedule, loss scale, random state, data position and `state`. Collective.
 
         A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing
         behind. Each rank writes its shards; buffers that differ between ranks, such as running means, are made equal
@@ -779,24 +702,20 @@ class Engine:
         `checkpoint.keep_last`, `keep_every` and `keep_best` are applied afterwards.
 
         Args:
-            root: Directory of the run's checkpoints, on a file system that all ranks share; by default
-                `checkpoint.dir`.
-            state: Your own data made of dicts, lists, numbers, strings and tensors; `load` returns it. Rank 0's is
-                saved.
+            root: Directory of the run's checkpoints, which all ranks share; by default `checkpoint.dir`.
+            state: Your own dicts, lists, numbers, strings and tensors; `load` returns them. Rank 0's are saved.
             metric: A number such as the validation loss, the same on all ranks, by which `checkpoint.keep_best` and
                 `load("best")` find the best checkpoint.
 
         Returns:
-            The checkpoint directory. With `checkpoint.async_save` it is complete when `wait` or the next `save`
-            returns.
+            The checkpoint; with `checkpoint.async_save` it is complete when `wait` or the next `save` returns.
 
         Raises:
             CheckpointError: On every rank: it could not be written, `state` contains something else, or, with
                 `checkpoint.async_save`, the previous save failed; or this is the first save in `checkpoint.dir` and it
                 holds another run (`checkpoint.on_existing: error`).
-            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, no directory is set, or
-                another open engine of this process saves there; or `metric` is no number.
-            RankMismatchError: Another rank did not call it, or passed another metric.
+            ContractError: Inside an accumulation window or `frozen`, no directory is set, another open engine of this
+                process saves there, or `metric` is no number.
         """
         return self._checkpoints.save(root, state=state, metric=metric)
 
@@ -808,20 +727,17 @@ class Engine:
         verify: Literal["files", "bits"] | None = "files",
         data: bool = True,
     ) -> Resumed | None:
-        """Resume from a checkpoint of any engine, strategy and number of ranks. Collective.
+        """Resume from a checkpoint of any engine, strategy and number of ranks, before the loop. Collective.
 
-        Call it after `prepare`, before the loop.
-
-        Reads every tensor of the model and the optimizer; each rank reads only its shards. Learning rates, schedule and
-        precision come from the current config. Differences from the checkpoint are logged, and listed in the result.
-        With another number of ranks, random generators are seeded from `training.seed`, the step and the rank.
+        Each rank reads its shards. Learning rates, schedule and precision come from the current config; differences
+        from the checkpoint are logged, and listed in the result. With another number of ranks, random generators are
+        seeded from `training.seed`, the step and the rank.
 
         Args:
             source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; `"latest"` for
                 the newest in `checkpoint.dir`, which may have none yet; or `"best"` for the one there with the best
                 metric of the newest run.
-            strict: Whether every name, shape and kind of optimizer state must match. If False, what matches is loaded,
-                and the rest is logged.
+            strict: Whether every name, shape and kind of optimizer state must match; if not, what does not is logged.
             verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every
                 tensor is bit-equal to what was saved, on any engine and number of ranks; None checks nothing.
             data: Whether the next training loader continues at the checkpoint's data position; False to begin an epoch,
@@ -832,20 +748,14 @@ class Engine:
 
         Raises:
             CheckpointError: On every rank, before anything is changed: there is no such checkpoint, it is damaged, or
-                it does not
-                match the model or the optimizer. Afterwards: `verify="bits"` found a difference.
-            ContractError: Inside an accumulation window, inside `frozen`, on a closed engine, a forward still waits for
-                its backward, `verify` is something else, or `checkpoint.dir` is not set.
-            RankMismatchError: Another rank did not call it, or called it with other arguments.
+                it does not match the model or the optimizer. Afterwards: `verify="bits"` found a difference.
+            ContractError: Inside an accumulation window or `frozen`, a forward still waits for its backward, `verify`
+                is something else, or `checkpoint.dir` is not set.
         """
         return self._checkpoints.load(source, strict=strict, verify=verify, data=data)
 
     def on_save(self, state: Callable[[], Any]) -> None:
-        """Set the user state for automatic saves; an explicit `save` uses its own argument.
-
-        Args:
-            state: A function that returns the state for `save`. Called on every rank.
-        """
+        """Set what returns `state` for automatic saves, on every rank; an explicit `save` uses its own argument."""
         self._checkpoints.on_save(state)
 
     def wait(self) -> None:
@@ -853,7 +763,6 @@ class Engine:
 
         Raises:
             CheckpointError: On every rank: it failed.
-            ContractError: On a closed engine.
         """
         self._order.require_open("wait")
         self._checkpoints.wait()
@@ -867,12 +776,10 @@ class Engine:
         tokenizer: Any = None,
         overwrite: bool = False,
     ) -> Path:
-        """Export the weights in Hugging Face's layout: safetensors, config, tokenizer; for a PEFT model its adapters.
-
-        Collective.
+        """Export safetensors, config and tokenizer for `from_pretrained`; of a PEFT model its adapters. Collective.
 
         Each rank writes its shards directly into the files; nothing is gathered. The bytes are the same for every
-        engine, strategy and number of ranks, and for `unishard export` from a checkpoint. `from_pretrained` reads them.
+        engine, strategy and number of ranks, and for `unishard export` from a checkpoint.
 
         Args:
             folder: An empty or new directory, unless `overwrite` is set; on a file system that all ranks share.
@@ -880,8 +787,7 @@ class Engine:
                 config, or fp32.
             max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
             tokenizer: A tokenizer or processor of transformers, or a directory with one, to save with the weights.
-            overwrite: Whether to replace an earlier export in `folder`, with all that the folder holds, once the new
-                one is complete.
+            overwrite: Whether to replace an earlier export in `folder`, with all that it holds, once this is complete.
 
         Returns:
             The directory.
@@ -889,8 +795,7 @@ class Engine:
         Raises:
             CheckpointError: On every rank: the model cannot be exported, an argument is invalid, `folder` is not empty
                 (with `overwrite`: no earlier export), or a rank cannot write.
-            ContractError: Inside an accumulation window, or on a closed engine.
-            RankMismatchError: Another rank did not call it, or called it with other arguments.
+            ContractError: Inside an accumulation window.
         """
         return self._checkpoints.export(
             folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite
@@ -929,8 +834,7 @@ class Engine:
 
         Raises:
             BackendError: This torch lacks a private name that FSDP2 needs for it.
-            ContractError: `train=False` has rounded the weights to `precision.compute`; or inside an accumulation
-                window, or on a closed engine.
+            ContractError: `train=False` rounded the weights to `precision.compute`, or inside an accumulation window.
         """
         self._order.require_boundary("release")
         self._order.require_no_graph("release")
@@ -960,9 +864,8 @@ class Engine:
     def _close(self, why: BaseException | None) -> None:
         if self._order.phase is Phase.CLOSED:
             return
-        if why is not None and (
-            note := explain_sharded_read(self._adapter, why)
-        ):  # from the script, outside the engine's calls
+        # From the script, outside the engine's calls.
+        if why is not None and (note := explain_sharded_read(self._adapter, why)):
             why.add_note(note)
         lifetime.ended_by(why)
         self._order.close(why)
@@ -976,11 +879,7 @@ class Engine:
             self._adapter.close()
 
     def _training(self, call: str) -> Accumulation:
-        """The training loop's state.
-
-        Raises:
-            ContractError: The engine is closed, or the model was prepared with `train=False`.
-        """
+        """The training loop's state, which an engine for inference has not."""
         self._order.require_open(call)
         if self._accumulation is None:
             raise ContractError(

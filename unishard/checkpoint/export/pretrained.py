@@ -41,7 +41,7 @@ _INSTEAD = (
 
 def assets_of(model: Any, shards: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write, without tensors."""
-    _warn_of_own_save(_saving_class(model))
+    _warn_of_own_save(next(kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind)))
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
@@ -54,10 +54,6 @@ def assets_of(model: Any, shards: Mapping[str, LazyShard]) -> Assets:
         files=_files(model),
         refusal=refusal or _quantized(model),
     )
-
-
-def _saving_class(model: Any) -> type:
-    return next(kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind))
 
 
 @cache

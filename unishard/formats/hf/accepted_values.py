@@ -48,20 +48,13 @@ def _mapping(value: Any) -> None:
         raise Unreadable(f"must be a mapping or the path of a JSON file, got {shown(value)}; write one of them")
 
 
-def _options(value: Any) -> None:
-    for word in value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]:
-        _word("underflow_overflow", "tpu_metrics_debug")(word)
-
-
 VALUES: Mapping[str, Accepts] = {
     "output_dir": _or_null(_string),
     "metric_for_best_model": _or_null(_string),
     "eval_strategy": _word("no", "steps", "epoch"),
-    "logging_strategy": _word("no", "steps", "epoch"),
     "save_strategy": _word("no", "steps", "epoch", "best"),
     "hub_strategy": _word("end", "every_save", "checkpoint", "all_checkpoints"),
-    "debug": _or_null(_options),
-    **dict.fromkeys(names("logging_steps save_steps"), _number),
+    "save_steps": _number,
     **dict.fromkeys(names("eval_steps max_steps warmup_steps warmup_ratio"), _or_null(_number)),
     "dataloader_num_workers": integer(0),
     "dataloader_prefetch_factor": _or_null(integer(1)),

@@ -68,11 +68,7 @@ def hostfile(cfg: Config, hosts: Sequence[str], script: Script, path: str) -> st
     if problems:
         raise ConfigError(problems)
     meeting = ["--master_port", port or str(PORT)] if len(hosts) > 1 else []
-    command = ["deepspeed", "--hostfile", path, *meeting, *_deepspeeds(script)]
+    named = [*(["--module"] if script.module else []), "--no_local_rank", script.name]
+    command = ["deepspeed", "--hostfile", path, *meeting, *named, *script.arguments]
     lines = [f"# {shlex.join(command)}", *(f"{name} slots={launch.processes_per_node}" for name in hosts)]
     return "\n".join(lines) + "\n"
-
-
-def _deepspeeds(script: Script) -> list[str]:
-    """The script as DeepSpeed's launcher takes it."""
-    return [*(["--module"] if script.module else []), "--no_local_rank", script.name, *script.arguments]

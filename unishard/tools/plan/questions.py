@@ -177,7 +177,8 @@ def recommend(
     planned = [(word, [each for each in found if each.peak is not None]) for word, found in by_recomputation]
 
     def price(candidate: Candidate) -> tuple[float, int]:
-        return _seconds(candidate, topology, device), _peak(candidate)
+        seconds = wire_of(candidate.footprint, topology, device).seconds if candidate.footprint else 0.0
+        return seconds, _peak(candidate)
 
     for surely in (True, False):
         for word, candidates in planned:
@@ -238,7 +239,3 @@ def _reason(
 
 def _peak(candidate: Candidate) -> int:
     return candidate.peak.nbytes if candidate.peak else 0
-
-
-def _seconds(candidate: Candidate, topology: Topology, device: Device) -> float:
-    return wire_of(candidate.footprint, topology, device).seconds if candidate.footprint else 0.0

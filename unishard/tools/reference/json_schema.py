@@ -35,12 +35,9 @@ def json_schema() -> dict[str, Any]:
                 **{key: value for key, value in whole.items() if key != "$ref"},
                 "anyOf": [{"$ref": whole["$ref"]}, bare],
             }
-    schema["properties"]["backend"] |= _installed()
+    backends = list(registry.available())
+    schema["properties"]["backend"] |= {
+        "anyOf": [{"enum": backends}, {"type": "string", "pattern": in_any_case(backends)}]
+    }
     schema["patternProperties"] = {"^x-": {}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$comment": ATTACH, **schema}
-
-
-def _installed() -> dict[str, Any]:
-    """The installed backends, in any case."""
-    names = list(registry.available())
-    return {"anyOf": [{"enum": names}, {"type": "string", "pattern": in_any_case(names)}]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from unishard.contract.backend import Backend
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
@@ -19,12 +19,10 @@ _COLUMNS = ("Case", "Private names", "Run on", "Why", "Where a name is gone")
 def private_names(backends: Sequence[Backend]) -> str:
     """A table of all cases that need private names, for unishard itself and for each engine."""
     tables = {"every engine": CORE_PRIVATE_API} | {backend.name: backend.private_api for backend in backends}
-    return "\n\n".join(block for name, patches in tables.items() for block in _section(name, patches))
-
-
-def _section(name: str, patches: Mapping[str, PrivateApi]) -> Iterator[str]:
-    yield f"### Private names: {name}"
-    yield table(_COLUMNS, map(_row, patches.values())) if patches else "None."
+    return "\n\n".join(
+        f"### Private names: {name}\n\n" + (table(_COLUMNS, map(_row, patches.values())) if patches else "None.")
+        for name, patches in tables.items()
+    )
 
 
 def _row(patch: PrivateApi) -> tuple[str, ...]:
