@@ -12,7 +12,7 @@ from pathlib import Path
 import launched_training
 import pytest
 import ray_training
-from playing import in_turn
+from harness import in_turn
 
 import unishard
 from unishard.integrations import ray as reporting

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from playing import config
+from harness import config
 
 import unishard
 from unishard.testing import run_ranks
