@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,8 +24,11 @@ from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, W
 
 __all__ = ["Accelerator"]
 
+_logger = logging.getLogger("unishard")
+
 _FOLDER = "unishard_{}"
 """Where a model's checkpoints are, inside the folder of `save_state`."""
+_HANDLERS = ("ddp_handler", "scaler_handler", "autocast_handler")
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 
 
@@ -63,6 +68,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _begin(self, config: Config) -> None:
         self.config = config
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ConfigError(
+                [Problem("dynamo_backend", "is not for unishard's Accelerator; set compile in the config")]
+            )
+        if ignored := [name for name in _HANDLERS if getattr(self, name, None) is not None]:
+            _logger.warning("the engine has no use for %s of Accelerate; the config says how it trains", *ignored[:1])
         self._models: list[nn.Module]
         self._optimizers: list[Any]
         self.scaler, self.native_amp = None, False  # the engine casts, and scales losses
