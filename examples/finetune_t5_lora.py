@@ -175,7 +175,10 @@ def from_datasets(name: str) -> list[dict[str, Any]]:
         raise SystemExit(
             f"{name} is no .csv or .jsonl file, and other data needs a package: pip install datasets"
         ) from None
-    data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split="train")
+    try:
+        data = datasets.load_from_disk(name) if Path(name).is_dir() else datasets.load_dataset(name, split="train")
+    except (FileNotFoundError, ValueError, OSError) as error:
+        raise SystemExit(f"{name} cannot be loaded by datasets: {error}") from None
     if isinstance(data, dict):
         data = data["train"]
     classes = {column: feature.names for column, feature in data.features.items() if hasattr(feature, "names")}

@@ -19,7 +19,12 @@ from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import MlpOutput, mlp
 from unishard_fsdp.private import PRIVATE_API
 
-PACKAGES = ("torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._C._distributed_c10d")
+PACKAGES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable_state",
+    "torch.nn.parallel.distributed",
+    "torch._C._distributed_c10d",
+)
 NO_RENAMING = ("TrainingState.POST_BACKWARD", "FSDPParam.reduce_dtype", "FSDPParam.param_dtype")
 """A member of an enum cannot be taken away, and documented arguments of `MixedPrecisionPolicy` have the names of the
 others."""
@@ -160,7 +165,15 @@ def ddp_buckets():
         return refused(train, engine, own_share(4))
 
 
+def released():
+    engine = unishard.prepare(mlp(), configured("fsdp", "full_shard"))
+    said = refused(engine.release)
+    engine.close()
+    return said
+
+
 SCENARIOS = {
+    "released-modules": released,
     "mixed-accumulation": late_gradients,
     "hybrid-accumulation": hybrid_accumulation,
     "conditional-modules": conditional_modules,

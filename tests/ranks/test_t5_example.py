@@ -84,4 +84,4 @@ def test_bad_data_is_told_with_its_place(tmp_path):
     for name, (_, message) in BAD.items():
         assert message in said[name], said[name]
     assert "No such file or directory" in said["missing.csv"]
-    assert "pip install datasets" in said["no_such_dataset"]
+    assert "cannot be loaded by datasets" in said["no_such_dataset"]

@@ -34,8 +34,8 @@ def test_only_the_number_of_items_of_all_ranks_counts(backend, name):
 
 
 BAD = {
-    "some": (1, None, "with num_items and without it in one accumulation window; pass it for every micro-batch"),
-    "others": (None, 1, "with num_items and without it in one accumulation window; pass it for every micro-batch"),
+    "some": (1, None, "in one accumulation window; call it the same way for every micro-batch of a window"),
+    "others": (None, 1, "in one accumulation window; call it the same way for every micro-batch of a window"),
     "negative": (-1, 1, "num_items must be a whole number of at least 0, got -1; "),
     "fraction": (1.5, 1, "num_items must be a whole number of at least 0, got 1.5; "),
     "several": (torch.ones(2).long(), 1, "num_items must be a whole number of at least 0, got tensor([1, 1]); "),

@@ -367,12 +367,11 @@ def test_pyproject_says_the_same() -> None:
     assert project["requires-python"] == f">={tested_versions.PYTHONS[0]}"
     optional = {name: said for name, said in project["optional-dependencies"].items() if name not in ("dev", "docs")}
     extras = {"": project["dependencies"]} | optional
-    named = {
-        text.partition(">=")[0].partition("[")[0]: extra
-        for extra, texts in extras.items()
-        for text in texts
-        if not text.startswith("unishard[")
-    }
+    named: dict[str, str] = {}
+    for extra, texts in extras.items():
+        for text in texts:
+            if not text.startswith("unishard["):
+                named.setdefault(text.partition(">=")[0].partition("[")[0], extra)
     assert named == packages.PACKAGES
 
 

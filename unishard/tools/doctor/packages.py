@@ -29,12 +29,15 @@ PACKAGES = {
     "peft": "hf",
     "safetensors": "hf",
     "lion-pytorch": "optimizers",
+    "accelerate": "accelerate",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow-skinny": "mlflow",
     "sqlalchemy": "mlflow",
     "alembic": "mlflow",
+    "lightning": "lightning",
     "ray": "ray",
+    "libcst": "migrate",
     "matplotlib": "demo",
 }
 """Distributions that unishard imports, to the extra that installs each; empty for required ones."""

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 from harness import my_rank, play, values
-from test_accelerate import shared_folder
-from test_trainer import CELLS, CROSSED, PLAIN, SMALL, ended
+from test_on_accelerate import shared_folder
+from test_on_trainer import CELLS, CROSSED, PLAIN, SMALL, ended
 
 pytest.importorskip("trl", reason="pip install trl datasets")
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 from harness import my_rank, play, refused, values
-from test_accelerate import shared_folder
+from test_on_accelerate import shared_folder
 
 from unishard.testing.cells import BACKENDS
 
