@@ -152,6 +152,8 @@ def routed(backend, strategy):
         found += [loss.item(), engine.grad("own").mean().item()]
         engine.step(clip_grad_norm=1e-12)
         assert_close(found, plain, rtol=1e-5, atol=0)
+        engine.backward(engine.routed()(**batch).loss)  # no part of it is routed, only the model
+        assert engine.step(clip_grad_norm=1e-12).updated
         model.eval()
         assert not model(**batch).loss.requires_grad
         none = refused(engine.routed, "compute_loss")

@@ -35,7 +35,7 @@ _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Accelerate's own for data, trackers and processes; models and their optimizers are those of an engine.
 
-    A model is trained by the engine as soon as its optimizer is prepared; one that is prepared alone stays as it is.
+    A model is trained by the engine as soon as its optimizer is prepared; one without an optimizer stays as it is.
     """
 
     def __init__(self, cfg: Config | str | Path | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -259,7 +259,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if input_dir is not None and not folder.is_dir():
                 raise CheckpointError(
                     f"{input_dir} has no {folder.name}, so it was not saved by unishard's Accelerator; to start from "
-                    "its weights alone, load them into the model before prepare"
+                    "only its weights, load them into the model before prepare"
                 )
         for folder, each in zip(folders, self._trained, strict=True):
             if folder.is_dir():

@@ -35,7 +35,7 @@ class _Entry(nn.Module):
 class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
     """`Fabric(strategy=UnishardFabricStrategy(cfg))`: each model that is set up with its optimizer gets an engine.
 
-    A model that is set up alone is for inference.
+    A model that is set up without an optimizer is for inference.
     """
 
     def __init__(self, cfg: Config | str | Path | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
