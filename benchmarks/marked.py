@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["SIMULATED", "replace"]
-
 SIMULATED = "(simulated)"
 """In the name of a device that is none: that of `make device-sim`."""
 

@@ -21,25 +21,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = [
-    "BackendError",
-    "CheckpointError",
-    "ConfigError",
-    "ContractError",
-    "DataError",
-    "EngineMismatchError",
-    "ModelError",
-    "NonFiniteError",
-    "Problem",
-    "RankMismatchError",
-    "RenamedFieldWarning",
-    "TranslationError",
-    "UnishardError",
-    "in_one_line",
-    "printable",
-    "shortened",
-]
-
 _CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters of both sets except tab and line feed, what reverses or breaks lines, and what is no character."""
 _CONTROL, _BREAK = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n\t{_CONTROLS}]")

@@ -36,8 +36,6 @@ from unishard_deepspeed.stale_gradients import StaleGradients
 from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
 from unishard_deepspeed.unused_parameters import UnusedParameters
 
-__all__ = ["DeepSpeedAdapter"]
-
 
 class DeepSpeedAdapter(EngineAdapter):
     """Implements `EngineAdapter` on a `DeepSpeedEngine`."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
-__all__ = ["DeepSpeedBackend"]
-
 
 class DeepSpeedBackend:
     """Implements `unishard.contract.backend.Backend` for DeepSpeed 0.19.8."""

@@ -35,8 +35,6 @@ from unishard_deepspeed.private.updates import average_between_groups
 from unishard_deepspeed.replica_groups import Replicas, replicas_of
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["build"]
-
 
 def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     """Shard a model in place and put an adapter around its engine. Collective.

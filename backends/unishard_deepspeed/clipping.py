@@ -20,8 +20,6 @@ from unishard_deepspeed.private.updates import clip_to, divide_gradients, withou
 from unishard_deepspeed.shards import give_gradients
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["Clipping", "clipping_of"]
-
 
 class Clipping(Protocol):
     """Divides and clips the gradients of an update, and reports its outcome."""

@@ -11,8 +11,6 @@ from unishard.contract.units import Unit
 from unishard_deepspeed.private.optimizer_kind import Kind
 from unishard_deepspeed.private.reduction import drop, gather, reduce_last, remove_hooks
 
-__all__ = ["ConditionalModules", "entered_modules"]
-
 
 class ConditionalModules:
     """The conditional modules of a model under DeepSpeed. Each method is collective."""

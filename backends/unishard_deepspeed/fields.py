@@ -8,28 +8,6 @@ from unishard.config import Config
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 
-__all__ = [
-    "KEPT_OFFLOADED",
-    "UNLIMITED",
-    "accumulate",
-    "ahead",
-    "bare",
-    "bf16_optimizer",
-    "compute",
-    "gathering",
-    "global_batch",
-    "in_group",
-    "master",
-    "offload",
-    "offload_optimizer",
-    "place",
-    "stage",
-    "units",
-    "whole_gradients",
-    "wide",
-    "zero",
-]
-
 _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 
 UNLIMITED = 10**15

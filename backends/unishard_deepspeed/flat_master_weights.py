@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FlatMasterWeights", "FlatShard"]
-
 
 class FlatShard(NamedTuple):
     """A parameter's shard in a flat master weight."""

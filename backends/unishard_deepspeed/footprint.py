@@ -33,8 +33,6 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.stage3_footprint import Stage3
 from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
-__all__ = ["footprint_of"]
-
 
 def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
     """What a rank holds and sends; between steps all ranks hold the same, unless stage 2 sums offloaded gradients over

@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["restore_fp32_weights"]
-
 
 @torch.no_grad()
 def restore_fp32_weights(

@@ -22,8 +22,6 @@ from unishard_deepspeed.private.state import gather_after
 from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
 
-__all__ = ["DeepSpeedInferenceAdapter"]
-
 
 class DeepSpeedInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""

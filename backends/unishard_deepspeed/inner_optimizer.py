@@ -7,8 +7,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-__all__ = ["InnerOptimizer"]
-
 
 class InnerOptimizer:
     """An optimizer's original parameters, and the master weights by which DeepSpeed replaced them in its groups."""

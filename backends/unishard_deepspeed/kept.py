@@ -19,8 +19,6 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["after_cast", "check"]
-
 
 def check(model: nn.Module, spec: ZeroSpec) -> None:
     """Check that DeepSpeed can keep what is marked; `rules` refuses patterns with offload earlier.

@@ -13,8 +13,6 @@ from unishard.errors import Problem
 from unishard_deepspeed.keys.row import Row, Use
 from unishard_deepspeed.keys.table import ROWS
 
-__all__ = ["BLOCKS", "check", "fit"]
-
 BLOCKS = [
     *dict.fromkeys(
         key[:at] for key in ROWS for at, character in enumerate(key) if character == "." and key[:at] not in ROWS

@@ -7,8 +7,6 @@ import re
 from unishard.contract.private_api import version_of
 from unishard.errors import BackendError
 
-__all__ = ["OLDEST", "require_version"]
-
 OLDEST = (0, 19, 8)
 """The first version in which stage 2 with bf16 or fp16 accumulates and reduces in fp32
 (runtime/zero/stage_1_and_2.py)."""

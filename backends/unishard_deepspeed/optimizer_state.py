@@ -17,8 +17,6 @@ from unishard_deepspeed.private.optimizer_kind import Kind
 from unishard_deepspeed.private.state import groups_of_masters, unlink_states
 from unishard_deepspeed.shards import Shards
 
-__all__ = ["ZeroOptimizerState"]
-
 
 class ZeroOptimizerState:
     """Reads optimizer state as shards, and recreates it."""

@@ -13,8 +13,6 @@ from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.optimizer_kind import Kind
 from unishard_deepspeed.private.second_copy import second_shard
 
-__all__ = ["MasterWeights", "parameter_bytes", "units"]
-
 
 class MasterWeights:
     """Dtypes and number of elements of the master weights on this rank, which do not change."""

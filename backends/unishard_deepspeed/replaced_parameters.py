@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from unishard.engine.loop.failed_modules import modules_in
 from unishard.errors import ModelError
 
-__all__ = ["explained"]
-
 
 @contextmanager
 def explained(model: nn.Module) -> Iterator[None]:

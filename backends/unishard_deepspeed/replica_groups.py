@@ -12,8 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Replicas", "replicas_of"]
-
 
 class Replicas:
     """The argument `mpu` of `deepspeed.initialize` (DeepSpeed 0.19.8, `__init__.py`)."""

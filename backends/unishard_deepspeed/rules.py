@@ -9,8 +9,6 @@ from unishard.contract.loop_rules import NOT_FP16, complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_deepspeed import fields
 
-__all__ = ["RULES"]
-
 _GROUPS = Rule(
     Fit.EXACT, "groups of the client optimizer", "ZeRO flattens each group by itself; no partition mixes two"
 )

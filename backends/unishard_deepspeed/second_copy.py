@@ -16,8 +16,6 @@ from unishard.config.topology import Topology
 from unishard.errors import Problem
 from unishard_deepspeed import fields
 
-__all__ = ["group_of", "problems"]
-
 _KEY = "zero_hpz_partition_size"
 
 

@@ -25,8 +25,6 @@ from unishard_deepspeed.private.second_copy import group_of_init
 from unishard_deepspeed.replica_groups import Replicas
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["partition"]
-
 
 def partition(
     deepspeed: ModuleType,

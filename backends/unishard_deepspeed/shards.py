@@ -16,8 +16,6 @@ from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.state import gather_after
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["Shards", "give_gradients"]
-
 
 def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Stage 0: create zero gradients in fp32 for parameters without one that accumulate in fp32.

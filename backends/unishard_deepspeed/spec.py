@@ -19,8 +19,6 @@ from unishard_deepspeed.second_copy import group_of
 if TYPE_CHECKING:
     from unishard.contract.units import ModelUnits
 
-__all__ = ["ZeroSpec", "spec_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class ZeroSpec:

@@ -10,8 +10,6 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.second_copy import group_of
 from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
-__all__ = ["Stage3"]
-
 
 class Stage3(StageFootprint):
     """ZeRO-3: shards of each parameter, gathered by unit."""

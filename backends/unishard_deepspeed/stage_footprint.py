@@ -22,8 +22,6 @@ from unishard.contract.footprint import (
 )
 from unishard_deepspeed import fields
 
-__all__ = ["RESERVED", "StageFootprint"]
-
 RESERVED = (1.05, 1.4)
 """Buckets are allocated once; stage 3's gathers have many sizes. A rule of thumb, not measured here."""
 

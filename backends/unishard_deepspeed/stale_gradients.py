@@ -12,8 +12,6 @@ from unishard_deepspeed.private.shards import clear_offloaded
 from unishard_deepspeed.private.updates import clear_stale_gradients
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["StaleGradients"]
-
 
 class StaleGradients:
     """Gradients of the last window that remain in an optimizer.

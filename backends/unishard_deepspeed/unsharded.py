@@ -11,8 +11,6 @@ from torch import nn
 
 from unishard_deepspeed.private.unsharded import not_freed
 
-__all__ = ["is_of_shard", "keep_gathered"]
-
 _EMPTY = re.compile(r"\(0\)|\[0\]|\b0x\d|\dx0\b|'weight' must be 2-D")
 """In torch 2.13's errors for shapes, where one tensor is a parameter that is not gathered, which has the shape (0,)."""
 

@@ -18,8 +18,6 @@ from unishard_deepspeed.private.master_weights import relink_after_update, shard
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["UnusedParameters"]
-
 
 class ArrivalOrder:
     """A hash of the order in which gradients come: equal on all ranks, or the ranks add up those of different

@@ -24,8 +24,6 @@ from unishard_fsdp.clipping import local, scale, total_norm
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
 
-__all__ = ["TorchAdapter"]
-
 _grad = attrgetter("grad")
 
 

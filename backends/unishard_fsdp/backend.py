@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
-__all__ = ["FSDPBackend"]
-
 _ENGINES = {
     "fully_shard": "FSDPModule",
     "replicate": "FSDPModule",

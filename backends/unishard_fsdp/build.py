@@ -27,8 +27,6 @@ from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.spec import FSDPSpec
 
-__all__ = ["build", "require_unused_params"]
-
 _SYNCS_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from unishard.engine.optim.grad_norm import multiply, norm_of
 
-__all__ = ["local", "scale", "total_norm"]
-
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's local tensor. Call it under `no_grad`, to avoid an autograd node."""

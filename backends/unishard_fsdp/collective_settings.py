@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from unishard.errors import BackendError
 from unishard_fsdp.options import COLLECTIVE_SETTINGS, FullyShard
 
-__all__ = ["apply", "require", "require_device"]
-
 _ON_CUDA = {
     "allocate_memory_from_process_group_for_comm": "elsewhere no process group allocates tensors",
     "symm_mem_for_comm": "only NCCL has symmetric memory",

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["ConditionalParameters"]
-
 
 class ConditionalParameters:
     """The sharded parameters of conditional modules.

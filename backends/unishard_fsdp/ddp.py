@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unishard_fsdp.private import PRIVATE_API
 
-__all__ = ["AveragingHook", "wrap_ddp"]
-
 _logger = logging.getLogger("unishard")
 
 

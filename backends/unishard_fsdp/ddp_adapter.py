@@ -17,8 +17,6 @@ from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.ddp import AveragingHook
 from unishard_fsdp.spec import FSDPSpec
 
-__all__ = ["DDPAdapter"]
-
 
 class DDPAdapter(TorchAdapter):
     """A model under DistributedDataParallel."""

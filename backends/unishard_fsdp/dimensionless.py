@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["add_dimension", "parameter_named", "shape_of"]
-
 _NUMBER = "_unishard_number"
 """An attribute of the parameter, which its shards get as well."""
 

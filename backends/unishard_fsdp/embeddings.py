@@ -8,8 +8,6 @@ from typing import cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["UngatheredEmbeddings"]
-
 
 class UngatheredEmbeddings:
     """Gathers them again once the user registers a hook on one, which may compute with its weight.

@@ -40,8 +40,6 @@ from unishard.contract.footprint import (
     optimizer_tensors,
 )
 
-__all__ = ["footprint_of"]
-
 RESERVED = (1.05, 1.3)
 """The allocator keeps blocks of the units' sizes for each stream. A rule of thumb, not measured here: FSDP2 frees in
 order, unlike FSDP1, of which OpenTau 273 reports 43.9 GB allocated and 70.1 GB reserved."""

@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-__all__ = ["run_as_forward"]
-
 _NAME = "_unishard_forward"
 
 

@@ -32,8 +32,6 @@ from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 from unishard_fsdp.unsharded import UnshardedModules, sharded_read
 
-__all__ = ["FSDPAdapter"]
-
 _DISCARD, _DTYPES, _FOREIGN = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"], PRIVATE_API["foreign-backward"]
 
 _logger = logging.getLogger("unishard")

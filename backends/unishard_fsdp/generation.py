@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-__all__ = ["gathering_in_generate"]
-
 
 @contextmanager
 def gathering_in_generate(module: nn.Module) -> Iterator[None]:

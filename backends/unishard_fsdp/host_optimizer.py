@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from unishard_fsdp.clipping import local
 
-__all__ = ["HostCopies"]
-
 
 class HostCopies:
     """Host copies of parameters, which an optimizer steps instead of them.

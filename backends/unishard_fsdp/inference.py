@@ -24,8 +24,6 @@ from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.unsharded import UnshardedModules, sharded_read
 
-__all__ = ["FSDPInferenceAdapter"]
-
 
 class FSDPInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""

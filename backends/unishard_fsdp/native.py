@@ -16,8 +16,6 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard_fsdp.options import FORMS
 
-__all__ = ["DECIDED", "SAME_MATHS", "check", "fit"]
-
 DECIDED: Mapping[str, str] = {
     "data_parallel": "sharding.strategy and precision.compute",
     "mesh": "sharding.strategy and sharding.group_size",

@@ -10,23 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from unishard.config.nested import Native
 
-__all__ = [
-    "COLLECTIVE_SETTINGS",
-    "CONSTANTS",
-    "FORMS",
-    "CPUOffload",
-    "DistributedDataParallel",
-    "FullyShard",
-    "HostOptimizer",
-    "Mesh",
-    "MixedPrecision",
-    "Options",
-    "Replicate",
-    "Timing",
-    "constants_of",
-    "parse",
-]
-
 Timing = Literal["every_micro_batch", "last_micro_batch"]
 DType = Literal["float32", "bfloat16", "float16"]
 

@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard_fsdp.dimensionless import parameter_named
 
-__all__ = ["GatheredLeaves", "ParameterUsage", "own_names"]
-
 
 class GatheredLeaves:
     """The gathered parameters of sharded modules, which torch keeps from one gathering to the next."""

@@ -9,8 +9,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from unishard_fsdp.forward_methods import run_as_forward
 
-__all__ = ["RootFirst"]
-
 
 class RootFirst:
     """Initializes FSDP2 from the root when a unit is called first, as in `engine.module.encoder(...)` before any

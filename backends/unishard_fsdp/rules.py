@@ -27,8 +27,6 @@ from unishard_fsdp.settings import (
     zero_redundancy,
 )
 
-__all__ = ["RULES"]
-
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
 _NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 

@@ -11,30 +11,6 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard_fsdp.arguments.precision import DTYPES
 
-__all__ = [
-    "MIXED",
-    "Form",
-    "casts_inputs",
-    "compute_dtypes",
-    "for_forms",
-    "form_of",
-    "gathering",
-    "groups_of",
-    "has_strategy",
-    "is_form",
-    "may_wait",
-    "mesh",
-    "offload",
-    "only_optimizer",
-    "prefetch",
-    "reduce_dtypes",
-    "resharding",
-    "timing",
-    "waits",
-    "within_group",
-    "zero_redundancy",
-]
-
 Form = Literal["fully_shard", "replicate", "DistributedDataParallel"]
 
 _EVERY, _LAST = "every_micro_batch", "last_micro_batch"

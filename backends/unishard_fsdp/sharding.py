@@ -24,8 +24,6 @@ from unishard_fsdp import collective_settings
 from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 
-__all__ = ["apply_fully_shard", "apply_replicate", "load"]
-
 Apply = Callable[[nn.Module], object]
 
 _MARK = "_is_fsdp_managed_module"

@@ -9,8 +9,6 @@ from unishard.distributed.shards import Shard
 from unishard_fsdp.clipping import local
 from unishard_fsdp.dimensionless import shape_of
 
-__all__ = ["shard_of"]
-
 
 def shard_of(parameter: nn.Parameter, values: Tensor | None = None) -> Shard:
     """This rank's shard of a parameter, or of `values`, a tensor that is sharded like it. Call it under `no_grad`.

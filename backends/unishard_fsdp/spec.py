@@ -9,8 +9,6 @@ from unishard.config.nested import Native
 from unishard.contract.report import Translation
 from unishard_fsdp.options import Options, parse
 
-__all__ = ["FSDPSpec", "spec_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class FSDPSpec:

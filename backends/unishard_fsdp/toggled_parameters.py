@@ -8,8 +8,6 @@ from torch import nn
 
 from unishard_fsdp.dimensionless import parameter_named
 
-__all__ = ["ToggledParameters"]
-
 _requires_grad = attrgetter("requires_grad")
 """In C, since it is asked of every parameter before every forward."""
 

@@ -15,8 +15,6 @@ from unishard_fsdp.private import PRIVATE_API
 if TYPE_CHECKING:
     from unishard.contract.private_api import PrivateApi
 
-__all__ = ["UnreducedGradients"]
-
 _MIXED = PRIVATE_API["mixed-accumulation"]
 _HYBRID = PRIVATE_API["hybrid-accumulation"]
 

@@ -15,8 +15,6 @@ from unishard_fsdp.dimensionless import parameter_named
 from unishard_fsdp.forward_methods import run_as_forward
 from unishard_fsdp.parameter_usage import own_names
 
-__all__ = ["UnshardedModules", "sharded_read"]
-
 _MIXED = "mixed torch.Tensor and DTensor"
 """In torch 2.13's error for an operation on a parameter that is not gathered
 (torch/distributed/tensor/_dispatch.py)."""

@@ -18,8 +18,6 @@ from benchmarks.gpu import packages, page
 from benchmarks.gpu.pieces import BUDGET, PIECES, Piece
 from benchmarks.gpu.report import Report, path_of, read
 
-__all__ = ["main"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 
 

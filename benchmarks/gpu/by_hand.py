@@ -16,8 +16,6 @@ from torch import nn
 import unishard
 from benchmarks.gpu.llamas import Size
 
-__all__ = ["LOOPS", "STRATEGIES", "Step", "through_unishard"]
-
 Step = Callable[[], torch.Tensor]
 """One optimizer step; returns its loss, on the device."""
 Loop = Callable[[Size, str, str, int], Step]

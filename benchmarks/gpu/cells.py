@@ -12,8 +12,6 @@ from unishard.testing import conformance, oracle, run_ranks
 from unishard.testing.cells import CLIP, STRATEGIES, Cell, windows
 from unishard.testing.models import MODELS
 
-__all__ = ["cells", "expected", "judge", "measure", "run"]
-
 
 def cells(device: str) -> list[Cell]:
     """On the CPU the suite runs them anyway: the MLP with accumulation shows that the piece works."""

@@ -16,8 +16,6 @@ from unishard.testing import run_ranks
 from unishard.testing.models import llama
 from unishard.testing.tolerances import TOLERANCES
 
-__all__ = ["run"]
-
 _LAYERS = 12
 """More than the 8 recompilations after which torch.compile gives up."""
 

@@ -12,8 +12,6 @@ import time
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import BACKENDS
 
-__all__ = ["noise", "run"]
-
 _SCRIPT = """
 import json, sys
 import unishard

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["PEAKS", "SIZES", "Size", "flops_per_token", "mfu", "parameters", "peak_of"]
-
 
 class Size(NamedTuple):
     """A Llama and the micro-batch that it trains on."""

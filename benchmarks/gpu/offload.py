@@ -18,8 +18,6 @@ from unishard.testing import run_ranks
 from unishard.testing.models import llama
 from unishard.testing.tolerances import TOLERANCES
 
-__all__ = ["run"]
-
 OFFLOADS = {
     "full_shard": {"params": "cpu", "optimizer": "cpu", "pin_memory": True},
     "shard_grad_op": {"optimizer": "cpu", "pin_memory": True},

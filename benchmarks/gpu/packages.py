@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Wheel", "install", "needed", "parse"]
-
 
 class Wheel(NamedTuple):
     """A file name such as `pydantic_core-2.50.4-cp312-cp312-manylinux_2_17_x86_64.whl`, taken apart."""

@@ -16,8 +16,6 @@ from benchmarks.gpu.pieces import PIECES
 from benchmarks.gpu.report import read
 from benchmarks.marked import replace
 
-__all__ = ["BEGIN", "END", "NOT_RUN", "figures", "main", "write"]
-
 BEGIN, END = "<!-- figures: written by benchmarks/gpu/page.py -->", "<!-- end of the figures -->"
 NOT_RUN = "Not run on a GPU yet: no figure from a GPU has been measured."
 

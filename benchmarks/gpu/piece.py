@@ -15,8 +15,6 @@ from pathlib import Path
 from benchmarks.gpu.pieces import PIECES, Piece
 from benchmarks.gpu.report import Report
 
-__all__ = ["main", "run_piece"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)

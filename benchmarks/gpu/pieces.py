@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BUDGET", "PIECES", "Piece"]
-
 BUDGET = 2400
 """Seconds for all pieces on one GPU."""
 

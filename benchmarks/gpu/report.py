@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Check", "Report", "Verdict", "path_of", "read", "verdict_of"]
-
 Verdict = Literal["pass", "fail", "unsupported", "needs CUDA"]
 """`unsupported`: the versions at hand cannot do it, and the detail says which and why. `needs CUDA`: not measured in
 the CPU form."""

@@ -8,8 +8,6 @@ from unishard.testing import resuming
 from unishard.testing.resuming import Pair, ResumedRun
 from unishard.testing.tolerances import TOLERANCES
 
-__all__ = ["pairs", "run"]
-
 
 def pairs(device: str) -> list[Pair]:
     """Both directions, and each engine into itself, which tells a device that gives other bits each time from a state

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-__all__ = ["Staged", "install"]
-
 
 def install() -> None:
     """Make `init_process_group("staged")` known."""

@@ -24,8 +24,6 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import BACKENDS, attempt, full_size
 from unishard.testing import run_ranks
 
-__all__ = ["BUDGET", "run"]
-
 BUDGET = 1
 """Synchronizations of an optimizer step beyond those of the loop written by hand: one, to learn whether the gradients
 of the step before were finite, which the device has long computed; with SGD, those of this step."""

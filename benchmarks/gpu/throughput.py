@@ -20,8 +20,6 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import BACKENDS, attempt, full_size
 from unishard.testing import run_ranks
 
-__all__ = ["Plan", "Side", "Window", "plan_of", "run", "summary"]
-
 SIDES = ("unishard", "by hand")
 BOUND = 0.95
 """Minimum speed of unishard relative to the loop by hand."""

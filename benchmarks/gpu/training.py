@@ -16,8 +16,6 @@ from unishard.config import Config
 from unishard.testing import RankFailure
 from unishard.testing.models import llama
 
-__all__ = ["BACKENDS", "Curve", "attempt", "config", "full_size", "tokens", "train", "wide_llama"]
-
 BACKENDS = ("fsdp", "deepspeed")
 
 

@@ -22,8 +22,6 @@ from unishard.testing import oracle, run_ranks
 from unishard.testing.cells import CLIP, Cell
 from unishard.testing.models import MODELS
 
-__all__ = ["run"]
-
 
 def one_card(device: str) -> dict[str, str]:
     """The environment of both ranks. What is visible is said, else `run_ranks` hides a card that two ranks would

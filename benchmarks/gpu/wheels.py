@@ -17,8 +17,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-__all__ = ["LIMIT_MIB", "main"]
-
 LIMIT_MIB = 50
 _ROOT = Path(__file__).resolve().parents[2]
 _DEEPSPEED = "deepspeed==0.19.8"

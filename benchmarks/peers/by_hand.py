@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from benchmarks.peers.cell import BETAS, CLIP, DECAY, EPS, LR, Cell
 
-__all__ = ["deepspeed", "deepspeed_settings", "fsdp", "quiet", "start_process_group"]
-
 _BUCKET = 25_000_000
 """Elements: what DDP's 25 MiB, FSDP's units and unishard's default come near to."""
 

@@ -11,23 +11,6 @@ from torch import Tensor, nn
 
 from unishard.testing.models import llama
 
-__all__ = [
-    "BATCHES",
-    "BETAS",
-    "CANDIDATES",
-    "CLIP",
-    "DECAY",
-    "ENGINES",
-    "EPS",
-    "LR",
-    "PRECISIONS",
-    "SIZES",
-    "STRATEGIES",
-    "Batch",
-    "Cell",
-    "Size",
-]
-
 ENGINES = ("fsdp", "deepspeed")
 STRATEGIES = ("full_shard", "shard_grad_op")
 PRECISIONS = ("fp32", "bf16")

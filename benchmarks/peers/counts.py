@@ -25,8 +25,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ranks"))  #
 from counting import peak_of, storages
 from recording import Event, Recorder
 
-__all__ = ["COUNTED", "Counts", "counted", "held", "sent", "theory"]
-
 _TRIES = 2
 """Steps whose memory is looked at: a thread of gloo may free its buffers later than the next ones are allocated."""
 COUNTED = 1 + _TRIES

@@ -9,8 +9,6 @@ from torch import Tensor
 from benchmarks.peers import by_hand, with_accelerate, with_unishard
 from benchmarks.peers.cell import Cell
 
-__all__ = ["Loop", "loop_of"]
-
 Loop = Callable[[Cell], Iterator[Tensor]]
 """Its first `next` prepares everything and makes the first optimizer step."""
 

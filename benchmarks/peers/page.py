@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.marked import replace
 
-__all__ = ["BEGIN", "END", "NOT_RUN", "line_of", "section", "write"]
-
 BEGIN, END = "<!-- peers: written by benchmarks/peers -->", "<!-- end of peers -->"
 NOT_RUN = "Not measured yet: `make bench ONLY=peers` writes this section."
 GOALS = {"by hand": 1.0, "Accelerate": 0.95}

@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.peers.page import GOALS, usable
 
-__all__ = ["draw"]
-
 Json = dict[str, Any]
 _COLORS = {"fsdp": "C0", "deepspeed": "C1"}
 

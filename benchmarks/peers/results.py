@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks.peers.cell import Cell
 from unishard.contract.tolerances import TOLERANCES
 
-__all__ = ["cell_result", "deviation", "machine", "paired", "start_result"]
-
 Json = dict[str, Any]
 
 

@@ -16,8 +16,6 @@ from benchmarks.peers.cell import Cell
 from benchmarks.peers.loops import loop_of
 from unishard.testing import run_ranks
 
-__all__ = ["Start", "first_step", "starts"]
-
 _MOST = 9
 """Starts of each candidate."""
 

@@ -18,8 +18,6 @@ from benchmarks.peers.cell import Cell
 from benchmarks.peers.counts import COUNTED, Counts, counted, held
 from benchmarks.peers.loops import loop_of
 
-__all__ = ["Side", "Turns", "take_turns"]
-
 WARM_UP = 10
 """Steps that are not timed, after the first one: in that DeepSpeed's stage 3 learns the order of modules, and in the
 first ten unishard compares each call of the ranks before its collectives, later in every tenth."""

@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from benchmarks.peers.by_hand import adamw, deepspeed_settings, quiet
 from benchmarks.peers.cell import CLIP, Cell
 
-__all__ = ["deepspeed", "fsdp"]
-
 
 def fsdp(cell: Cell) -> Iterator[Tensor]:
     """With `FullyShardedDataParallelPlugin(fsdp_version=2)`."""

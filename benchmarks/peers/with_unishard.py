@@ -11,8 +11,6 @@ from torch import Tensor
 import unishard
 from benchmarks.peers.cell import BETAS, CLIP, DECAY, EPS, LR, Batch, Cell
 
-__all__ = ["config", "train"]
-
 
 class Loader:
     """A loader that says its length, as most do. Without one, unishard compares the ranks' numbers of batches before

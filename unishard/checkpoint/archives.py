@@ -13,8 +13,6 @@ from typing import IO, Any
 from unishard.checkpoint.budgets import MOST_DIMS, BoundedUnpickler, refuse, require_small
 from unishard.errors import CheckpointError
 
-__all__ = ["read_through", "require_bounded"]
-
 _BLOCK = 1 << 22
 """Bytes in memory at once."""
 _ELEMENTS, _ELEMENTS_A_BYTE = 1 << 24, 16

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from unishard.checkpoint.box_tables import box_table
 from unishard.checkpoint.held import StoredTensor, cut, tensors_in, unpacked
 
-__all__ = ["Assignment", "Places"]
-
 Numbers = NDArray[np.int64]
 
 

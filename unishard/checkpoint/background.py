@@ -16,8 +16,6 @@ from unishard.checkpoint.saving import Snapshot
 from unishard.distributed import process_group
 from unishard.failures.endings import naming_causes
 
-__all__ = ["Background"]
-
 _logger = logging.getLogger("unishard")
 
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BoxTable", "box_table"]
-
 Numbers = NDArray[np.int64]
 
 

@@ -13,8 +13,6 @@ from typing import Any, ClassVar, NoReturn
 
 from unishard.errors import CheckpointError
 
-__all__ = ["MOST_DIMS", "MOST_NAMES", "BoundedUnpickler", "refuse", "require_small", "steps_of"]
-
 _STEPS, _STEPS_A_BYTE = 1 << 20, 4
 """Steps of any file, and further ones for each of its bytes. In genuine files a value takes one, and has more than one
 byte."""

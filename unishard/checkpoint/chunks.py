@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Chunk", "ChunkTable", "ListedChunks"]
-
 
 class Chunk(NamedTuple):
     """A box of a tensor as it is stored in a file."""

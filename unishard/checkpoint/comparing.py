@@ -15,8 +15,6 @@ from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import blocks_of, require_sound
 from unishard.errors import CheckpointError
 
-__all__ = ["Comparison", "Fact", "TensorDifference", "compare", "to_read"]
-
 _INCIDENTAL = {"run", "commit", "written", "versions", "files", "tensors", "norms", "crc32"}
 """Fields that depend on when and how the checkpoint was written, or that follow from the tensors."""
 _STRIDE = 1 << 19

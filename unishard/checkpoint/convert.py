@@ -20,8 +20,6 @@ from unishard.contract import registry
 from unishard.contract.checkpoint_format import Advance, CheckpointFormat
 from unishard.errors import CheckpointError
 
-__all__ = ["convert", "formats"]
-
 
 def convert(
     source: Path,

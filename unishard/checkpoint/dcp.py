@@ -9,8 +9,6 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from unishard.contract.private_api import CORE_PRIVATE_API
 
-__all__ = ["index_of", "is_place", "memory_format", "place", "require"]
-
 _PATCH = CORE_PRIVATE_API["checkpoint-index"]
 
 

@@ -18,8 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["BUFFER", "DirectFile"]
-
 BUFFER = 1 << 22
 """Bytes per write; much larger writes are slower on Linux."""
 

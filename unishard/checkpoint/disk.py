@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["fsync"]
-
 
 def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk."""

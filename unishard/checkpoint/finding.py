@@ -14,25 +14,6 @@ from unishard.checkpoint.headers import header_of
 from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
-__all__ = [
-    "LATEST",
-    "LEFT_OVER",
-    "STEP",
-    "FoundCheckpoint",
-    "age_of",
-    "best",
-    "checkpoints",
-    "entries",
-    "incomplete",
-    "is_checkpoint",
-    "latest",
-    "locate",
-    "name_of",
-    "next_commit",
-    "ranked",
-    "set_aside",
-]
-
 LATEST = "latest"
 """The file that names the last committed checkpoint."""
 _LONGEST = 4096

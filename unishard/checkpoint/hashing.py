@@ -17,8 +17,6 @@ from torch import Tensor
 
 from unishard.distributed.shards import Shard, flat
 
-__all__ = ["MASK", "hash_of", "hashes", "hexadecimal"]
-
 MASK = 2**64 - 1
 _WORD = 8
 _BLOCK = 1 << 17

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from unishard.checkpoint import manifest as manifests
 from unishard.errors import CheckpointError
 
-__all__ = ["UNKNOWN_RUN", "Header", "header_of"]
-
 UNKNOWN_RUN = "0" * 8
 """The run of checkpoints whose manifest names none, such as those of earlier versions. They count as one run."""
 

@@ -15,8 +15,6 @@ from unishard.checkpoint import keys
 from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.distributed.lazy_shards import LazyShard
 
-__all__ = ["Cuts", "Held", "StoredTensor", "cut", "divided", "held_of", "packed", "tensors_in", "unpacked"]
-
 Numbers = NDArray[np.int64]
 _LASTING = (keys.PARAMETERS, keys.OPTIMIZER, keys.AVERAGES)
 _FAST = 1

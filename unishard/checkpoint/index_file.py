@@ -30,8 +30,6 @@ from unishard.checkpoint.assignment import Places
 from unishard.checkpoint.box_tables import box_table
 from unishard.checkpoint.held import StoredTensor
 
-__all__ = ["pieces"]
-
 Numbers = NDArray[np.int64]
 _PUTS, _GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
 _LIST, _CHUNKS, _PLACES = ("\0entries", "\0chunks", "\0places")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
-__all__ = ["OutsideFolderError", "file_inside", "leaves"]
-
 
 class OutsideFolderError(ValueError):
     """A name leads out of its folder."""

@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Box", "boxes", "runs"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes in every dim."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AVERAGES", "OPTIMIZER", "PARAMETERS", "RANDOM", "STATE", "of_optimizer", "optimizer_part", "parameter_of"]
-
 PARAMETERS = "model."
 """Prefix of the names of parameters and persistent buffers."""
 OPTIMIZER = "optim.state."

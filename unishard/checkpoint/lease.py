@@ -27,8 +27,6 @@ from unishard.checkpoint.regular_file import read_bytes
 from unishard.distributed.processes import is_running, machine, started
 from unishard.errors import CheckpointError
 
-__all__ = ["BEAT", "FILE", "LIMIT", "Lease", "acquire", "beat", "read", "release", "token"]
-
 FILE = ".owner"
 BEAT = 5.0
 """Seconds between two beats of a living owner."""

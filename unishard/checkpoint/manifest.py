@@ -16,17 +16,6 @@ from unishard.checkpoint.regular_file import read_bytes
 from unishard.contract.training_facts import LARGEST, Facts, LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 
-__all__ = [
-    "FILE",
-    "FileFacts",
-    "Manifest",
-    "ModelRecord",
-    "TensorFacts",
-    "fingerprint_of",
-    "read",
-    "text_of",
-]
-
 FILE = "manifest.json"
 """Its name in a checkpoint directory."""
 _LAST = re.compile(rb',\n "crc32": "[0-9a-f]{8}"\n}\n\Z')

@@ -10,8 +10,6 @@ from unishard.checkpoint import keys
 from unishard.checkpoint.manifest import Manifest
 from unishard.errors import CheckpointError, in_one_line
 
-__all__ = ["Match", "Wanted", "fit"]
-
 _SHOWN = 8
 
 

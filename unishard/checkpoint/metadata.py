@@ -24,8 +24,6 @@ from unishard.checkpoint.budgets import MOST_DIMS, MOST_NAMES, BoundedUnpickler,
 from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
-__all__ = ["FILE", "read"]
-
 FILE = ".metadata"
 """Its name in the directory."""
 _LARGEST = 2**33

@@ -17,8 +17,6 @@ from unishard.checkpoint.writing import write as write_tensors
 from unishard.contract.checkpoint_format import Advance, CheckpointFormat, Contents
 from unishard.version import __version__
 
-__all__ = ["OWN"]
-
 
 def _is_own(source: Path) -> bool:
     return is_checkpoint(source) or bool(source.is_dir() and checkpoints(source))

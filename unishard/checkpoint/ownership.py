@@ -20,8 +20,6 @@ from unishard.checkpoint import lease
 from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.errors import CheckpointError
 
-__all__ = ["confirm", "is_lost", "own", "release"]
-
 
 class _Owned:
     """A directory that this process owns, and the thread that shows that it lives."""

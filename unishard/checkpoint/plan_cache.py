@@ -11,8 +11,6 @@ import torch.distributed as dist
 from unishard.checkpoint.planning import Packed, Planning
 from unishard.checkpoint.planning_process import PlanningProcess
 
-__all__ = ["PlanCache"]
-
 MANY = 100_000
 """Chunks from which on a child process pays: planning fewer and writing their index takes about a second."""
 

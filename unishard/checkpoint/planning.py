@@ -19,8 +19,6 @@ from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.metadata import FILE
 from unishard.distributed.dtypes import name_of
 
-__all__ = ["Planning", "Result", "Written"]
-
 Packed = tuple[bytes, bytes]
 """What a rank holds, as `held.packed` makes it."""
 

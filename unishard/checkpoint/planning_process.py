@@ -22,8 +22,6 @@ from typing import IO, Any
 
 from unishard.checkpoint.planning import Packed, Planning, Result, Written
 
-__all__ = ["PlanningProcess", "serve"]
-
 _START = """
 import os, signal, sys
 for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):

@@ -18,8 +18,6 @@ from typing import IO
 import torch
 from torch import Tensor
 
-__all__ = ["envelope_of", "is_ours"]
-
 
 def envelope_of(values: Tensor) -> tuple[bytes, bytes]:
     """The bytes before and after the data of a tensor in its record."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from unishard.errors import ContractError
 
-__all__ = ["open_file", "path_of", "read_bytes"]
-
 
 def open_file(path: Path) -> BufferedReader:
     """Open a file for reading.

@@ -23,8 +23,6 @@ from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.errors import CheckpointError
 
-__all__ = ["Retention", "Snapshot", "save", "without_collections"]
-
 _logger = logging.getLogger("unishard")
 
 

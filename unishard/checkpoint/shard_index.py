@@ -34,8 +34,6 @@ from unishard.checkpoint.regular_file import open_file
 from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.errors import CheckpointError
 
-__all__ = ["FILE", "ShardIndex", "bytes_of", "open_index"]
-
 FILE = "shards.index"
 """Its name in a checkpoint."""
 _MAGIC = b"unishard-index-1\n"

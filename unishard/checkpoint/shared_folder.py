@@ -16,8 +16,6 @@ from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 from unishard.failures.rank_locations import describe
 
-__all__ = ["require_complete", "require_shared", "unmark"]
-
 _TOKEN = ".written-by-rank-0"
 _PATIENCE = 5.0
 """Seconds until another node's file must be visible: a network file system may answer from a cache for a while."""

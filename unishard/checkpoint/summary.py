@@ -12,8 +12,6 @@ from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.manifest import FileFacts, TensorFacts
 from unishard.checkpoint.writing import Written
 
-__all__ = ["summary_of"]
-
 
 def summary_of(written: Written, buffers: Collection[str]) -> dict[str, Any]:
     """The fields of a manifest that are known only after writing.

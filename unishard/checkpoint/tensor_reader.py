@@ -23,8 +23,6 @@ from unishard.checkpoint.shard_index import open_index
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["ReadRequest", "Tensors"]
-
 
 class ReadRequest(NamedTuple):
     """Memory to read a flat range of a tensor into."""

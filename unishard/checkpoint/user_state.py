@@ -34,8 +34,6 @@ from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.distributed.storable import STORABLE, obstacle
 from unishard.errors import CheckpointError
 
-__all__ = ["once", "pack", "unpack"]
-
 _EXACT = 2**53
 """JSON readers that only know doubles round larger integers."""
 _DEEPEST = 100

@@ -20,8 +20,6 @@ from unishard.distributed.dtypes import name_of
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["blocks_of", "damaged", "hashes_of", "require_sound", "verified"]
-
 _BLOCK = 1 << 22
 """Bytes of a file in memory at once."""
 

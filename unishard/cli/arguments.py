@@ -16,25 +16,6 @@ if TYPE_CHECKING:
     from unishard.config.run_ranks import RunRanks
     from unishard.tools.plan.devices import Device
 
-__all__ = [
-    "ConfigFile",
-    "DeviceName",
-    "GpusPerNode",
-    "MemorySize",
-    "Output",
-    "Overrides",
-    "Ranks",
-    "RanksPerNode",
-    "Report",
-    "ScriptArguments",
-    "ScriptIsModule",
-    "ScriptName",
-    "device_of",
-    "note_ranks",
-    "run_ranks",
-    "topology_of",
-]
-
 ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A unishard config (YAML).", show_default=False)]
 Overrides = Annotated[
     list[str] | None,

@@ -6,8 +6,6 @@ import sys
 
 from unishard.cli.table import show
 
-__all__ = ["backends"]
-
 
 def backends() -> None:
     """List the installed backends.

@@ -13,8 +13,6 @@ from unishard.cli.wrapping import echo, emit
 from unishard.config.run_ranks import RunRanks, ranks_of
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["check"]
-
 
 class _Passed(NamedTuple):
     backend: str

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from unishard.checkpoint.comparing import Comparison
     from unishard.checkpoint.manifest import Manifest
 
-__all__ = ["app"]
-
 FOUND = 1
 """Exit status when a checkpoint is damaged or two differ; 2 is for errors."""
 

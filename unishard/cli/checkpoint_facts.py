@@ -16,8 +16,6 @@ from unishard.checkpoint.manifest import Manifest, TensorFacts
 from unishard.cli.report import value_of
 from unishard.config.describe import count_of
 
-__all__ = ["TensorKind", "bytes_of", "facts_of", "groups_of", "kinds_of", "local", "place_of", "size", "size_of"]
-
 
 class TensorKind(NamedTuple):
     """All tensors of one kind; tied tensors count once."""

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["own_file"]
-
 
 @contextmanager
 def own_file(path: Path) -> Iterator[None]:

@@ -28,8 +28,6 @@ from unishard.cli.script_runs import (
 )
 from unishard.cli.wrapping import echo, emit
 
-__all__ = ["app"]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 

@@ -9,8 +9,6 @@ from textwrap import shorten
 
 import typer
 
-__all__ = ["backend_lists", "backends", "changes", "devices", "formats", "installed_backends", "strategy_lists"]
-
 
 def installed_backends() -> list[str]:
     """The installed backends; none if two packages offer the same name, which a command that needs one reports."""

@@ -11,8 +11,6 @@ import typer
 from unishard.cli.bar import bar
 from unishard.cli.wrapping import echo, emit
 
-__all__ = ["convert"]
-
 
 def convert(
     source: Annotated[

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["demo"]
-
 
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory for curves and figures.")] = Path(

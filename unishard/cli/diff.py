@@ -16,8 +16,6 @@ from unishard.cli.wrapping import echo
 if TYPE_CHECKING:
     from unishard.formats.comparing import Side
 
-__all__ = ["diff"]
-
 DIFFERENT = 1
 """Exit status when they differ, as in diff(1), where 2 means an error."""
 

@@ -10,8 +10,6 @@ import typer
 from unishard.cli.wrapping import echo
 from unishard.errors import UnishardError
 
-__all__ = ["docs"]
-
 
 def docs(
     check: Annotated[

@@ -16,8 +16,6 @@ from unishard.cli.wrapping import echo, emit
 if TYPE_CHECKING:
     from unishard.tools.doctor import Check
 
-__all__ = ["doctor"]
-
 _COLUMNS = ("status", "what", "found", "to do")
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from unishard.config.topology import Topology
     from unishard.contract.explain import ExplainedField, Image
 
-__all__ = ["explain"]
-
 _COLUMNS = ("field", "value", "from")
 
 

@@ -10,8 +10,6 @@ import typer
 from unishard.cli.wrapping import echo
 from unishard.config.describe import count_of
 
-__all__ = ["export"]
-
 
 def export(
     checkpoint: Annotated[

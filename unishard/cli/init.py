@@ -18,8 +18,6 @@ from unishard.errors import ConfigError, UnishardError
 if TYPE_CHECKING:
     from unishard.formats.wizard import Draft, Question
 
-__all__ = ["init"]
-
 
 def init(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file.")] = Path(

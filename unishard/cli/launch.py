@@ -20,8 +20,6 @@ from unishard.errors import ConfigError, UnishardError
 if TYPE_CHECKING:
     from unishard.tools.launch.command import Script
 
-__all__ = ["app"]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 

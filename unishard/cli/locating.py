@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from unishard.tools.compare.modules import Located
     from unishard.tools.compare.verdict import Verdict
 
-__all__ = ["Again", "with_modules"]
-
 Again = Callable[[Sequence["Variant"], tuple[int, ...]], Iterable["Measured"]]
 """Runs candidates up to the last of these steps, in which each module is measured."""
 

@@ -23,8 +23,6 @@ from unishard.errors import UnishardError, in_one_line
 if TYPE_CHECKING:
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig
 
-__all__ = ["migrate"]
-
 _REFUSED = 1
 _OUTCOMES = {0: "translates", _REFUSED: "refused", 2: "approximate"}
 

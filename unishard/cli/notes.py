@@ -10,8 +10,6 @@ from typing import TextIO
 from unishard.cli.wrapping import echo
 from unishard.errors import RenamedFieldWarning
 
-__all__ = ["collected", "plain_notes"]
-
 
 @contextmanager
 def collected() -> Iterator[list[str]]:

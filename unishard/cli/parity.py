@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from unishard.tools.compare.golden import ComparedRun
     from unishard.tools.compare.measuring import Measured
 
-__all__ = ["app"]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 DIFFERENT = 1

@@ -28,8 +28,6 @@ from unishard.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from unishard.tools.plan.planning import Plan
 
-__all__ = ["plan"]
-
 
 def plan(
     config: ConfigFile,

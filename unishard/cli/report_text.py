@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from unishard.formats import Change, Item, Outcome
     from unishard.formats.sidecar.filling import Filling
 
-__all__ = ["LOUD", "key_value", "listed", "needs_input", "value_of", "write_text"]
-
 LOUD = (Fit.UNSUPPORTED, Fit.NEEDS_INPUT, Fit.APPROXIMATE)
 """What needs attention, the most important first."""
 _ORDER = (*LOUD, Fit.EQUIVALENT, Fit.IGNORED, Fit.EXACT)

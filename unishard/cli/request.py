@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from unishard.formats import Outcome
     from unishard.formats.remedies import Remedy
 
-__all__ = ["TranslateRequest"]
-
 
 class TranslateRequest(NamedTuple):
     """The arguments of one translation."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from unishard.errors import UnishardError
 
-__all__ = ["save"]
-
 
 def save(path: Path, text: str) -> None:
     """Write a file atomically; a pipe or a device is written directly.

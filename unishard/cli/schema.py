@@ -8,8 +8,6 @@ from unishard.cli.arguments import Output
 from unishard.cli.saving import save
 from unishard.cli.wrapping import echo, emit
 
-__all__ = ["schema"]
-
 
 def schema(output: Output = None) -> None:
     """Print the config's JSON Schema, for editors.

@@ -6,8 +6,6 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-__all__ = ["ScriptLast"]
-
 
 class ScriptLast(TyperCommand):
     """Leaves what follows the script to the script, options included."""

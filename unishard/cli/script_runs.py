@@ -23,27 +23,6 @@ if TYPE_CHECKING:
     from unishard.tools.compare.measuring import Measured, Task
     from unishard.tools.launch.command import Script
 
-__all__ = [
-    "AsJson",
-    "Backends",
-    "ModelName",
-    "OptionalScript",
-    "Out",
-    "OverriddenConfig",
-    "Processes",
-    "Rounds",
-    "SeqLen",
-    "Steps",
-    "Strategies",
-    "Timeout",
-    "folder_of",
-    "given",
-    "ranks_here",
-    "run_all",
-    "script_of",
-    "script_or_model",
-]
-
 OptionalScript = Annotated[
     str | None,
     typer.Argument(

@@ -12,8 +12,6 @@ from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.saving import save
 from unishard.errors import ConfigError
 
-__all__ = ["set_"]
-
 
 def set_(
     config: ConfigFile,

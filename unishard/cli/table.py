@@ -11,8 +11,6 @@ from unishard.errors import printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["FIT_STYLES", "fitting", "is_narrow", "show", "show_blocks"]
-
 FIT_STYLES = {
     "exact": "green",
     "equivalent": "cyan",

@@ -24,8 +24,6 @@ from unishard.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from unishard.formats import Outcome
 
-__all__ = ["Command", "translate"]
-
 APPROXIMATE = 2
 """Exit status under `--strict` when a key is only approximate."""
 DIFFERENT = 2

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from unishard.tools.compare.tuning import Tuned
     from unishard.tools.plan.devices import Device
 
-__all__ = ["app"]
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 

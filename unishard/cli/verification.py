@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from unishard.formats.verify import Verification
     from unishard.formats.verify.comparing import ComparedSetting
 
-__all__ = ["write_verification"]
-
 
 def write_verification(found: Verification, file: TextIO) -> None:
     """Write the settings and the result to a stream: what all agree on once, and what differs with each side's

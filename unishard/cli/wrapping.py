@@ -15,8 +15,6 @@ import typer
 
 from unishard.errors import printable
 
-__all__ = ["Prose", "echo", "emit", "keep_words_whole", "report_width", "shell_lines", "width_of", "wrapped"]
-
 _HYPHEN = "\ue000"
 """Stands for a hyphen while a help text is wrapped, because click breaks lines after hyphens."""
 _SPACE = "\ue001"

@@ -9,8 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from unishard.config.aliases import Spellings
 from unishard.config.section import Section, refuse
 
-__all__ = ["ActivationCheckpointing", "Compile"]
-
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value

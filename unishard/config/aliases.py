@@ -9,8 +9,6 @@ from typing import Any
 from pydantic import GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-__all__ = ["Spellings", "in_any_case"]
-
 
 @dataclass(frozen=True, slots=True)
 class Spellings:

@@ -9,8 +9,6 @@ from unishard.config.describe import count_of
 from unishard.config.training import Training
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["check_batch", "ranks_of_batch"]
-
 _PATH = "training.global_batch_size"
 
 

@@ -10,8 +10,6 @@ from pydantic_core import PydanticCustomError
 from unishard.config.aliases import Spellings
 from unishard.config.section import Section, refuse
 
-__all__ = ["SIGNALS", "Checkpoint"]
-
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
 """Signals that can trigger a checkpoint. The others cannot be caught, or Python or torch use them."""
 

@@ -6,8 +6,6 @@ from pydantic import Field
 
 from unishard.config.section import Section
 
-__all__ = ["Communication"]
-
 
 class Communication(Section):
     """Sizes and timing of collectives. No field here changes the results."""

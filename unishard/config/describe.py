@@ -11,8 +11,6 @@ from pydantic.fields import FieldInfo
 
 from unishard.config.section import Section
 
-__all__ = ["bare", "choices", "count_of", "expected", "shown", "type_in_words"]
-
 _SIMPLE = {str: "text", bool: "true or false", type(None): "null", dict: "a mapping", Any: "any value"}
 _NUMBERS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}
 

@@ -10,8 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from unishard.config.section import Section, refuse
 
-__all__ = ["KUBERNETES", "LaunchSettings"]
-
 KUBERNETES = (
     "image",
     "name",

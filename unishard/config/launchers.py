@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["MPI", "UNSIZED", "Mpi", "Place", "batch_tasks", "number", "started_by", "torchrun"]
-
 Environ = Mapping[str, str]
 
 

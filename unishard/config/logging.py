@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from unishard.config.section import Section, refuse
 
-__all__ = ["USERS", "Destination", "Logging"]
-
 Destination = Literal["progress", "jsonl", "tensorboard", "wandb", "mlflow"]
 
 _FILES = ("jsonl", "tensorboard", "mlflow")

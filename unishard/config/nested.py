@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["Native", "flat", "merge", "nested"]
-
 Native = dict[str, Any]
 """An engine's own config, or a document of another tool: nested dicts."""
 

@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from unishard.config.section import Section, refuse
 
-__all__ = ["Offload"]
-
 Place = Literal["none", "cpu", "nvme"]
 
 

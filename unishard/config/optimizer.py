@@ -11,8 +11,6 @@ from unishard.config.aliases import Spellings
 from unishard.config.patterns import Pattern
 from unishard.config.section import Section, refuse
 
-__all__ = ["Optimizer", "ParameterGroup"]
-
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -10,8 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from unishard.config.describe import shown
 
-__all__ = ["Pattern"]
-
 
 def _pattern(value: str) -> str:
     try:

@@ -12,8 +12,6 @@ from unishard.config.aliases import Spellings
 from unishard.config.patterns import Pattern
 from unishard.config.section import Section, refuse
 
-__all__ = ["DType", "Precision"]
-
 _ALIASES = {
     "bfloat16": "bf16",
     "bf16-mixed": "bf16",

@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from unishard.config.section import Section, refuse
 
-__all__ = ["Profile"]
-
 
 class Profile(Section):
     """Traces of chosen optimizer steps by `torch.profiler`, the same on every engine. Training does not change.

@@ -9,8 +9,6 @@ from unishard.config.batch_sizes import ranks_of_batch
 from unishard.config.describe import count_of
 from unishard.config.topology import Topology
 
-__all__ = ["RunRanks", "ranks_of"]
-
 
 class RunRanks(NamedTuple):
     """The ranks of a run."""

@@ -27,8 +27,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from unishard.errors import ConfigError, Problem, RenamedFieldWarning
 
-__all__ = ["CROSS_FIELD", "Reader", "Section", "items_of", "leaves", "refuse", "renamed_note", "value_at"]
-
 CROSS_FIELD = "cross_field"
 _NO_TEXT = re.compile("[\0\ud800-\udbff]|[\udc00-\udc7f]|[\udd00-\udfff]")
 """NUL and halves of surrogate pairs, but for those that stand for a byte of a path that is not UTF-8 (PEP 383)."""

@@ -7,8 +7,6 @@ from unishard.config.describe import count_of
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["check_groups", "shard_group_size"]
-
 
 def shard_group_size(cfg: Config, topology: Topology) -> int:
     """The number of ranks that share one copy: 1 for `no_shard`, the group size for hybrid strategies, else all."""

@@ -11,8 +11,6 @@ from pydantic_core import PydanticCustomError
 from unishard.config.aliases import Spellings
 from unishard.config.section import Section, refuse
 
-__all__ = ["Sharding", "Strategy"]
-
 _ALIASES = {
     "ddp": "no_shard",
     "zero0": "no_shard",

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from unishard.config import launchers
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Topology", "first_host", "forgotten_srun", "has_one_agent", "life", "rendezvous", "store_of_launcher"]
-
 
 @dataclass(frozen=True, slots=True)
 class Topology:

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from unishard.config.section import Section
 
-__all__ = ["Training"]
-
 
 class Training(Section):
     """The training loop: batch sizes, accumulation, clipping, seed."""

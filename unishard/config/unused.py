@@ -11,8 +11,6 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.config.logging import USERS
 
-__all__ = ["unused"]
-
 
 class _Case(NamedTuple):
     fields: tuple[str, ...]

@@ -23,8 +23,6 @@ from unishard.distributed.host_read import HostRead
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.distributed.shards import Shard
 
-__all__ = ["EngineAdapter", "InferenceAdapter"]
-
 
 class InferenceAdapter(ABC):
     """A sharded model for inference. `EngineAdapter` adds training."""

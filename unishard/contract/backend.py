@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
 
-__all__ = ["Backend", "OptimizerBuilder", "OptimizerFactory"]
-
 OptimizerFactory = Callable[[Iterable[Any]], Any]
 """Builds a `torch.optim.Optimizer` from the trainable parameters that the engine hands it."""
 

@@ -13,8 +13,6 @@ from unishard.contract.training_facts import GroupRecord, LossScaleFacts, Optimi
 if TYPE_CHECKING:
     from unishard.distributed.lazy_shards import LazyShard
 
-__all__ = ["Advance", "CheckpointFormat", "Contents", "optimizer_of", "plain"]
-
 Advance = Callable[[int], None]
 """Called with the number of further bytes written."""
 

@@ -14,8 +14,6 @@ from unishard.contract.entries import Entry, Key
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Rule
 
-__all__ = ["EngineArguments"]
-
 
 class EngineArguments(Protocol):
     """Reads and writes an engine's arguments. Stateless; importing it needs neither torch nor the engine."""

@@ -19,20 +19,6 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder, is_template_word, placeholders_in
 
-__all__ = [
-    "NOTHING",
-    "DocumentValues",
-    "Entry",
-    "Key",
-    "KeyEffect",
-    "Path",
-    "TemplateWord",
-    "Undecided",
-    "Unreadable",
-    "interpret",
-    "left_out",
-]
-
 Path = tuple[str, ...]
 _DOTTED = re.compile(r"[a-z_]+(\.[a-z_]+)+|backend|activation_checkpointing|strict")
 _MOST_HINTS = 200

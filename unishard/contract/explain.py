@@ -17,8 +17,6 @@ from unishard.contract import registry
 from unishard.contract.rules import Fit
 from unishard.contract.translate import translate
 
-__all__ = ["ExplainedField", "Image", "explain"]
-
 _NULL_IS_ON = frozenset({"sharding.group_size"})
 """Fields whose `null` stands for a value."""
 

@@ -23,8 +23,6 @@ from unishard.contract.field_rows import (
 from unishard.contract.loop_rules import NOT_FP16
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, unless
 
-__all__ = ["FALLBACKS", "noted", "rows"]
-
 
 def _belongs(note: str, *names: str) -> Rule:
     """An argument that only some optimizers have."""

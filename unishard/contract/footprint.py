@@ -15,18 +15,6 @@ from typing import Literal, NamedTuple, Self
 
 from unishard.config import Precision
 
-__all__ = [
-    "ITEMSIZE",
-    "Bytes",
-    "Collective",
-    "Footprint",
-    "ModelShape",
-    "ParameterShape",
-    "TensorShape",
-    "itemsize",
-    "optimizer_tensors",
-]
-
 ITEMSIZE: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by dtypes of a config."""
 

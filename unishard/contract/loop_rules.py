@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from unishard.config import Config, leaves
 from unishard.contract.rules import Fit, Rule, done_by_unishard, unless
 
-__all__ = ["LOOP", "NOT_FP16", "complete"]
-
 NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
 
 

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 
-__all__ = ["Keys", "StateSpec", "TorchOptimizerState", "fresh_state", "keys_of", "tensors_and_numbers"]
-
 
 class StateSpec(NamedTuple):
     """The optimizer state to create for a tensor."""

@@ -32,18 +32,6 @@ if TYPE_CHECKING:
     from unishard.contract.backend import Backend
     from unishard.contract.units import ModelUnits, Unit
 
-__all__ = [
-    "ConfigText",
-    "EngineSpec",
-    "ExpectedPlacement",
-    "GuardSpec",
-    "MemorySpec",
-    "ModelPlan",
-    "ObserveSpec",
-    "OptimizerPlan",
-    "RunPlan",
-]
-
 
 class EngineSpec(Protocol):
     """What an engine is built from, complete: a backend's own frozen type."""

@@ -20,8 +20,6 @@ from typing import Any
 
 from unishard.errors import BackendError
 
-__all__ = ["CORE_PRIVATE_API", "PrivateApi", "by_name", "version_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrivateApi:

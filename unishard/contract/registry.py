@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from unishard.contract.backend import Backend
     from unishard.contract.engine_arguments import EngineArguments
 
-__all__ = ["ARGUMENTS", "FORMATS", "GROUP", "arguments", "available", "get", "load", "missing", "select"]
-
 GROUP = "unishard.backends"
 """The group of entry points that backends stand in."""
 FORMATS = "unishard.formats"

@@ -10,8 +10,6 @@ from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit, Rule
 
-__all__ = ["AUTO", "KEPT_AUTO", "LEFT_OUT", "FieldResult", "Rendered", "render"]
-
 AUTO = "auto"
 """What transformers and Accelerate fill in from the training script."""
 LEFT_OUT = "left out, which leaves it to the tool's default; write the value here"

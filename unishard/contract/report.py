@@ -13,8 +13,6 @@ from unishard.contract.render import render
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import Problem, TranslationError
 
-__all__ = ["Line", "Report", "Translation", "apply"]
-
 
 class Line(NamedTuple):
     """What became of one field."""

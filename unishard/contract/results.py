@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, overload
 
-__all__ = ["Placement", "Resumed", "Step"]
-
 
 class Step(Sequence[Any]):
     """What one call of `Engine.step` did. Reads like a named tuple.

@@ -7,8 +7,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["is_placeholder", "is_template_word", "placeholders_in"]
-
 _PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\{\{[^{}]*\}\}|(?<![\w$])\$[A-Z_][A-Z0-9_]*")
 
 

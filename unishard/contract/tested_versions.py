@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from unishard.contract.backend import Backend
 from unishard.contract.private_api import version_of
 
-__all__ = ["PYTHONS", "is_tested", "span", "tested", "untested", "warn_if_untested"]
-
 PYTHONS = ("3.11", "3.12", "3.13")
 """Tested versions of Python, oldest first; pip refuses older ones."""
 

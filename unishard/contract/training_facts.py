@@ -6,8 +6,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["LARGEST", "Facts", "GroupRecord", "LossScaleFacts", "OptimizerFacts", "ScheduleFacts", "SchedulerRecord"]
-
 LARGEST = 2**62
 """No count of anything is as large."""
 

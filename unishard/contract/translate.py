@@ -13,8 +13,6 @@ from unishard.contract import registry
 from unishard.contract.report import Translation
 from unishard.errors import BackendError, ConfigError, Problem
 
-__all__ = ["require_installed", "translate"]
-
 
 def translate(cfg: Config, *, backend: str | None = None, topology: Topology | None = None) -> Translation:
     """Translate a config to an engine's native config.

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["ModelUnits", "Unit", "numel_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unit:

@@ -16,8 +16,6 @@ from torch.utils.data import IterableDataset
 from unishard.distributed import host_numbers, process_group
 from unishard.errors import ContractError
 
-__all__ = ["Window", "length_of", "to_device", "windows"]
-
 Enter = Callable[[str, str], None]
 """Called before each comparison between ranks, with the name of the call and a detail."""
 

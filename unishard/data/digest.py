@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-__all__ = ["of_dataset", "of_value"]
-
 _ELEMENTS = 2**16
 """How many elements of a tensor are read, evenly spaced."""
 

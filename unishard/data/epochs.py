@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from unishard.data.digest import of_dataset
 from unishard.data.loader import Cursor, ShareLoader
 
-__all__ = ["Epochs", "Orders"]
-
 
 class _Read(NamedTuple):
     """A dataset that was trained on."""

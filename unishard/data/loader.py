@@ -20,8 +20,6 @@ from unishard.data.seeds import seed_of
 from unishard.errors import DataError
 from unishard.failures import prelaunch_errors
 
-__all__ = ["Cursor", "ShareLoader", "dataloader", "is_count"]
-
 _DECIDED = {
     "batch_size": "is set by training.micro_batch_size in the config",
     "sampler": "is set by unishard, so that every rank gets its share",

@@ -17,8 +17,6 @@ from unishard.data.epochs import Orders
 from unishard.data.own_loader import LoaderFacts, facts_of
 from unishard.errors import DataError
 
-__all__ = ["LoaderChecks", "ranks_with_same"]
-
 _INSTEAD = "use unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler"
 
 

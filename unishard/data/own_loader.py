@@ -11,8 +11,6 @@ from unishard.data.digest import of_value
 from unishard.data.loader import ShareLoader
 from unishard.data.sampler import ShareSampler
 
-__all__ = ["LoaderFacts", "Share", "facts_of"]
-
 
 class Share(NamedTuple):
     """One of equal shares of a dataset."""

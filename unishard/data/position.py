@@ -14,19 +14,6 @@ from unishard.data.batches import length_of
 from unishard.data.loader import ShareLoader, is_count
 from unishard.errors import DataError
 
-__all__ = [
-    "LoaderPass",
-    "Position",
-    "StatefulLoader",
-    "batches_left",
-    "epoch_of",
-    "is_position",
-    "is_stateful",
-    "left_after",
-    "of_rank",
-    "resume",
-]
-
 Position = dict[str, Any]
 """The kind of loader, the number of batches read in its epoch (0 after the last one), and the loader's own state."""
 

@@ -10,8 +10,6 @@ from torch.utils.data import Sampler
 
 from unishard.errors import DataError
 
-__all__ = ["ShareSampler"]
-
 
 class ShareSampler(Sampler[list[int]]):
     """Assigns the micro-batches of one global order to the ranks round-robin.

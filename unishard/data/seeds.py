@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["seed_of"]
-
 
 def seed_of(*numbers: int) -> int:
     """A 63-bit seed that depends on every number and its position; a sum would give neighboring runs the same seeds."""

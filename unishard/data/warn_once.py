@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 
-__all__ = ["WarnOnce"]
-
 
 class WarnOnce:
     """Issues each message once, as a warning of the first caller outside unishard."""

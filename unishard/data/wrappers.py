@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader
 
 from unishard.data.loader import ShareLoader
 
-__all__ = ["hides_state", "instead_of", "unwrapped"]
-
 _DEPTH = 4
 """How many wrappers may be around each other."""
 _BUILT_IN = (

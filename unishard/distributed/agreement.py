@@ -14,8 +14,6 @@ import torch.distributed as dist
 from unishard.distributed import devices
 from unishard.errors import RankMismatchError
 
-__all__ = ["agree"]
-
 _SHOWN = 8
 """Ranks named for each value that differs."""
 _MOST = 20

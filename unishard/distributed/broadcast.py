@@ -13,8 +13,6 @@ from torch import Tensor
 
 from unishard.distributed.shards import flat
 
-__all__ = ["average", "broadcast", "make_dense"]
-
 _BUCKET_BYTES = 8 * 2**20
 _LARGE_BYTES = 2**20
 

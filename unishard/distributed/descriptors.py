@@ -8,8 +8,6 @@ import contextlib
 import os
 import resource
 
-__all__ = ["LAZY", "make_room", "needed"]
-
 LAZY = 256
 """Ranks above which gloo connects two ranks when they first send to each other. Below, a rank that is killed breaks its
 connections, which the others notice in a collective at once and not only through their connection to rank 0."""

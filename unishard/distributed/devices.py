@@ -13,8 +13,6 @@ from unishard.config import Offload
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["choose", "of_everyone", "of_numbers", "refuse_shared", "use", "use_host_cores"]
-
 _logger = logging.getLogger("unishard")
 
 

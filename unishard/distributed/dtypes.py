@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["DTYPES", "dtype_named", "name_of"]
-
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name in the config."""
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from unishard.errors import shortened
 
-__all__ = ["LONGEST", "errors_in", "readable", "text_of"]
-
 LONGEST = 4000
 """Characters of an error's text that are sent or written."""
 

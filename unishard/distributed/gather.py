@@ -13,8 +13,6 @@ from torch.nn import functional
 from unishard.distributed.dtypes import name_of
 from unishard.errors import ContractError
 
-__all__ = ["describe", "gather", "leaves_of"]
-
 
 def leaves_of(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Tensors, and lists with one plain value per sample, each with its path: `logits`, `spans[1]`.

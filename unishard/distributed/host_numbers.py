@@ -10,8 +10,6 @@ import torch.distributed as dist
 from unishard.distributed import devices
 from unishard.distributed.process_group import host_group
 
-__all__ = ["largest", "start_total", "total"]
-
 
 def total(number: int) -> int:
     """The sum over all ranks. Collective."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostRead"]
-
 
 class HostRead:
     """Copies a number to pinned host memory behind what is queued now; `get` waits for that copy, and not for what is

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["deferred", "is_shared", "share"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from unishard.distributed.shards import Shard, flat
 
-__all__ = ["LazyShard", "lazy_shard_of"]
-
 
 class LazyShard(NamedTuple):
     """The flat range of a tensor that a rank or a file holds. Nothing is read until `read` is called."""

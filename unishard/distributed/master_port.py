@@ -15,8 +15,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from unishard.errors import ConfigError, Problem, RankMismatchError
 
-__all__ = ["connect", "serving"]
-
 _ANSWER = 60.0
 """Seconds in which what listens there must answer as a store does."""
 

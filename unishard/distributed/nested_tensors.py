@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["cast", "replace_tensors", "tensors_in"]
-
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating-point tensor in a value to `dtype`; other tensors and objects stay as they are.

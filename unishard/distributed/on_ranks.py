@@ -16,8 +16,6 @@ from unishard.distributed.error_text import text_of
 from unishard.distributed.interrupts import share
 from unishard.errors import CheckpointError, UnishardError
 
-__all__ = ["Ranks", "on_all", "on_first", "ranks_of"]
-
 T = TypeVar("T")
 
 

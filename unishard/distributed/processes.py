@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["is_running", "machine", "parent", "started"]
-
 _ENDED = ("Z", "X")
 """States of a process that has ended, which its parent has not asked about (proc(5))."""
 

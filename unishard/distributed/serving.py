@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from unishard.config.topology import has_one_agent
 
-__all__ = ["is_local", "is_loopback", "serve"]
-
 
 def is_local(host: str) -> bool:
     """Whether all ranks are on one machine, so that nothing has to listen to others.

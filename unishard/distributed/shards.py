@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Shard", "copy_dtype", "flat", "full_tensor", "norm_of", "shard_norms", "write_shard"]
-
 
 class Shard(NamedTuple):
     """This rank's shard of a tensor."""

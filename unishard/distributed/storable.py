@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["STORABLE", "obstacle"]
-
 STORABLE = frozenset({
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32,

@@ -24,8 +24,6 @@ from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
 from unishard.observe.observer import Observers
 
-__all__ = ["guarded_module", "order_of_calls", "training_windows"]
-
 
 def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
     """The position in the loop, and what compares the ranks' calls. Collective."""

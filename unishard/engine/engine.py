@@ -51,8 +51,6 @@ from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
 
-__all__ = ["Engine"]
-
 
 @names_causes
 @with_inference_as_no_grad

@@ -17,8 +17,6 @@ from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.materialization import materialize
 
-__all__ = ["ReplicaAdapter"]
-
 
 class ReplicaAdapter(InferenceAdapter):
     """A full model on each rank, for strategies that shard only gradients and optimizer state."""

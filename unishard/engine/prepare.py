@@ -33,8 +33,6 @@ from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 from unishard.observe.expected_memory import ExpectedMemory
 
-__all__ = ["prepare"]
-
 
 def prepare(
     model: nn.Module,

@@ -37,8 +37,6 @@ from unishard.engine.verify import expected_placement
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.observe.destinations.table import require_installed
 
-__all__ = ["Fingerprint", "fingerprint_of", "observe_spec", "resolve", "setup_of", "text_of"]
-
 _SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 """The strategies that shard parameters, so that they also apply to inference."""
 _STRONGER = ("shard_optimizer", "shard_grad_op", "full_shard")

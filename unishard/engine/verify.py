@@ -15,8 +15,6 @@ from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.engine.model.facts import ModelFacts
 from unishard.errors import EngineMismatchError
 
-__all__ = ["expected_placement", "verify"]
-
 
 def expected_placement(
     facts: ModelFacts,

@@ -19,8 +19,6 @@ from unishard.failures import excepthook, monitor_client, prelaunch_errors, seco
 from unishard.failures.endings import headline
 from unishard.failures.monitor_server import DIED, RAISED
 
-__all__ = ["announce_failure", "connect", "join_group", "leave", "started"]
-
 _CALLS = "unishard.prepare, unishard.init or unishard.from_pretrained"
 _STORELESS = (
     "your process group has no store, so its ranks do not hear of each other's errors; return from its get_group_store "

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "CallLog", "RecentCalls", "first_difference", "tail_from"]
-
 _KEPT = 256
 """Calls that a rank can still name."""
 

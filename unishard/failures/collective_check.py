@@ -27,8 +27,6 @@ from unishard.failures.endings import headline
 from unishard.failures.verdict import different_calls
 from unishard.failures.watchdog import watch
 
-__all__ = ["DesyncCheck", "Member", "begin", "check_now", "interval", "join", "leaving", "samples", "samples_modules"]
-
 _ANSWER = 3.0
 """Seconds to wait for another rank to report its call."""
 _EVERY = 10

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceWait"]
-
 
 class DeviceWait:
     """From the moment it is made until the host has read what the collectives behind it give, or until `end`.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from unishard.distributed.process_group import host_group
 
-__all__ = ["DigestExchange"]
-
 _RADIX = 8
 """Up to this many ranks exchange digests in one round; more ranks need log(ranks) rounds."""
 _ABSENT = 2**40

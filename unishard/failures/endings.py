@@ -22,8 +22,6 @@ from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.monitor_server import ENDED
 from unishard.failures.rank_locations import may_wait_for_ranks, position_of, where_raised
 
-__all__ = ["StuckProcess", "headline", "is_lost_connection", "names_causes", "naming_causes"]
-
 _NEWS = 3.0
 """Seconds to wait for the cause of a broken connection."""
 _GRACE = 3.0

@@ -18,8 +18,6 @@ from unishard.failures.monitor_client import Ending, MonitorClient
 from unishard.failures.monitor_server import DIED, FOLLOWED, RAISED
 from unishard.failures.rank_locations import where_raised
 
-__all__ = ["install", "record"]
-
 _NEWS = 1.0
 """Seconds to wait for the error of another rank that explains this rank's."""
 _PRINTED = 2.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-__all__ = ["SILENT", "TIMEOUTS", "HeartbeatTimeout"]
-
 SILENT = "silent"
 """How a rank has ended that answers nothing."""
 TIMEOUTS = 6

@@ -20,8 +20,6 @@ from unishard.distributed.processes import is_running, machine, parent, started
 from unishard.failures import monitor_client
 from unishard.failures.monitor_server import RAISED
 
-__all__ = ["VARIABLE", "saving", "this_process", "watch"]
-
 VARIABLE = "UNISHARD_LAUNCHER"
 """The environment variable in which `unishard launch` names its process, so that ranks also notice an end before
 `prepare`."""

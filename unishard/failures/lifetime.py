@@ -21,8 +21,6 @@ from unishard.distributed import descriptors, devices
 from unishard.distributed.process_group import TIMEOUT, forget_groups
 from unishard.failures import arrival, launcher, monitor_client
 
-__all__ = ["ended_by", "ensure", "shutdown"]
-
 _failed = False
 """Whether an engine was closed by an error: collectives may be pending on this rank or on others."""
 

@@ -27,8 +27,6 @@ from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer, keep_alive, own_address
 from unishard.failures.verdict import Judge
 
-__all__ = ["Ending", "MonitorClient", "asking", "current", "forget", "has_been_open", "is_served", "open_line"]
-
 _CONNECT = 5.0
 """Seconds to try an address of the monitor."""
 _POLL = 0.25

@@ -21,8 +21,6 @@ from typing import Any
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.verdict import Judgement
 
-__all__ = ["DIED", "ENDED", "FOLLOWED", "RAISED", "MonitorServer", "keep_alive", "own_address"]
-
 DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
 """How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an
 error."""

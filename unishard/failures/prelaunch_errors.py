@@ -18,8 +18,6 @@ from unishard.config.topology import Topology
 from unishard.distributed.error_text import readable
 from unishard.errors import ConfigError
 
-__all__ = ["install"]
-
 _SHOWN = 300
 """Characters of an error's text."""
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["describe", "may_wait_for_ranks", "place_of", "position_of", "stack_of", "where_raised"]
-
 _ENGINE = str(Path(__file__).parents[1] / "engine")
 """On the stack of every call of an engine."""
 _PACKAGE = str(Path(__file__).parents[1])

@@ -16,8 +16,6 @@ from unishard.failures import monitor_client
 from unishard.failures.monitor_server import RAISED
 from unishard.failures.rank_locations import position_of, stack_of
 
-__all__ = ["REPEATED", "install"]
-
 REPEATED = 1.0
 """Seconds within which a signal that comes again counts once: a terminal and torchrun both pass on a Ctrl-C."""
 _HANDLED = 0.5

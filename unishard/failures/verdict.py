@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from unishard.failures.call_log import Call, RecentCalls, first_difference, tail_from
 from unishard.failures.rank_locations import describe
 
-__all__ = ["BUSY", "LEFT", "MEETS", "WAITS", "Judge", "Judgement", "different_calls", "status_of"]
-
 MEETS, WAITS, LEFT, BUSY = "meets", "waits", "left", "busy"
 """What a rank that stands still does: it waits for the other ranks before a call; it waits in a collective; it has
 closed its engines; or anything else."""

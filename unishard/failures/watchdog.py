@@ -17,8 +17,6 @@ from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.rank_locations import position_of, stack_of
 from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, status_of
 
-__all__ = ["Watched", "watch"]
-
 _LONG = 6
 """Timeouts until a long call is reported that no other rank waits for."""
 _QUIET = 5.0

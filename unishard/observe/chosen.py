@@ -13,8 +13,6 @@ from unishard.observe.position import Position
 from unishard.observe.profiling import Profiling
 from unishard.observe.recorder import MetricsRecorder
 
-__all__ = ["observers_of"]
-
 
 def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, memory: ExpectedMemory) -> Observers:
     """Start what `logging` and `profile` ask for on this rank, beside the note of an out-of-memory error. Collective.

@@ -15,8 +15,6 @@ from unishard.contract.results import Placement
 from unishard.errors import ConfigError
 from unishard.observe.observer import Observer
 
-__all__ = ["ExpectedMemory"]
-
 _logger = logging.getLogger("unishard")
 
 _HOST = "can't allocate memory"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["memory_bytes"]
-
 
 def memory_bytes(device: torch.device) -> int:
     """The device's peak allocated memory since the start; for a CPU the memory that this process holds now."""

@@ -22,8 +22,6 @@ from unishard.distributed.shards import norm_of, shard_norms
 from unishard.observe.observer import Observer
 from unishard.observe.position import Position
 
-__all__ = ["FILE", "ModuleRecorder"]
-
 FILE = "modules.jsonl"
 """Its name in `logging.dir`."""
 

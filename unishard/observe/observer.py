@@ -12,8 +12,6 @@ from torch import Tensor
 
 from unishard.contract.results import Step
 
-__all__ = ["Observer", "Observers"]
-
 
 class Observer:
     """Watches the loop of one engine, on every rank. An observer overrides what it wants to know."""

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from unishard.errors import ContractError
 
-__all__ = ["check_number"]
-
 
 def check_number(call: str, name: str, value: Any) -> None:
     """Check that a value is one number.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Position"]
-
 
 class Position(Protocol):
     """The place of the loop in its windows."""

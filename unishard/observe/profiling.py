@@ -19,8 +19,6 @@ from unishard.contract.results import Step
 from unishard.observe.observer import Observer
 from unishard.observe.position import Position
 
-__all__ = ["Profiling"]
-
 _ENTRIES = 100_000
 """How many allocations a snapshot of CUDA memory holds."""
 

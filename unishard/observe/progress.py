@@ -23,8 +23,6 @@ from unishard.contract.results import Step
 from unishard.data.batches import length_of
 from unishard.observe.observer import Observer
 
-__all__ = ["Progress", "has_terminal"]
-
 _BAR_SECONDS = 0.25
 _LINE_SECONDS = 5.0
 _RECENT_UPDATES = 50

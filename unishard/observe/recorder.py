@@ -23,8 +23,6 @@ from unishard.observe.position import Position
 from unishard.observe.progress import has_terminal
 from unishard.observe.throughput import flops_per_token, peak_flops, work_of
 
-__all__ = ["NAMES", "MetricsRecorder"]
-
 NAMES = (
     "step",
     "loss",

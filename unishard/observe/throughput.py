@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from unishard.contract.adapter import InferenceAdapter
 from unishard.distributed.nested_tensors import tensors_in
 
-__all__ = ["PEAKS", "Work", "flops_per_token", "peak_flops", "work_of"]
-
 
 class Work(NamedTuple):
     """What one forward processes."""

@@ -22,23 +22,6 @@ from unishard.testing.models import MODELS, TestModel, batch_of
 from unishard.testing.oracle import Curve
 from unishard.testing.tolerances import KnownGap
 
-__all__ = [
-    "BACKENDS",
-    "CLIP",
-    "MICRO_BATCH",
-    "STEPS",
-    "STRATEGIES",
-    "Cell",
-    "Feature",
-    "Recorder",
-    "config_of",
-    "micro_batches",
-    "plain_loop",
-    "plain_prepare",
-    "plain_reference",
-    "windows",
-]
-
 BACKENDS = ("fsdp", "deepspeed")
 """The engines that come with unishard."""
 STEPS = 20

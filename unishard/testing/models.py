@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "Mlp", "MlpOutput", "TestModel", "batch", "batch_of", "llama", "mlp"]
-
 _WORD = 97
 
 

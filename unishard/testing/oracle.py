@@ -18,8 +18,6 @@ from unishard.config import Config, Optimizer, Precision, Scheduler
 from unishard.contract.backend import OptimizerFactory
 from unishard.distributed.dtypes import DTYPES
 
-__all__ = ["Curve", "Summed", "rate", "train"]
-
 Batch = Mapping[str, Tensor]
 Edit = Callable[[int, nn.Module], None]
 """Modifies a model in place. Called with the number of the optimizer step, from 0, and the model."""

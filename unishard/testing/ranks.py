@@ -26,8 +26,6 @@ import torch
 
 from unishard.contract import registry
 
-__all__ = ["RankError", "RankFailure", "run_ranks"]
-
 
 class RankError(NamedTuple):
     """Why one rank returned no result."""

@@ -27,8 +27,6 @@ from unishard.testing.resuming import (
 )
 from unishard.testing.tolerances import TOLERANCES
 
-__all__ = ["page", "write"]
-
 _PRECISIONS = ("fp32", "bf16")
 
 

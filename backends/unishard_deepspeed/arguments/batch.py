@@ -16,8 +16,6 @@ from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
-__all__ = ["KEYS", "RULES", "assumed"]
-
 _TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MICRO_OF_RANKS = f"{_TRAIN} / ({_WINDOW} x ranks)"
 _WINDOW_OF_RANKS = f"{_TRAIN} / ({_MICRO} x ranks)"

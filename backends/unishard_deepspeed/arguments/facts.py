@@ -11,22 +11,6 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard_deepspeed.keys.values import dtype
 
-__all__ = [
-    "ARGUMENTS",
-    "LEAST_STAGE",
-    "compute",
-    "device",
-    "dropped",
-    "may_compute",
-    "may_reach",
-    "only",
-    "quiet",
-    "spelt",
-    "stage",
-    "undecided",
-    "unless_auto",
-]
-
 ARGUMENTS = "of the TrainingArguments"
 LEAST_STAGE = {"param": 3, "optimizer": 1}
 """The stage of ZeRO from which on DeepSpeed offloads parameters, and an optimizer."""

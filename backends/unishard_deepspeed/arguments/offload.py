@@ -15,8 +15,6 @@ from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
 
-__all__ = ["KEYS", "RULES"]
-
 _Z = "zero_optimization."
 _FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}
 _PLACES = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})

@@ -14,8 +14,6 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, When
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
-__all__ = ["KEYS", "RULES", "assumed", "peak_of"]
-
 _P = "optimizer.params."
 _NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}
 _ARGUMENTS = {

@@ -20,8 +20,6 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype
 
-__all__ = ["KEYS", "RULES", "assumed"]
-
 _ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32; parameters of these names stay in it as well"
 _ADDED_UP = (
     "DeepSpeed accumulates in the dtype of compute; fp32 is more exact; set precision.accumulate for DeepSpeed's"

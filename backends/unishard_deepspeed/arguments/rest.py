@@ -16,8 +16,6 @@ from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only,
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
 
-__all__ = ["KEYS", "RULES"]
-
 
 def _own(key: str, row: Row) -> Key:
     """A setting that only DeepSpeed has: it goes to `native.deepspeed`, unless unishard writes the same anyway."""

@@ -16,8 +16,6 @@ from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_deepspeed.arguments.optimizer import peak_of
 
-__all__ = ["KEYS", "RULES", "assumed"]
-
 _P = "scheduler.params."
 _SHAPES = {
     "WarmupLR": "constant",

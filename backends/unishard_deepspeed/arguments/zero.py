@@ -15,8 +15,6 @@ from unishard.contract.rules import Fit, Rule, When
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 
-__all__ = ["KEYS", "RULES", "assumed"]
-
 _Z = "zero_optimization."
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 _NOT_3 = "only used at stage 3"

@@ -14,8 +14,6 @@ from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import open_file
 from unishard.errors import CheckpointError
 
-__all__ = ["Address", "LossScaler", "load"]
-
 
 class Address:
     """The range of a parameter in a rank's flat buffer."""

@@ -10,8 +10,6 @@ from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
-__all__ = ["Files", "files_of", "folder_of", "is_universal"]
-
 _MODEL = "*_model_states.pt"
 _OPTIMIZER = "*_optim_states.pt"
 _LONGEST = 4096

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from unishard.errors import CheckpointError
 
-__all__ = ["Parameter", "flat_groups", "sub_groups"]
-
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """Shape of each parameter by name, one mapping for each flat buffer of the optimizer."""
 

@@ -19,8 +19,6 @@ from unishard_deepspeed.checkpoints.partitions import Parameter, flat_groups, su
 from unishard_deepspeed.checkpoints.shards import constant, in_memory, joined
 from unishard_deepspeed.checkpoints.unpartitioned import groups_of, named_by_shapes, named_by_values, ties_of
 
-__all__ = ["read"]
-
 _KNOWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler",

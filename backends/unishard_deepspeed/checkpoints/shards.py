@@ -10,8 +10,6 @@ from torch import Tensor
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["constant", "in_memory", "joined"]
-
 
 def joined(name: str, shape: Sequence[int], shards: Sequence[Tensor]) -> LazyShard:
     """A tensor that consists of consecutive flat shards, with less than one element of padding per shard at the end.

@@ -22,8 +22,6 @@ from unishard.contract.checkpoint_format import Advance, Contents
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["write"]
-
 _VERSION = "0.19.8"
 """The version of DeepSpeed whose layout this is."""
 _INT_STEP = {"FusedAdam", "DeepSpeedCPUAdam"}

@@ -20,8 +20,6 @@ from torch import Tensor
 from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints.partitions import Parameter
 
-__all__ = ["groups_of", "named_by_shapes", "named_by_values", "ties_of"]
-
 
 def ties_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Maps names of tensors that share memory to the first such name."""

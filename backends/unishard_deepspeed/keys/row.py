@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from unishard.contract.entries import NOTHING
 from unishard_deepspeed.keys.values import ANY, Values
 
-__all__ = ["CHECKPOINTS", "OWN_CHECKPOINTS", "Row", "Use", "decided", "log", "other", "refused", "removed", "same"]
-
 CHECKPOINTS = "only affects checkpoints"
 OWN_CHECKPOINTS = "only affects DeepSpeed's own checkpoints; remove it"
 

@@ -10,8 +10,6 @@ from unishard_deepspeed.keys import top, zero
 from unishard_deepspeed.keys.row import Row, Use
 from unishard_deepspeed.keys.values import Takes
 
-__all__ = ["CONSTANTS", "ROWS", "TAKES", "spellings", "used"]
-
 ROWS: Mapping[str, Row] = {**top.ROWS, **zero.ROWS}
 """All that unishard knows of each key, dotted."""
 

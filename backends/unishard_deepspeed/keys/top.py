@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from unishard_deepspeed.keys import values as v
 from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, log, refused, removed, same
 
-__all__ = ["ROWS"]
-
 _PARALLEL = "splits ranks in other ways than data parallelism; remove it"
 _LOADER = "only affects the DataLoader that deepspeed.initialize makes; use unishard.dataloader"
 _CPU_ADAM = "unishard steps the torch optimizer"

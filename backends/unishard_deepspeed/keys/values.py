@@ -16,8 +16,6 @@ from unishard.contract.entries import Unreadable
 from unishard.contract.key_rows import boolean, integer, number, one_of, text
 from unishard.contract.render import AUTO
 
-__all__ = ["COMPILE", "Takes", "Values", "count", "dtype", "number_from"]  # and the values of single keys, in capitals
-
 Takes = Callable[[Any], Any]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from unishard_deepspeed.keys import values as v
 from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, other, refused, removed, same
 
-__all__ = ["ROWS"]
-
 _NVME = "belongs to an optimizer in files, which is not supported; remove it"
 _SWAPS = "how an optimizer in files is read and written; affects only time"
 _CPU_ADAM = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"

@@ -14,18 +14,6 @@ from torch import Tensor
 
 from unishard_deepspeed.private import PRIVATE_API
 
-__all__ = [
-    "allow_fp16",
-    "buffers_by_dtype",
-    "clear_mpu",
-    "compile_nothing",
-    "forget",
-    "gather_empty",
-    "keep_adagrad",
-    "leave_process_group",
-    "swapper_of",
-]
-
 
 def allow_fp16() -> None:
     """Let DeepSpeed train in fp16 on a CPU.

@@ -10,8 +10,6 @@ from unishard_deepspeed.flat_master_weights import FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.optimizer_kind import Kind
 
-__all__ = ["master_tensors", "relink_after_update", "shards_of_masters"]
-
 
 def master_tensors(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> list[Tensor]:
     """The live master weights on this rank: flat partitions, or full tensors at stage 0."""

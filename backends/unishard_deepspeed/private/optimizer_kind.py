@@ -11,8 +11,6 @@ from unishard_deepspeed.private import PRIVATE_API
 if TYPE_CHECKING:
     from unishard_deepspeed.spec import ZeroSpec
 
-__all__ = ["Kind", "kind_of", "require", "require_for"]
-
 Kind = Literal["stage-0", "bf16-stage-1", "stages-1-2", "stage-3"]
 
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from unishard_deepspeed.private.optimizer_kind import Kind
 
-__all__ = ["drop", "gather", "reduce_in_fp32", "reduce_last", "reduce_units_by_parameter", "remove_hooks"]
-
 
 def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Stage 3: reduce a leaf module's gradients one by one, as they are computed. Collective.

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["drop_second_copies", "group_of_init", "own_group", "second_shard"]
-
 
 @contextmanager
 def own_group() -> Iterator[None]:

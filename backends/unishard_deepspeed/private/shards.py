@@ -23,18 +23,6 @@ from unishard.distributed.shards import Shard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.optimizer_kind import Kind
 
-__all__ = [
-    "already_reduced",
-    "clear_offloaded",
-    "drop_gradients",
-    "gradient_shards",
-    "master_shard_of",
-    "measure_offloaded",
-    "reduce_gradients",
-    "update_low_precision_copy",
-]
-
-
 # -- reducing before the step ----------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.master_weights import master_tensors, relink_after_update
 from unishard_deepspeed.private.optimizer_kind import Kind
 
-__all__ = ["copy_masters", "gather_after", "groups_of_masters", "relink_states", "reshard_all", "unlink_states"]
-
 
 def groups_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict[Tensor, dict[str, Any]]:
     """The torch optimizer's group of each master weight; at stage 3 the groups hold them only during a step."""

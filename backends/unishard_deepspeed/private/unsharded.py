@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["not_freed"]
-
 
 @contextmanager
 def not_freed(parameters: Sequence[Any]) -> Iterator[None]:

@@ -14,15 +14,6 @@ from torch import Tensor
 from unishard.engine.optim.grad_norm import divide
 from unishard_deepspeed.private.optimizer_kind import Kind
 
-__all__ = [
-    "average_between_groups",
-    "clear_before_backward",
-    "clear_stale_gradients",
-    "clip_to",
-    "divide_gradients",
-    "without_overflow_check",
-]
-
 _ELEMENTS_AT_ONCE = 2**25
 """Elements of a host gradient to copy to the device at a time."""
 

@@ -15,8 +15,6 @@ from unishard.contract.key_rows import boolean, integer, listed, one_of, refuses
 from unishard.contract.rules import Fit
 from unishard_fsdp.arguments.precision import PRECISION
 
-__all__ = ["KEYS", "STRATEGIES", "strategy_of"]
-
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "FULL_SHARD": {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": True},
     "SHARD_GRAD_OP": {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": False},

@@ -13,8 +13,6 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
 
-__all__ = ["DTYPES", "PRECISION", "dtype"]
-
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of the config's dtypes."""
 

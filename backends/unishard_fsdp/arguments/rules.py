@@ -18,8 +18,6 @@ from unishard.contract.field_rows import NO_FILES, moved_together, nonfinite_unc
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
 from unishard_fsdp.arguments.precision import DTYPES
 
-__all__ = ["RULES"]
-
 
 def _sharded(cfg: Config) -> bool:
     return cfg.sharding.strategy != "no_shard"

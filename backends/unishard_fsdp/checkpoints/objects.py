@@ -21,8 +21,6 @@ from unishard.checkpoint.regular_file import open_file
 from unishard.contract.checkpoint_format import plain
 from unishard.errors import CheckpointError
 
-__all__ = ["add", "read"]
-
 _LARGEST = 1 << 20
 """Maximum size of a value in bytes; optimizer options are smaller."""
 

@@ -18,8 +18,6 @@ from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard_fsdp.checkpoints import objects
 
-__all__ = ["read"]
-
 _MODELS = ("model.", "app.model.", "state_dict.model.", "module.")
 _OPTIMIZERS = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "state_dict.optimizer.", "state_dict.optim.")
 """Root keys that scripts use; `app` is from torch's tutorial."""

@@ -12,8 +12,6 @@ from unishard.contract.checkpoint_format import Advance, Contents, plain
 from unishard.contract.training_facts import GroupRecord
 from unishard_fsdp.checkpoints import objects
 
-__all__ = ["write"]
-
 _GROUPS = "optim.param_groups"
 
 

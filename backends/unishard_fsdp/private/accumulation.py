@@ -11,8 +11,6 @@ from torch import Tensor
 
 from unishard_fsdp.private.groups import groups_of, has_no_gradient
 
-__all__ = ["patch_post_backward"]
-
 _PATCHED = "_unishard_patched"
 _SUMMED = "_unishard_summed"
 """Attributes of a parameter group: whether it is patched, and which parameters have been summed, in order."""

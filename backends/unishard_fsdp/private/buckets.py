@@ -6,8 +6,6 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["FixedBuckets"]
-
 
 class FixedBuckets(DistributedDataParallel):
     """DDP with the same buckets from the first update on, in reverse order of the parameters.

@@ -14,8 +14,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from unishard_fsdp.private.groups import groups_of, has_no_gradient
 
-__all__ = ["fill_unused"]
-
 
 def fill_unused(modules: Iterable[Any], conditional: Collection[Tensor], used: set[Tensor]) -> None:
     """Make every rank reduce the same parameters in the same order, even if it did not use some of them.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["groups_of", "has_no_gradient"]
-
 
 def groups_of(modules: Iterable[Any]) -> list[Any]:
     """The parameter groups of sharded modules, in order; one per module before torch 2.12."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from unishard_fsdp.private.groups import groups_of
 
-__all__ = ["keep_fp32"]
-
 
 def keep_fp32(modules: Iterable[Any], holds: Callable[[Tensor], bool]) -> None:
     """Gather parameters of sharded modules in fp32. An all-gather may hold several dtypes (_fsdp_collectives.py).

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from unishard_fsdp.private.groups import groups_of
 
-__all__ = ["drop_unreduced", "gathered_leaves", "refresh_trainable"]
-
 
 def drop_unreduced(modules: Iterable[Any]) -> None:
     """Drop gradients that are accumulated but not reduced (_fsdp_param.py); in torch 2.15 `reset_iter_state` does

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed import _composable_state
 
-__all__ = ["forget_states"]
-
 
 def forget_states(modules: Iterable[nn.Module]) -> None:
     """Forget the states of modules that are plain again."""

@@ -20,8 +20,6 @@ from unishard.checkpoint.export import tokenizers
 from unishard.checkpoint.export.assets import Assets
 from unishard.checkpoint.export.sources import sources_of
 
-__all__ = ["assets_of"]
-
 _PREFIX = "base_model.model."
 """Prefix of the names of adapters that transformers itself adds to a model."""
 _COMPUTED = (

@@ -18,8 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.errors import CheckpointError
 
-__all__ = ["FOLDER", "INDEX", "Assets", "TensorSlice", "require_inside"]
-
 FOLDER = "assets/"
 """Their folder in a checkpoint."""
 INDEX = FOLDER + "export.json"

@@ -10,8 +10,6 @@ from pathlib import Path
 from unishard.checkpoint.disk import fsync
 from unishard.errors import CheckpointError
 
-__all__ = ["hidden", "move_in", "problem_with", "require_free"]
-
 
 def require_free(folder: Path, *, overwrite: bool) -> None:
     """Check that an export may write to a folder.

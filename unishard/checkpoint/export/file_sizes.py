@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["missing", "share"]
-
 Interval = tuple[int, int]
 """First element in the flattened tensor, and one past the last."""
 

@@ -14,8 +14,6 @@ from unishard.checkpoint.export.assets import Assets
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["assets_of"]
-
 
 def assets_of(folder: Path, shards: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write of the model described in a folder, without tensors.

@@ -15,8 +15,6 @@ from unishard.checkpoint.export.plan import ExportedTensor, File, bytes_of, inde
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["Layout", "lay_out"]
-
 
 class Layout(NamedTuple):
     """The planned contents of an export folder."""

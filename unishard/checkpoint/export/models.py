@@ -12,8 +12,6 @@ from unishard.checkpoint.export.assets import Assets
 from unishard.checkpoint.export.sources import sources_of
 from unishard.distributed.lazy_shards import LazyShard
 
-__all__ = ["assets_of"]
-
 
 def assets_of(module: nn.Module, shards: Mapping[str, LazyShard]) -> Assets:
     """What an export needs of a model besides its tensors.

@@ -23,8 +23,6 @@ from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 
-__all__ = ["export_checkpoint"]
-
 
 def export_checkpoint(
     checkpoint_folder: Path,

@@ -19,8 +19,6 @@ from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import ranks_of
 from unishard.errors import CheckpointError, RankMismatchError
 
-__all__ = ["export"]
-
 
 def export(
     folder: str | Path,

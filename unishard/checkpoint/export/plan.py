@@ -16,8 +16,6 @@ import torch
 
 from unishard.errors import CheckpointError
 
-__all__ = ["ExportedTensor", "File", "FilePlace", "bytes_of", "index_of", "plan"]
-
 _WORDS: Mapping[torch.dtype, str] = {
     torch.uint64: "U64",
     torch.int64: "I64",

@@ -27,8 +27,6 @@ from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
-__all__ = ["assets_of"]
-
 _logger = logging.getLogger("unishard")
 
 _VIEWS = CORE_PRIVATE_API["export-conversions"]

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from unishard.contract.private_api import CORE_PRIVATE_API
 
-__all__ = ["persistent_buffers", "sources_of", "tensors_of"]
-
 _PATCH = CORE_PRIVATE_API["buffers-in-files"]
 
 

@@ -11,8 +11,6 @@ from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import read_bytes
 from unishard.errors import CheckpointError
 
-__all__ = ["beside", "files_of"]
-
 _NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",

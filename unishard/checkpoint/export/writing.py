@@ -24,8 +24,6 @@ from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 
-__all__ = ["BLOCK", "write"]
-
 BLOCK = 1 << 24
 """Bytes read at once: the same size and alignment as the chunks of a checkpoint, so that each chunk is read once."""
 

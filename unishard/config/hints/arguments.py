@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from unishard.errors import ContractError
 
-__all__ = ["instead", "refuse_keywords"]
-
 _WRAPPED = "pass the model that it wraps, without the wrapper: its `module`"
 _SAMPLES = (
     "its keys are no samples: pass torch.utils.data.TensorDataset(*tensors), datasets.Dataset.from_dict(data), "

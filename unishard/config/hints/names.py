@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["BACKENDS", "IN_SCRIPT", "METHODS", "PACKAGE"]
-
 
 def _by_name(rows: Mapping[str, str]) -> dict[str, str]:
     """A hint for each name, from rows of names with blanks between them."""

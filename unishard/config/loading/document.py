@@ -28,8 +28,6 @@ from unishard.config.loading.origins import Keys, Origin, Origins
 from unishard.config.loading.validation import Finding
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Document", "from_file", "from_mapping", "from_text", "section_of", "text_of", "without_own_sections"]
-
 _LARGEST = 2**20
 _MOST_NODES = 200_000
 _MOST_WRITTEN = 25_000

@@ -23,8 +23,6 @@ from unishard.config.loading.validation import dotted
 from unishard.config.nested import flat
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["check_text", "edit"]
-
 _FIELDS = dict(leaves(Config))
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from unishard.config.loading.document import text_of
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["hosts_of"]
-
 _LINE = re.compile(r"([^\s\x00-\x1f\x7f]+)\s+slots=(\d{1,9})")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["CONFIG", "OVERRIDES", "handed_over", "variables"]
-
 CONFIG = "UNISHARD_CONFIG"
 """The path of the config."""
 OVERRIDES = "UNISHARD_OVERRIDES"

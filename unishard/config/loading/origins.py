@@ -8,8 +8,6 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["OVERRIDE", "Keys", "Origin", "Origins"]
-
 Keys = tuple[str | int, ...]
 """Path of a value: mapping keys and list indexes, outermost first."""
 

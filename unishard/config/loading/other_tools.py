@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["other_tool"]
-
 _KEYS = {
     "DeepSpeed": "zero_optimization train_batch_size train_micro_batch_size_per_gpu gradient_clipping steps_per_print "
     "bf16 fp16",

@@ -10,8 +10,6 @@ from unishard.config.loading.origins import OVERRIDE, Keys
 from unishard.config.loading.validation import Finding, unknown
 from unishard.errors import ConfigError
 
-__all__ = ["override"]
-
 
 def override(document: Document, text: str) -> Iterator[Finding]:
     """Apply ``a.b=value`` to a document; if it is invalid, yield the errors and change nothing."""

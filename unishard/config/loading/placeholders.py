@@ -6,8 +6,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["STAND_INS", "Needs", "needs", "placeholder", "stand_ins", "undecided_in"]
-
 STAND_INS: Mapping[str, Any] = {
     "scheduler.total_steps": 2**40,
     "scheduler.warmup_steps": 2,

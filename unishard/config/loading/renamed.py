@@ -11,8 +11,6 @@ from unishard.config.loading.origins import OVERRIDE, Keys, Origins
 from unishard.config.section import renamed_note
 from unishard.errors import RenamedFieldWarning
 
-__all__ = ["RENAMED", "current_change", "current_names"]
-
 
 def _renamed(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:
     yield from ((prefix + old, prefix + new) for old, new in section.renamed.items())

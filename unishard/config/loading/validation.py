@@ -17,8 +17,6 @@ from unishard.config.describe import choices, expected, shown, type_in_words
 from unishard.config.hints.names import IN_SCRIPT
 from unishard.config.loading.origins import Keys, Origin
 
-__all__ = ["Finding", "dotted", "findings_of", "unknown"]
-
 _BUILT_IN = frozenset(get_args(ErrorType))
 _CLOSE, _VERY_CLOSE = 0.7, 0.8
 _ELSEWHERE = {

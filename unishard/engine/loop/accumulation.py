@@ -43,8 +43,6 @@ from unishard.errors import ContractError, NonFiniteError
 from unishard.failures.collective_check import samples
 from unishard.observe.observer import Observers
 
-__all__ = ["Accumulation"]
-
 _logger = logging.getLogger("unishard")
 
 

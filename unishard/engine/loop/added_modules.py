@@ -7,8 +7,6 @@ from torch.distributed.tensor import DTensor
 
 from unishard.errors import ContractError
 
-__all__ = ["AddedModules"]
-
 
 class AddedModules:
     """Refuses what the user adds to a prepared model, such as adapters or a new head."""

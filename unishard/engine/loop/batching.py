@@ -27,8 +27,6 @@ from unishard.errors import DataError
 from unishard.observe.observer import Observers
 from unishard.observe.progress import Progress
 
-__all__ = ["Batching"]
-
 
 class Batching:
     """Yields a loader's batches and opens accumulation windows.

@@ -18,8 +18,6 @@ from unishard.distributed.broadcast import average, broadcast
 from unishard.distributed.shards import flat
 from unishard.engine.loop.call_order import CallOrder
 
-__all__ = ["Buffers"]
-
 
 class Buffers:
     """The persistent buffers of a model: those that a checkpoint has.

@@ -15,8 +15,6 @@ from unishard.engine.loop import dtype_errors, input_errors
 from unishard.errors import ContractError
 from unishard.failures import collective_check
 
-__all__ = ["CallOrder", "Phase"]
-
 
 class Phase(Enum):
     """The state of a micro-batch."""

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["warn_if_divided", "warn_if_mean"]
-
 _logger = logging.getLogger("unishard")
 
 

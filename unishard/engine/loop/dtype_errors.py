@@ -12,8 +12,6 @@ from unishard.distributed.dtypes import DTYPES
 from unishard.engine.loop.failed_modules import modules_in
 from unishard.errors import ModelError, UnishardError
 
-__all__ = ["explained"]
-
 _LOW, _FP32 = re.compile("BFloat16|Half"), re.compile(r"Float(?!\d)|\bfloat(32)?\b")
 """How torch 2.13 writes the dtypes of operands that it does not take together; each operator has a sentence of its
 own."""

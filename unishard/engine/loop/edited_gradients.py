@@ -13,8 +13,6 @@ from unishard.distributed.host_read import HostRead
 from unishard.engine.loop.call_order import CallOrder
 from unishard.errors import ContractError
 
-__all__ = ["EditedGradients"]
-
 _PARAMETERS, _ELEMENTS = 8, 16
 """How much of the gradients is compared: clipping and zeroing change all of them."""
 _FIRST, _EVERY = 3, 10

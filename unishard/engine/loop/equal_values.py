@@ -24,8 +24,6 @@ from unishard.distributed.host_read import HostRead
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.written_parameters import sum_of_bits
 
-__all__ = ["EqualValues"]
-
 _PARTS = 64
 """Parts of the weights that are compared one by one; with so many parameters or less, each is a part."""
 

@@ -23,8 +23,6 @@ from unishard.engine.loop.lockstep import Call, Lockstep
 from unishard.errors import ContractError
 from unishard.failures.endings import naming_causes
 
-__all__ = ["Evaluation"]
-
 
 class Evaluation:
     """Evaluation mode, the same on every engine. Methods implement those of `Engine` with the same names."""

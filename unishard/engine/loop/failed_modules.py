@@ -7,8 +7,6 @@ from types import TracebackType
 
 from torch import nn
 
-__all__ = ["modules_in"]
-
 
 def modules_in(traceback: TracebackType | None, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a model that a traceback goes through, by name, the innermost first."""

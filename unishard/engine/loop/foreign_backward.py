@@ -12,8 +12,6 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.errors import ContractError
 
-__all__ = ["ForeignBackwardCheck"]
-
 _FOREIGN = CORE_PRIVATE_API["foreign-backward"]
 
 

@@ -14,8 +14,6 @@ from torch import nn
 from unishard.engine.loop.inference_mode import as_no_grad_in_forward
 from unishard.errors import ContractError
 
-__all__ = ["GuardedModule"]
-
 _CASTS = ("to", "half", "float", "double", "bfloat16", "type", "cuda", "cpu")
 """Methods that a module and a tensor both have, and that change dtype or device."""
 

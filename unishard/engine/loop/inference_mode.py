@@ -18,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import replace_tensors
 
-__all__ = ["as_no_grad", "as_no_grad_in_forward", "with_inference_as_no_grad", "without_inference_mode"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=type)

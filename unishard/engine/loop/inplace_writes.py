@@ -18,8 +18,6 @@ from unishard.distributed.nested_tensors import tensors_in
 from unishard.engine.loop.call_order import CallOrder
 from unishard.errors import ModelError
 
-__all__ = ["InplaceWrites"]
-
 _FIRST = 3
 """The updates that are looked at, in the first forward of each."""
 _REFUSAL = "This view was created inside a custom Function"

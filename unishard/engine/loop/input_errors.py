@@ -14,8 +14,6 @@ from unishard.engine.loop.failed_modules import modules_in
 from unishard.errors import ModelError, UnishardError
 from unishard.failures.rank_locations import place_of
 
-__all__ = ["explained"]
-
 _OUT_OF_RANGE = "index out of range in self"
 """torch 2.13 on the CPU, aten/src/ATen/native/Embedding.cpp."""
 

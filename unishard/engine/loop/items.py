@@ -14,8 +14,6 @@ from unishard.distributed import host_numbers
 from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError
 
-__all__ = ["Items", "LossKind"]
-
 
 class LossKind(Enum):
     """What the losses of a window are, in the words of an error."""

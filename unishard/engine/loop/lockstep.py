@@ -12,8 +12,6 @@ import torch.distributed as dist
 from unishard.data.batches import to_device
 from unishard.errors import RankMismatchError
 
-__all__ = ["Call", "Lockstep"]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 _KINDS = ("forward", "generate")

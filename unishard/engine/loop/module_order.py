@@ -13,8 +13,6 @@ from torch import nn
 from unishard.contract.units import Unit
 from unishard.engine.loop.call_order import CallOrder
 
-__all__ = ["named_with_class", "watch_modules"]
-
 
 def named_with_class(units: Iterable[Unit]) -> dict[str, nn.Module]:
     """Units by what errors call them, such as `layers.0 (LlamaDecoderLayer)`; call it before sharding changes their

@@ -12,8 +12,6 @@ from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import ranks_with_same
 from unishard.engine.loop.training_passes import TrainingPasses
 
-__all__ = ["OutsideBatches"]
-
 _ENOUGH = 2
 """Forwards that show a habit: one may be a trial, or follow a look at the data."""
 

@@ -19,8 +19,6 @@ from unishard.engine.optim.stepping import same_model
 from unishard.errors import ModelError
 from unishard.failures.collective_check import samples_modules
 
-__all__ = ["ReachedParameters"]
-
 _NAMED = 8
 _CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")
 

@@ -16,8 +16,6 @@ from torch import nn
 from unishard.engine.loop.call_order import CallOrder
 from unishard.errors import ContractError
 
-__all__ = ["RoutedCalls"]
-
 _SHARDED = "FSDP"
 """Prefix of the class that `fully_shard` gives a module (torch 2.13)."""
 

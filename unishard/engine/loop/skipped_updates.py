@@ -6,8 +6,6 @@ import logging
 
 import torch.distributed as dist
 
-__all__ = ["SkippedUpdates"]
-
 _LIMIT = 5
 
 _logger = logging.getLogger("unishard")

@@ -12,8 +12,6 @@ from unishard.distributed import process_group
 from unishard.engine.model.empty_parameters import is_empty
 from unishard.errors import ContractError
 
-__all__ = ["Trainable"]
-
 
 class Trainable:
     """The parameters that can train: those that were trainable in `prepare` have a master weight on every engine."""

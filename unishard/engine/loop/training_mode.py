@@ -6,8 +6,6 @@ import logging
 
 from torch import nn
 
-__all__ = ["put_in_training_mode"]
-
 _logger = logging.getLogger("unishard")
 
 

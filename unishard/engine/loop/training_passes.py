@@ -14,8 +14,6 @@ from unishard.data.position import LoaderPass, Position
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.errors import ContractError
 
-__all__ = ["TrainingPass", "TrainingPasses"]
-
 _Resumed = tuple[Sequence[Position], int]
 """Positions on all ranks of the resumed run, and their number."""
 

@@ -25,8 +25,6 @@ from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.model.compilation import eager_modules
 from unishard.errors import ContractError
 
-__all__ = ["WrittenParameters", "sum_of_bits"]
-
 _FIRST = 3
 """The updates in which bits are compared, in the first forward of each: there a habit shows, and the host waits for the
 device."""

@@ -20,8 +20,6 @@ from unishard.engine.model.kv_cache import without_cache
 from unishard.engine.model.units import find_blocks, find_classes
 from unishard.errors import ModelError
 
-__all__ = ["SAVED", "apply", "find"]
-
 _FIELD = "activation_checkpointing"
 
 SAVED = (

@@ -9,8 +9,6 @@ from torch import nn
 
 from unishard.config.topology import Topology
 
-__all__ = ["name_synchronized"]
-
 _logger = logging.getLogger("unishard")
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

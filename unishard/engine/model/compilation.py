@@ -22,8 +22,6 @@ from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
 from unishard.engine.model.units import find_blocks
 from unishard.errors import ConfigError, ModelError, Problem
 
-__all__ = ["apply", "eager_modules", "find", "require_backend"]
-
 _logger = logging.getLogger("unishard")
 
 
@@ -92,6 +90,7 @@ class Compiled:
         update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled function, or the function itself where a call brings a cache."""
         caches = caches_in(args, kwargs) if self._block else ()
         if caches and not torch.is_grad_enabled():
             return self._function(*args, **kwargs)

@@ -11,8 +11,6 @@ from unishard.config import Precision
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model import kept_fp32
 
-__all__ = ["cast_model", "cast_to_compute"]
-
 
 @torch.no_grad()
 def cast_model(model: nn.Module, cfg: Precision, *, train: bool = True) -> None:

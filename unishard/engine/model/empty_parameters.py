@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["freeze_empty", "is_empty"]
-
 _EMPTY = "_unishard_empty"
 """An attribute of the parameter, since engines change the shape that a parameter has on a rank."""
 

@@ -14,8 +14,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from unishard.distributed.storable import obstacle
 from unishard.errors import ModelError
 
-__all__ = ["ModelFacts", "description_of", "facts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:

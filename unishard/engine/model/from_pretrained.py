@@ -23,8 +23,6 @@ from unishard.errors import ModelError
 from unishard.failures import lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 
-__all__ = ["from_pretrained"]
-
 
 def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> nn.Module:
     """Load a transformers model whose parameters `prepare` reads from safetensors. Collective.

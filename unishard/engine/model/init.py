@@ -14,8 +14,6 @@ from unishard.config.topology import Topology
 from unishard.engine.model.materialization import replace_data
 from unishard.failures import lifetime
 
-__all__ = ["init", "without_data"]
-
 
 @contextmanager
 def init(cfg: Config) -> Iterator[None]:

@@ -23,8 +23,6 @@ from unishard.distributed.nested_tensors import cast, tensors_in
 from unishard.engine.model.kept_fp32 import holds_all, modules_kept
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["cast_inputs", "check"]
-
 _CHECKED = 4
 """Forwards of a module in which casts are compared with what was cast; that waits for the device, so later ones are
 not."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from unishard.config import Precision
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["Kept", "declared_by", "find", "holds", "holds_all", "mark", "modules_kept"]
-
 _MARK = "_unishard_keeps_fp32"
 _SHOWN = 8
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["all_empty", "caches_in", "without_cache"]
-
 
 def caches_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The caches in the arguments of a block."""

@@ -20,19 +20,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from unishard.engine.model.shared_memory import shared_memory
 from unishard.errors import ModelError
 
-__all__ = [
-    "Part",
-    "Reader",
-    "check",
-    "flat_part",
-    "materialize",
-    "replace_data",
-    "row_part",
-    "set_reader",
-    "take_reader",
-    "use_placeholders",
-]
-
 Reader = Callable[[int, int], Tensor]
 """Reads the elements between two offsets of the flattened parameter: flat, on the CPU."""
 Part = Callable[[Tensor], tuple[int, int]]

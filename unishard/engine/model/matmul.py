@@ -7,8 +7,6 @@ import torch
 from unishard.config import Precision
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["apply", "check"]
-
 _WORDS = {"fp32": "highest", "tf32": "high"}
 _asked: set[str] = set()
 """What an earlier `prepare` of this process has set; one value at most."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["embeddings_read_outside"]
-
 _OF_SHARDS_TOO = ("dtype", "device")
 """Attributes of a weight that its shard has as well."""
 

@@ -9,8 +9,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PREPARED", "PlainModules"]
-
 PREPARED: WeakSet[nn.Module] = WeakSet()
 """Models that are sharded in place, and their modules."""
 

@@ -10,8 +10,6 @@ from unishard.distributed.dtypes import name_of
 from unishard.engine.model.kept_fp32 import declared_by
 from unishard.engine.model.units import find_units
 
-__all__ = ["shape_of"]
-
 
 def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
     """Describe a model before it is sharded; its units are those of any strategy that has some.

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-__all__ = ["shared_memory"]
-
 
 def shared_memory(model: nn.Module) -> Iterator[str]:
     """Yield the trainable parameters that share elements with another parameter or buffer, and how to write that

@@ -19,8 +19,6 @@ from unishard.contract.units import ModelUnits, Unit, numel_of
 from unishard.engine.model.outside_reads import embeddings_read_outside
 from unishard.errors import ModelError
 
-__all__ = ["find_blocks", "find_classes", "find_conditional", "find_units", "units_of"]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 

@@ -14,8 +14,6 @@ from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.regular_file import open_file, read_bytes
 from unishard.errors import ModelError
 
-__all__ = ["INDEX", "SINGLE", "facts_of", "files_of", "opened", "shapes_of"]
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LARGEST = 2**28
 """Bytes of an index; that of 100,000 tensors has 10 MB."""

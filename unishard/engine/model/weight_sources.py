@@ -18,8 +18,6 @@ from torch import Tensor
 from unishard.engine.model.materialization import Reader
 from unishard.errors import ModelError
 
-__all__ = ["WeightSource", "sources_of"]
-
 TensorReader = Callable[[str, int, int], Tensor]
 """Reads the elements between two offsets of a flattened tensor of the files."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from unishard.errors import ModelError
 
-__all__ = ["check"]
-
 
 def check() -> None:
     """Check that transformers does not take this process for a run of ZeRO-3 of its own. Not collective.

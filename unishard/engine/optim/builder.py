@@ -18,8 +18,6 @@ from unishard.engine.optim.kept_groups import separate
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 
-__all__ = ["OptimizerSetup"]
-
 
 class OptimizerSetup:
     """An `OptimizerBuilder` that also builds the scheduler, if the caller passed one."""

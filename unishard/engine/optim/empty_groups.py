@@ -6,8 +6,6 @@ import warnings
 
 from torch.optim import Optimizer
 
-__all__ = ["without_empty"]
-
 
 def without_empty(optimizer: Optimizer) -> Optimizer:
     """The optimizer, or one with the same state and group dicts that lacks the groups without parameters.

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-__all__ = ["divide", "multiply", "norm_of"]
-
 _dtype = attrgetter("dtype")
 _FOREACH: Any = getattr(torch, "foreach", None)
 """Public in torch 2.15 and later; older versions have no public function for a list of tensors."""

@@ -10,8 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard.engine.model.kept_fp32 import holds
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["separate"]
-
 
 def separate(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     """Move parameters that stay in fp32 (`precision.keep_fp32`) into groups of their own, with the same options, behind

@@ -11,8 +11,6 @@ from torch import Tensor
 from unishard.config import Precision
 from unishard.contract.training_facts import LossScaleFacts
 
-__all__ = ["LossScale"]
-
 _GROWTH, _BACKOFF = 2.0, 0.5
 _LARGEST = 2.0**127
 """The largest scale: the largest power of two in fp32."""

@@ -12,8 +12,6 @@ from unishard.engine.optim import stepping
 from unishard.engine.optim.public_optimizer import GuardedOptimizer, PublicOptimizer
 from unishard.errors import ContractError
 
-__all__ = ["OptimizerCalls"]
-
 
 class OptimizerCalls:
     """Separates the engine's calls of its optimizer from those of others, which act differently on each engine, or on

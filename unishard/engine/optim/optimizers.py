@@ -19,8 +19,6 @@ from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.engine.optim.parameter_groups import groups_of, without_match
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["description_of", "description_of_built", "factory", "from_factory", "move_to_shards", "require_package"]
-
 _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13)."""
 

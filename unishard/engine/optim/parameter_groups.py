@@ -9,8 +9,6 @@ from typing import NamedTuple
 from unishard import config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["NamedGroup", "groups_of", "without_match"]
-
 _SHOWN = 12
 
 

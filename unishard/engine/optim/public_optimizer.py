@@ -11,8 +11,6 @@ from torch.utils.hooks import RemovableHandle
 from unishard.engine.optim.stepping import OwnCalls
 from unishard.errors import ContractError
 
-__all__ = ["GuardedOptimizer", "PublicOptimizer"]
-
 _SAVES = "engine.save() saves the optimizer with the model, and engine.load() loads both, on any engine"
 
 

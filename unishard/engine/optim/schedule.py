@@ -9,8 +9,6 @@ from typing import Any
 from unishard.config import Scheduler
 from unishard.contract.training_facts import ScheduleFacts
 
-__all__ = ["Schedule", "factor"]
-
 _SCALE = 10_000
 """Updates over which `inverse_sqrt` falls to the square root of a half, without a warm-up that says it."""
 

@@ -14,8 +14,6 @@ from unishard.checkpoint.user_state import pack, unpack
 from unishard.contract.training_facts import ScheduleFacts
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
 
-__all__ = ["SchedulerFactory", "TorchSchedule", "alike", "build_scheduler", "check"]
-
 SchedulerFactory = Callable[[Any], Any]
 """Builds an `LRScheduler` from the optimizer that it is given."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from unishard.contract.private_api import CORE_PRIVATE_API
 
-__all__ = ["DeviceSkip"]
-
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 """Their fused kernels change neither parameters nor state if `found_inf` of the optimizer is 1 (torch 2.13,
 optim/adam.py)."""

@@ -14,8 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unishard.errors import ContractError
 
-__all__ = ["OwnCalls", "forget", "is_marked", "mark", "same_model", "watch"]
-
 
 class OwnCalls:
     """Whether the engine calls its optimizer, and not the user's code."""

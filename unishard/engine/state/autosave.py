@@ -17,8 +17,6 @@ from unishard.errors import ContractError
 from unishard.failures import launcher
 from unishard.failures.second_signal import REPEATED
 
-__all__ = ["EXIT_CODE", "Autosave", "Cause"]
-
 EXIT_CODE = 85
 """Exit code of a process that saved because of a signal, so that its launcher can tell this from a failure."""
 

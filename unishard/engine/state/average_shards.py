@@ -11,8 +11,6 @@ from unishard.checkpoint import keys
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.distributed.shards import Shard
 
-__all__ = ["AverageShards", "has_average", "resume_average"]
-
 
 class AverageShards:
     """This rank's shards of a moving average, in fp32."""

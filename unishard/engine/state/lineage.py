@@ -11,8 +11,6 @@ from unishard.checkpoint import finding
 from unishard.checkpoint.headers import UNKNOWN_RUN, header_of
 from unishard.errors import CheckpointError
 
-__all__ = ["Lineage", "RunName"]
-
 _logger = logging.getLogger("unishard")
 
 

@@ -12,8 +12,6 @@ from unishard.data import position
 from unishard.engine.optim.schedulers import alike
 from unishard.errors import CheckpointError
 
-__all__ = ["require_sense"]
-
 _RESUMED = ("lr", "momentum", "betas")
 """The options of a parameter group that a schedule continues with."""
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from unishard.errors import ContractError
 
-__all__ = ["MergedAdapters"]
-
 _PREFIX = "base_model.model."
 _BASE = "base_layer."
 

@@ -21,8 +21,6 @@ from unishard.engine.state.average_shards import AverageShards, resume_average
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
-__all__ = ["MovingAverage", "begin_average"]
-
 _logger = logging.getLogger("unishard")
 
 

@@ -22,8 +22,6 @@ from unishard.engine.loop.inference_mode import without_inference_mode
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
-__all__ = ["GradientAccess", "ParameterAccess"]
-
 
 class ParameterAccess:
     """Reads and edits master weights. Public methods implement those of `Engine` with the same names."""

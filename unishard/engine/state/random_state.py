@@ -14,8 +14,6 @@ from torch import Tensor
 from unishard.data.seeds import seed_of
 from unishard.errors import CheckpointError
 
-__all__ = ["capture", "require", "reseed", "restore"]
-
 
 def capture(device: torch.device) -> dict[str, Tensor]:
     """Read the states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's

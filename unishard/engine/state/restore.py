@@ -31,8 +31,6 @@ from unishard.engine.state.resume import random_states, resume
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
 
-__all__ = ["restore"]
-
 _logger = logging.getLogger("unishard")
 
 

@@ -22,8 +22,6 @@ from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import options_of
 
-__all__ = ["random_states", "resume"]
-
 _BY_SCHEDULE = {"lr", "initial_lr"}
 
 

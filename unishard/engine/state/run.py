@@ -15,8 +15,6 @@ from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.state.tensors import StateTensors
 from unishard.observe.observer import Observers
 
-__all__ = ["Run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

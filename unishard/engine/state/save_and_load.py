@@ -28,8 +28,6 @@ from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import take_snapshot
 from unishard.errors import CheckpointError, ContractError, RankMismatchError
 
-__all__ = ["SaveAndLoad"]
-
 _logger = logging.getLogger("unishard")
 
 _savers: WeakValueDictionary[Path, SaveAndLoad] = WeakValueDictionary()

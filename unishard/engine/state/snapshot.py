@@ -25,8 +25,6 @@ from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
 from unishard.version import __version__
 
-__all__ = ["options_of", "take_snapshot"]
-
 
 def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     """Take a snapshot of a run. Collective.

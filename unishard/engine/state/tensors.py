@@ -14,8 +14,6 @@ from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.engine.state.average_shards import AverageShards
 
-__all__ = ["StateTensors"]
-
 
 class StateTensors:
     """This rank's shards of parameters, buffers and optimizer state, by name."""

@@ -14,8 +14,6 @@ from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.state.parameter_access import ParameterAccess
 from unishard.errors import ContractError, ModelError, UnishardError
 
-__all__ = ["explain_sharded_read", "naming_sharded_reads", "unsharded"]
-
 
 @contextmanager
 def unsharded(

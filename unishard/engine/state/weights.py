@@ -21,8 +21,6 @@ from unishard.engine.state.parameter_access import ParameterAccess
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import CheckpointError, ContractError
 
-__all__ = ["Weights"]
-
 _NAMED = 5
 
 

@@ -15,8 +15,6 @@ from unishard.contract.plan import ObserveSpec
 from unishard.errors import ConfigError, Problem
 from unishard.observe.destinations.writer import Values
 
-__all__ = ["FILE", "JsonLines"]
-
 FILE = "log.jsonl"
 """Its name in `logging.dir`."""
 

@@ -11,8 +11,6 @@ from unishard.contract.plan import ObserveSpec
 from unishard.observe.destinations.run_file import RunFile
 from unishard.observe.destinations.writer import Values
 
-__all__ = ["FILE", "MLflow"]
-
 FILE = "mlflow.db"
 """The SQLite database in `logging.dir`, where no `logging.mlflow_uri` names another place: MLflow 3.17 refuses
 files."""

@@ -14,8 +14,6 @@ from unishard.errors import ConfigError, Problem
 from unishard.observe.destinations.table import open_writer
 from unishard.observe.destinations.writer import Writer
 
-__all__ = ["Destinations"]
-
 _logger = logging.getLogger("unishard")
 
 

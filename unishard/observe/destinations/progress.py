@@ -16,8 +16,6 @@ from unishard.observe.destinations.writer import Values
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["ProgressLine"]
-
 _SHORT = {
     "grad_norm": ("norm", "{:.3g}"),
     "lr": ("lr", "{:.2e}"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["RunFile"]
-
 
 class RunFile:
     """A file with one line, the id; no file, and no memory, without `logging.dir`."""

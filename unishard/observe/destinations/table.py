@@ -12,8 +12,6 @@ from unishard.contract.plan import ObserveSpec
 from unishard.errors import ConfigError, Problem
 from unishard.observe.destinations.writer import Writer
 
-__all__ = ["WRITERS", "open_writer", "require_installed"]
-
 
 class Destination(NamedTuple):
     """One row."""

@@ -10,8 +10,6 @@ from unishard.observe.destinations.writer import Values
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["TensorBoard"]
-
 
 class TensorBoard:
     """Scalars under `logging.dir`, read by `tensorboard --logdir`."""

@@ -9,8 +9,6 @@ from unishard.contract.plan import ObserveSpec
 from unishard.observe.destinations.run_file import RunFile
 from unishard.observe.destinations.writer import Values
 
-__all__ = ["Wandb"]
-
 
 class Wandb:
     """One run, with the config of the training; started with the first record, so that a resumed training can continue

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-__all__ = ["Values", "Writer"]
-
 Values = Mapping[str, float]
 """Numbers by name, such as `loss` and `tokens_per_second`."""
 

@@ -15,8 +15,6 @@ from unishard.testing import oracle
 from unishard.testing.cells import Cell, Feature, Recorder
 from unishard.testing.oracle import Curve
 
-__all__ = ["FEATURES"]
-
 _SCALED, _ZEROED, _SINGLE = "blocks.0.up.weight", "blocks.1.down.bias", "blocks.2.scale"
 """Parameters of the MLP; the last has one element, so most ranks hold an empty shard."""
 _DROPPED = {2: "inside", 6: "forward", 11: "end", 15: "reduced"}

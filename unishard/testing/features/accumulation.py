@@ -16,8 +16,6 @@ from unishard.testing.cells import Cell, Feature, Recorder
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 
-__all__ = ["FEATURES"]
-
 
 def _uneven(batch: dict[str, Any], turn: int, rank: int) -> dict[str, Any]:
     """A micro-batch with some labels ignored: in some micro-batches all of them, but never on all ranks."""

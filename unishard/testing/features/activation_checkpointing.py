@@ -5,8 +5,6 @@ from __future__ import annotations
 from unishard.testing.cells import Feature
 from unishard.testing.models import MODELS
 
-__all__ = ["FEATURES"]
-
 _LLAMA = {"llama": MODELS["llama"]}
 
 FEATURES = (

@@ -10,8 +10,6 @@ from unishard.testing.cells import STRATEGIES, Feature
 from unishard.testing.features import conditional, lora
 from unishard.testing.models import MODELS
 
-__all__ = ["FEATURES"]
-
 _EXPERTS, _TOWER = conditional.FEATURES
 _LORA, _BF16_BASE = lora.FEATURES[:2]
 _GROUPS = {"sharding": {"group_size": 2}}

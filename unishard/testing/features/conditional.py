@@ -11,8 +11,6 @@ from torch.nn import functional
 from unishard.testing.cells import Feature
 from unishard.testing.models import MlpOutput, TestModel
 
-__all__ = ["FEATURES", "Expert", "Mixture", "Pictures", "Tower"]
-
 _WIDTH, _CLASSES = 13, 5
 
 

@@ -10,8 +10,6 @@ import unishard
 from unishard.testing.cells import Cell, Feature, Recorder
 from unishard.testing.oracle import Curve
 
-__all__ = ["FEATURES"]
-
 
 def _evaluating_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
     rank = unishard.Topology.from_environment().rank

@@ -15,8 +15,6 @@ from unishard.testing.cells import STRATEGIES, Cell, Feature, Recorder
 from unishard.testing.models import MODELS, Mlp, MlpOutput, TestModel, llama, mlp
 from unishard.testing.oracle import Curve
 
-__all__ = ["FEATURES", "SCHEDULE", "lora"]
-
 
 def lora(base: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """A tiny Llama with fp32 adapters on a frozen base, the same on every call.

@@ -17,8 +17,6 @@ from unishard.testing.cells import Cell, Feature, Recorder
 from unishard.testing.models import MODELS, mlp
 from unishard.testing.oracle import Curve
 
-__all__ = ["FEATURES"]
-
 _beside: WeakKeyDictionary[unishard.Engine, unishard.Engine] = WeakKeyDictionary()
 """The second engine, which is trained or evaluated beside the measured one."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from unishard.testing.cells import STRATEGIES, Feature
 
-__all__ = ["FEATURES"]
-
 _ADAMW = {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
 _PARAMS, _OPTIMIZER, _BOTH = {"params": "cpu"}, {"optimizer": "cpu"}, {"params": "cpu", "optimizer": "cpu"}
 _GROUPS = {"group_size": 2}

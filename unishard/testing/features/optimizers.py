@@ -15,8 +15,6 @@ from unishard.testing.cells import STEPS, Cell, Feature
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 
-__all__ = ["FEATURES"]
-
 _WARMUP = 4
 
 

@@ -5,6 +5,4 @@ from __future__ import annotations
 from unishard.testing.cells import Feature
 from unishard.testing.models import MODELS
 
-__all__ = ["FEATURES"]
-
 FEATURES = (Feature("plain", "the loop of the README", models=MODELS),)

@@ -11,8 +11,6 @@ from torch import nn
 from unishard.testing.cells import Feature
 from unishard.testing.models import MODELS, TestModel
 
-__all__ = ["FEATURES"]
-
 
 def _in_bf16(name: str) -> nn.Module:
     """A model as loaded from a bf16 checkpoint: bf16 parameters, fp32 buffers."""

@@ -9,8 +9,6 @@ from unishard.testing.cells import STRATEGIES, Feature
 from unishard.testing.features import access, accumulation
 from unishard.testing.models import MODELS
 
-__all__ = ["FEATURES"]
-
 _HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 _GROUPS = {"sharding": {"group_size": 2}}
 

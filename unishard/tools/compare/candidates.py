@@ -13,8 +13,6 @@ from unishard.contract import registry
 from unishard.errors import ConfigError, Problem
 from unishard.tools.plan.candidates import strategy_changes
 
-__all__ = ["ComparedRow", "Variant", "backends_of", "candidates_of", "overrides_of", "strategies_of"]
-
 
 class ComparedRow(Protocol):
     """What is run."""

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from unishard.tools.compare.distance import Divergence, relative
 from unishard.tools.compare.golden import ComparedRun
 
-__all__ = ["LikelyCause", "causes_of"]
-
 _SLIGHT = 0.02
 """A relative difference that another dtype can make in a first loss or norm."""
 _SUDDEN = 0.05

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from unishard.contract.tolerances import Tolerance
 from unishard.tools.compare.records import Course
 
-__all__ = ["Distance", "Divergence", "distance_to", "first_divergence", "relative"]
-
 _FIRST = 3
 """Losses that `Tolerance.first_losses` bounds."""
 _RATES = 1e-6

@@ -13,8 +13,6 @@ from unishard.errors import ConfigError, Problem
 from unishard.tools.compare.modules import module_lines
 from unishard.tools.compare.records import Course, Record, records_in
 
-__all__ = ["ComparedRun", "facts_of", "golden_text", "read_golden"]
-
 _AROUND = ("launch", "logging", "profile", "checkpoint", "backend", "sharding", "communication", "strict")
 """Sections that do not change what is trained."""
 _LARGEST = 2**28

@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["lines_in"]
-
 _LARGEST = 2**63
 """No step and no value is as large."""
 _NAMES = ("module", "parameter")

@@ -16,8 +16,6 @@ from unishard.tools.compare.modules import FILE
 from unishard.tools.compare.records import Record, middle, read_records
 from unishard.tools.launch.command import Script
 
-__all__ = ["Measured", "Task", "in_turns", "measure"]
-
 _LOOKS = 0.1
 """Seconds between two looks at the records."""
 _ENDS = 60.0

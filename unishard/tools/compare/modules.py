@@ -11,17 +11,6 @@ from unishard.contract.tolerances import Tolerance
 from unishard.tools.compare.distance import relative
 from unishard.tools.compare.json_lines import lines_in
 
-__all__ = [
-    "FILE",
-    "FirstModule",
-    "Located",
-    "MeasuredModules",
-    "first_module",
-    "lines_of",
-    "module_lines",
-    "modules_in",
-]
-
 FILE = "modules.jsonl"
 """Its name beside `log.jsonl`."""
 _SAME_WEIGHTS = 1e-6

@@ -9,8 +9,6 @@ from unishard.tools.compare.distance import Distance
 from unishard.tools.compare.measuring import Measured
 from unishard.tools.compare.text import distances, lines_of, number
 
-__all__ = ["page_of"]
-
 _COLORS = ("#4878a8", "#d9822b", "#5f9e5f", "#8a6fb0", "#b0413e", "#6fa8dc", "#999999", "#c9a227")
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}

@@ -12,8 +12,6 @@ from unishard.tools.plan.devices import Device
 from unishard.tools.plan.model import PlannedModel
 from unishard.tools.plan.questions import by_micro_batch
 
-__all__ = ["PlannedModelFacts", "facts_of"]
-
 
 class PlannedModelFacts:
     """The activations of a model under each kind of recomputation."""

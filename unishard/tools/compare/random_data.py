@@ -12,8 +12,6 @@ import unishard
 from unishard.tools.plan.building import Batch, BuiltModel
 from unishard.tools.plan.model import PlannedModel
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Train. Collective."""

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from unishard.tools.compare.json_lines import lines_in
 
-__all__ = ["Course", "Record", "middle", "read_records", "records_in"]
-
 Record = Mapping[str, Any]
 """Numbers by name; None where JSON has none, as for NaN."""
 

@@ -9,8 +9,6 @@ from unishard.tools.compare.distance import Distance, distance_to
 from unishard.tools.compare.measuring import Measured
 from unishard.tools.compare.records import Course
 
-__all__ = ["distances", "lines_of", "number"]
-
 _WIDTH = 80
 
 

@@ -20,8 +20,6 @@ from unishard.tools.plan.candidates import Candidate, candidate_of, strategy_cha
 from unishard.tools.plan.devices import Device, with_unit
 from unishard.tools.plan.questions import RECOMPUTATIONS
 
-__all__ = ["Dropped", "PlannedFacts", "Trial", "Trials", "own_trial", "trials_of", "words_of"]
-
 Recomputation = str | tuple[str, ...]
 """`activation_checkpointing`."""
 

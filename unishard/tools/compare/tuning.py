@@ -14,8 +14,6 @@ from unishard.tools.compare.measuring import Measured
 from unishard.tools.compare.records import Course
 from unishard.tools.compare.trials import Dropped, Trials
 
-__all__ = ["Tuned", "comment_of", "expect_several", "lines_of", "tuned", "with_comment"]
-
 _WIDTH = 80
 _NOISE = 1.02
 """A step time that is shorter by less than this factor is no reason to change a config."""

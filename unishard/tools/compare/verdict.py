@@ -14,8 +14,6 @@ from unishard.tools.compare.distance import Distance, Divergence, distance_to, f
 from unishard.tools.compare.golden import ComparedRun
 from unishard.tools.compare.modules import Located
 
-__all__ = ["Verdict", "lines_of", "verdict_of"]
-
 _WIDTH = 80
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Self
 
-__all__ = ["CurveGap", "TrainingCurve"]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingCurve:

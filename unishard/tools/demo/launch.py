@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["running"]
-
 _REQUESTS = (signal.SIGTERM, signal.SIGHUP)
 _GRACE = 40.0
 """Seconds until the command is killed; torchrun kills ranks after 30 (torch 2.13, multiprocessing/api.py)."""

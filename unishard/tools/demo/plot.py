@@ -9,8 +9,6 @@ from matplotlib.figure import Figure
 
 from unishard.tools.demo.curves import CurveGap, TrainingCurve
 
-__all__ = ["plot"]
-
 _WIDE, _THIN = "#f4a261", "#1d3557"
 
 

@@ -19,8 +19,6 @@ from unishard.errors import UnishardError
 from unishard.tools.demo.curves import TrainingCurve
 from unishard.tools.demo.launch import running
 
-__all__ = ["DemoError", "train"]
-
 _LAST_LINES = 25
 _PROGRESS = re.compile(r"(?P<step>step \d+)|\w+: loss ")
 _TORCHRUN_REPORT = "torch/distributed/elastic/multiprocessing/api.py"

@@ -19,8 +19,6 @@ from typing import Any
 
 from unishard.tools.doctor.importing import one_line
 
-__all__ = ["check", "main"]
-
 _SECONDS = 5.0
 """How long each of arriving and connecting may take."""
 _BYTES = 2**20

@@ -24,8 +24,6 @@ from unishard.errors import BackendError, CheckpointError, ConfigError, Problem
 from unishard.observe.destinations import table
 from unishard.tools.doctor.importing import quietly
 
-__all__ = ["notes_on", "refusals_of"]
-
 
 def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
     """Yield what `prepare` and the first save would refuse, whatever the model is.

@@ -14,8 +14,6 @@ from typing import Any
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.importing import one_line, quietly
 
-__all__ = ["devices", "driver", "own_device"]
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

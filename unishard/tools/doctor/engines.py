@@ -12,8 +12,6 @@ from unishard.errors import BackendError
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.importing import one_line, quietly
 
-__all__ = ["backends", "found", "probes"]
-
 
 def found() -> tuple[list[Backend], list[Check]]:
     """The backends that can be imported, and a line for each that cannot."""

@@ -18,8 +18,6 @@ from unishard.tools.doctor.local_ranks import local_ranks
 from unishard.tools.doctor.machine import disk, machine
 from unishard.tools.doctor.packages import packages, python
 
-__all__ = ["connected", "examine", "place", "worst"]
-
 
 def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator[Check]:
     """Run all checks. Imports the installed engines.

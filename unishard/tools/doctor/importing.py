@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 
-__all__ = ["failure", "one_line", "quietly"]
-
 
 @contextmanager
 def quietly() -> Iterator[None]:

@@ -12,8 +12,6 @@ import time
 
 from unishard.tools.doctor.check import Check, Status
 
-__all__ = ["local_ranks"]
-
 _SECONDS = 180.0
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from unishard.tools.doctor.check import Check, Status
 
-__all__ = ["disk", "machine"]
-
 _SHARED = Path("/dev/shm")
 _SHARED_LEAST = 2**30
 _FILES_LEAST = 4096

@@ -15,8 +15,6 @@ from unishard.contract.tested_versions import PYTHONS, is_tested, span
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.importing import failure
 
-__all__ = ["PACKAGES", "packages", "python", "versions"]
-
 PACKAGES = {
     "pydantic": "",
     "ruamel.yaml": "",

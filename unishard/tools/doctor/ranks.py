@@ -31,8 +31,6 @@ from unishard.distributed import devices, serving
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.importing import one_line
 
-__all__ = ["connections"]
-
 _TIMEOUT = timedelta(seconds=60)
 _TIMES = 20
 _GLOO_BYTES = 16 * 2**20

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from unishard.config.describe import count_of
 from unishard.tools.doctor.check import Check, Status
 
-__all__ = ["is_probe", "verdict"]
-
 _BACKEND = "backend "
 _PROBE = "probe "
 

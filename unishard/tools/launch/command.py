@@ -13,8 +13,6 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["PORT", "Host", "Script", "ShellText", "TorchrunCommand", "command_of", "quoted", "torchrun_program"]
-
 PORT = 29500
 _HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """What torchrun passes on to the ranks unless `--signals-to-handle` says otherwise (torch 2.13, distributed/run.py)."""

@@ -12,8 +12,6 @@ from unishard.config.loading.hostfile import hosts_of
 from unishard.errors import ConfigError, Problem
 from unishard.tools.launch.command import PORT, Script
 
-__all__ = ["hostfile", "overrides_of"]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _ENDPOINT = re.compile(r"(\[.*\]|[^:]+)(?::(\d+))?")
 

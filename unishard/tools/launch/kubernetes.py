@@ -12,8 +12,6 @@ from unishard.config.nested import Native
 from unishard.errors import ConfigError, Problem
 from unishard.tools.launch.command import Host, Script, command_of, environment_of
 
-__all__ = ["manifest"]
-
 _PORT = 23456
 """The port that the operator opens for workers (training-operator 1.9, pytorch defaults)."""
 _GPU = "nvidia.com/gpu"

@@ -13,8 +13,6 @@ from unishard.config import Config
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.tools.launch.command import Script, environment_of
 
-__all__ = ["plan", "run"]
-
 
 def plan(cfg: Config, script: Script, handed_over: Mapping[str, str]) -> dict[str, Any]:
     """What is passed to Ray, as plain values.

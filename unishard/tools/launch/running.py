@@ -21,8 +21,6 @@ from unishard.errors import BackendError, RankMismatchError
 from unishard.failures import launcher
 from unishard.tools.launch.command import TorchrunCommand
 
-__all__ = ["gpus", "run"]
-
 PREEMPTED = 85
 """How ranks exit that have saved after a signal of `checkpoint.on_signal`."""
 _CHECKED = "unishard.tools.doctor.before_script"

@@ -9,8 +9,6 @@ from unishard.config import Config
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.tools.launch.command import Host, Script, ShellText, command_of, environment_of, quoted
 
-__all__ = ["batch_script", "submit"]
-
 _COMMANDS = ("setup", "srun")
 """Entries of `launch.slurm` that are no options of sbatch."""
 _ENDPOINT = ShellText("$head:$port")

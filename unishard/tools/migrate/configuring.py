@@ -12,8 +12,6 @@ from unishard.config.sharding import Strategy
 from unishard.errors import UnishardError
 from unishard.tools.migrate.facts import ScriptFacts, argument, code, names_in
 
-__all__ = ["config_of"]
-
 _TOLD = ("approximate", "unsupported")
 _WORDS = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16"}
 

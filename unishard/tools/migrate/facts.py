@@ -9,8 +9,6 @@ from collections.abc import Mapping
 import libcst as cst
 from libcst import matchers as m
 
-__all__ = ["CLIPS", "ScriptFacts", "argument", "code", "names_in", "target_of"]
-
 _WRAPS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "initialize", "prepare")
 """Calls that make a model distributed."""
 CLIPS = ("clip_grad_norm_", "clip_grad_norm")

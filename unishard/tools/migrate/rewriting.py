@@ -12,8 +12,6 @@ from unishard.config.hints.names import METHODS, PACKAGE
 from unishard.tools.migrate.configuring import config_of
 from unishard.tools.migrate.facts import CLIPS, ScriptFacts, argument, code, target_of
 
-__all__ = ["Rewriting"]
-
 _RENAMED = {"is_main_process": "is_main", "num_processes": "world_size", "process_index": "rank", "reduce": "mean"}
 _SAME = dict.fromkeys(("backward", "device", "gather_for_metrics", "print")) | _RENAMED
 """What an accelerator has, and the engine's name where it is another."""

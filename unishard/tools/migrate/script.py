@@ -14,8 +14,6 @@ from unishard.errors import UnishardError
 from unishard.tools.migrate.facts import ScriptFacts, code
 from unishard.tools.migrate.rewriting import Rewriting
 
-__all__ = ["diff_of", "migrated"]
-
 
 def migrated(source: str, path: Path) -> str:
     """The script with unishard's loop.

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
-__all__ = ["Activations", "Segment"]
-
 
 class Segment(NamedTuple):
     """A stretch of a micro-batch in which one module computes."""

@@ -24,8 +24,6 @@ from unishard.errors import ConfigError, ModelError, Problem
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.tracing import trace
 
-__all__ = ["Batch", "BuiltModel", "ModelWithBatch"]
-
 _FAKE = CORE_PRIVATE_API["models-without-data"]
 
 Batch = Callable[[int, int], Mapping[str, Any]]

@@ -19,8 +19,6 @@ from unishard.config.loading.document import text_of
 from unishard.contract.footprint import ModelShape
 from unishard.tools.plan.activations import Activations
 
-__all__ = ["activations", "folder", "shape"]
-
 _VERSION = 5
 """Raised when what is computed, or its file, changes."""
 _LARGEST = 2**28

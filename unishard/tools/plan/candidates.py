@@ -20,20 +20,6 @@ from unishard.errors import BackendError, ConfigError
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.devices import Device
 
-__all__ = [
-    "STRATEGIES",
-    "Candidate",
-    "Peak",
-    "Wire",
-    "candidate_of",
-    "candidates_of",
-    "peak_of",
-    "strategies_for",
-    "strategy_changes",
-    "wire_of",
-    "with_strategy",
-]
-
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_shard")
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["DEVICES", "Device", "device_named", "in_gib", "parse_bytes", "with_unit"]
-
 GB, GIB = 10**9, 2**30
 
 

@@ -24,8 +24,6 @@ from unishard.tools.plan import cache
 from unishard.tools.plan.activations import Activations
 from unishard.version import __version__
 
-__all__ = ["PlannedModel"]
-
 _LARGEST = 2**24
 """Bytes of the config of a model; those of transformers have a few kB."""
 

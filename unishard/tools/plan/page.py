@@ -11,8 +11,6 @@ from unishard.tools.plan.devices import in_gib
 from unishard.tools.plan.planning import Plan
 from unishard.tools.plan.text import lines_of
 
-__all__ = ["page_of"]
-
 _COLORS = {
     "parameters": "#4878a8",
     "master weights": "#6fa8dc",

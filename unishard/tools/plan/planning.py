@@ -26,8 +26,6 @@ from unishard.tools.plan.questions import (
     with_compilation,
 )
 
-__all__ = ["Answers", "Model", "Plan", "make_plan"]
-
 
 class Model(Protocol):
     """What a plan asks of a model: `unishard.tools.plan.model.PlannedModel`."""

@@ -13,18 +13,6 @@ from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.candidates import Candidate, candidate_of, peak_of, wire_of
 from unishard.tools.plan.devices import DEVICES, Device, with_unit
 
-__all__ = [
-    "RECOMPUTATIONS",
-    "Recommendation",
-    "by_micro_batch",
-    "gpus_needed",
-    "largest",
-    "largest_micro_batch",
-    "largest_seq_len",
-    "recommend",
-    "with_compilation",
-]
-
 RECOMPUTATIONS = ("none", "selective", "full")
 """Words of `activation_checkpointing`, the cheapest in time first."""
 

@@ -9,8 +9,6 @@ from unishard.tools.plan.candidates import Candidate, wire_of
 from unishard.tools.plan.devices import in_gib, with_unit
 from unishard.tools.plan.planning import Plan
 
-__all__ = ["lines_of"]
-
 _WIDTH = 80
 _COLUMNS = ("params", "master", "grads", "optim", "buffer", "activ", "peak")
 _BAR = 40

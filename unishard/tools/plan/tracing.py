@@ -18,8 +18,6 @@ from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.shape import shape_of
 from unishard.tools.plan.activations import Activations, Segment
 
-__all__ = ["trace"]
-
 Place = tuple[str, str, int]
 
 

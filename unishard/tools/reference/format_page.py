@@ -15,8 +15,6 @@ from unishard.formats import catalog
 from unishard.formats.format import Format
 from unishard.tools.reference.markdown import code, table
 
-__all__ = ["formats", "formats_page", "overview"]
-
 _TOP = """\
 # Configs of other tools, key by key
 

@@ -8,8 +8,6 @@ from unishard.config import Config, Section
 from unishard.config.aliases import in_any_case
 from unishard.contract import registry
 
-__all__ = ["ATTACH", "json_schema"]
-
 ATTACH = """\
 In a config, with any editor that has the YAML language server (VS Code with the extension "YAML" by Red Hat, Neovim, Helix, Zed), as the
 first line: # yaml-language-server: $schema=unishard.schema.json

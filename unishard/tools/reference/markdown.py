@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["code", "table"]
-
 
 def code(value: Any) -> str:
     """Format a value as inline code."""

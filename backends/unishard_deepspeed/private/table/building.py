@@ -16,8 +16,6 @@ from unishard_deepspeed.private.table.classes import (
     of,
 )
 
-__all__ = ["BUILDING"]
-
 _NO_CONDITIONAL = "leave sharding.conditional_modules empty, or install a tested DeepSpeed"
 _NOT_HYBRID = "choose full_shard or shard_grad_op, or install a tested DeepSpeed"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BF16", "ENGINE", "FRAGMENT", "INIT", "OFFLOAD", "RUN", "SOURCE", "STAGES_1_2", "STAGE_3", "TAG", "of"]
-
 STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 STAGES_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"

@@ -16,8 +16,6 @@ from unishard_deepspeed.private.table.classes import (
     of,
 )
 
-__all__ = ["REACHING"]
-
 _GRADIENTS = "engine.grad, set_grad and grad_norms"
 _MASTERS = "engine.parameter, set_parameter, gathered and parameter_norms"
 _CHECKPOINTS = "A checkpoint"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from unishard.contract.private_api import PrivateApi
 from unishard_deepspeed.private.table.classes import BF16, FRAGMENT, OFFLOAD, RUN, SOURCE, STAGE_3, STAGES_1_2, TAG, of
 
-__all__ = ["UPDATING"]
-
 _USE_ALL = "let every parameter be used in every micro-batch, or install a tested DeepSpeed"
 _SKIP = "set training.nonfinite to skip"
 _LINKS = "_hp_optimizer_states_linked"
