@@ -28,7 +28,7 @@ from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, Result
 from unishard.distributed import process_group
-from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import LazyShard
 from unishard.failures import collective_check
 from unishard.failures.monitor_server import MonitorServer, _Link
 from unishard.failures.verdict import Judgement

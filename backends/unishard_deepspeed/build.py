@@ -21,9 +21,8 @@ from unishard.distributed.process_group import device_of
 from unishard.engine.model import materialization
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.kept_fp32 import holds
-from unishard_deepspeed import kept, sharding, start
+from unishard_deepspeed import fp32_weights, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
-from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
@@ -32,8 +31,9 @@ from unishard_deepspeed.private.optimizer_kind import require_for
 from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter
 from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.private.updates import average_between_groups
-from unishard_deepspeed.replica_groups import Replicas, replicas_of
+from unishard_deepspeed.sharding import Replicas, replicas_of
 from unishard_deepspeed.spec import ZeroSpec
+from unishard_deepspeed.unsharded import ConditionalModules
 
 
 def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
@@ -44,7 +44,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         plan: Its units are the leaf modules of stage 3. Without an optimizer it is inference at stage 3.
     """
     spec, units = cast(ZeroSpec, plan.engine), plan.model.units
-    kept.check(model, spec)
+    fp32_weights.check(model, spec)
     deepspeed = start.load(plan.topology)
     if spec.params_in_files:
         start.require_files(spec.precision.compute)
@@ -98,7 +98,10 @@ def _build(
         originals = (
             [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
         )
-    client, keeps = kept.after_cast(model, inner.optimizer), any(holds(parameter) for parameter in inner.trained)
+    client, keeps = (
+        fp32_weights.after_cast(model, inner.optimizer),
+        any(holds(parameter) for parameter in inner.trained),
+    )
     with ExitStack() as building:
         building.enter_context(start.quiet())
         if kind != "stage-0":

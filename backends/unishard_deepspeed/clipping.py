@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from unishard.distributed.host_read import HostRead
-from unishard.engine.optim.grad_norm import divide, norm_of
-from unishard.engine.optim.skipping import DeviceSkip
+from unishard.distributed.host_numbers import HostRead
+from unishard.engine.optim.grad_norm import DeviceSkip, divide, norm_of
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.optimizer_kind import require

@@ -19,8 +19,7 @@ from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.state import gather_after
-from unishard_deepspeed.replaced_parameters import explained
-from unishard_deepspeed.unsharded import is_of_shard, keep_gathered
+from unishard_deepspeed.unsharded import explained, is_of_shard, keep_gathered
 
 
 class DeepSpeedInferenceAdapter(InferenceAdapter):

@@ -20,8 +20,7 @@ from unishard.engine.model.kept_fp32 import holds
 from unishard.errors import BackendError
 from unishard_fsdp import collective_settings, options, sharding
 from unishard_fsdp.conditional import ConditionalParameters
-from unishard_fsdp.ddp import AveragingHook, wrap_ddp
-from unishard_fsdp.ddp_adapter import DDPAdapter
+from unishard_fsdp.ddp_adapter import AveragingHook, DDPAdapter, wrap_ddp
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.private import PRIVATE_API

@@ -14,23 +14,25 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Precision
-from unishard.distributed.host_read import HostRead
+from unishard.distributed.host_numbers import HostRead
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
-from unishard_fsdp.embeddings import UngatheredEmbeddings
-from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.host_optimizer import HostCopies
-from unishard_fsdp.parameter_usage import GatheredLeaves
+from unishard_fsdp.parameter_usage import GatheredLeaves, ToggledParameters
 from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.private.released import forget_states
-from unishard_fsdp.root_first import RootFirst
+from unishard_fsdp.private.groups import forget_states
 from unishard_fsdp.spec import FSDPSpec
-from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
-from unishard_fsdp.unsharded import UnshardedModules, sharded_read
+from unishard_fsdp.unsharded import (
+    RootFirst,
+    UngatheredEmbeddings,
+    UnshardedModules,
+    gathering_in_generate,
+    sharded_read,
+)
 
 _DISCARD, _DTYPES, _FOREIGN = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"], PRIVATE_API["foreign-backward"]
 
@@ -204,7 +206,7 @@ class FSDPAdapter(TorchAdapter):
                 self._unsharded.set_reshard_after_backward(self._last or not self._reshards_late)
 
     def _refresh_trainable(self) -> None:
-        from unishard_fsdp.private.leaves import refresh_trainable
+        from unishard_fsdp.private.groups import refresh_trainable
 
         if _DTYPES.needed:
             refresh_trainable(self._modules())
@@ -221,7 +223,7 @@ class FSDPAdapter(TorchAdapter):
         """
         if not _FOREIGN.works:
             raise ContractError(_FOREIGN.refusal())
-        from unishard_fsdp.private.leaves import gathered_leaves
+        from unishard_fsdp.private.groups import gathered_leaves
 
         return gathered_leaves(self._modules())
 
@@ -250,7 +252,7 @@ class FSDPAdapter(TorchAdapter):
             self._root.reset_iter_state()
         self.reshard_all()
         if _DISCARD.needed and _DISCARD.works:
-            from unishard_fsdp.private.leaves import drop_unreduced
+            from unishard_fsdp.private.groups import drop_unreduced
 
             drop_unreduced(self._modules())
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard_fsdp.clipping import local
+from unishard_fsdp.shards import local
 
 
 class HostCopies:

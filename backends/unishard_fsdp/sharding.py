@@ -225,7 +225,7 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
 def _keep_fp32(model: nn.Module) -> None:
     """Gather and reduce marked parameters in fp32 beside the 16-bit ones of the same unit."""
     if any(holds(parameter) for parameter in model.parameters()):
-        from unishard_fsdp.private.kept import keep_fp32
+        from unishard_fsdp.private.groups import keep_fp32
 
         keep_fp32((module for module in model.modules() if isinstance(module, FSDPModule)), holds)
 

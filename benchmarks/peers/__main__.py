@@ -23,8 +23,7 @@ from benchmarks.peers.cell import CANDIDATES, ENGINES, PRECISIONS, SIZES, STRATE
 from benchmarks.peers.counts import theory
 from benchmarks.peers.page import line_of, write
 from benchmarks.peers.results import cell_result, machine, start_result
-from benchmarks.peers.starts import starts
-from benchmarks.peers.turns import Turns, take_turns
+from benchmarks.peers.turns import Turns, starts, take_turns
 from unishard.testing import RankFailure, run_ranks
 
 STARTS = 0.2

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from benchmarks.peers.cell import Cell
-from benchmarks.peers.with_unishard import config
+from benchmarks.peers.loops import config
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.footprint import Collective, itemsize

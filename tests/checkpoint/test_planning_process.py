@@ -20,7 +20,7 @@ from unishard.checkpoint.held import held_of, packed
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Packed, Planning, Result
 from unishard.checkpoint.planning_process import PlanningProcess
-from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import LazyShard
 
 
 def rank(begin: int, end: int) -> tuple[Packed, Packed]:

@@ -15,7 +15,7 @@ from cells import BACKENDS, races
 from harness import config, curve, my_rank, own_share, prepare, train
 
 import unishard
-from unishard.distributed import agreement, devices
+from unishard.distributed import devices, process_group
 from unishard.testing import run_ranks
 from unishard.testing.models import MODELS, batch
 
@@ -62,7 +62,7 @@ def in_a_thread() -> str:
     devices.use(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(agreement.agree, {"fact": 1}, "facts").result()
+        pool.submit(process_group.agree, {"fact": 1}, "facts").result()
         return pool.submit(lambda: str(devices.of_numbers())).result()
 
 

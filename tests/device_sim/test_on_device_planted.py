@@ -15,7 +15,7 @@ from planting import noticed, without
 
 from unishard.checkpoint.background import Background
 from unishard.data import batches
-from unishard.distributed.host_read import HostRead
+from unishard.distributed.host_numbers import HostRead
 from unishard.testing import run_ranks
 from unishard_fsdp.host_optimizer import HostCopies
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from unishard.observe import throughput
-from unishard.observe.throughput import Work, flops_per_token, peak_flops, work_of
+from unishard.observe import recorder
+from unishard.observe.recorder import Work, flops_per_token, peak_flops, work_of
 
 CUDA = torch.device("cuda", 0)
 
@@ -44,7 +44,7 @@ def test_what_a_forward_processes(args: tuple[Any, ...], kwargs: dict[str, Any],
     ],
 )
 def test_the_peak_of_a_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(recorder.torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(CUDA, "bf16") == peak
     assert peak_flops(CUDA, "fp32") is None
     assert peak_flops(torch.device("cpu"), "bf16") is None

@@ -20,8 +20,8 @@ from torch import nn
 from unishard.checkpoint.export import online, writing
 from unishard.checkpoint.export.offline import export_checkpoint
 from unishard.checkpoint.export.online import export
-from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError, RankMismatchError
 
 

@@ -22,7 +22,7 @@ from unishard.formats.documents import yaml_text
 from unishard.tools.launch.command import Script
 from unishard.tools.launch.kubernetes import manifest
 from unishard.tools.launch.slurm import batch_script
-from unishard.tools.migrate.script import diff_of, migrated
+from unishard.tools.migrate.rewriting import diff_of, migrated
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"

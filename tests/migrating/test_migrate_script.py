@@ -14,7 +14,7 @@ from unishard.config.topology import Topology
 from unishard.failures.lifetime import ensure
 from unishard.testing import run_ranks
 from unishard.testing.cells import BACKENDS
-from unishard.tools.migrate.script import diff_of, migrated
+from unishard.tools.migrate.rewriting import diff_of, migrated
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 

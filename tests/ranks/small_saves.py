@@ -21,8 +21,8 @@ from unishard.checkpoint.saving import Retention, Snapshot, save
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import damaged
 from unishard.distributed import process_group
-from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import on_first
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard.failures import lifetime
 

@@ -25,7 +25,7 @@ from rich.status import Status
 from unishard.errors import BackendError
 from unishard.testing import run_ranks
 from unishard.tools.demo import DemoError, demo, run_demo, training
-from unishard.tools.demo.curves import CurveGap, TrainingCurve
+from unishard.tools.demo.training import CurveGap, TrainingCurve
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 

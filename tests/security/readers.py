@@ -18,8 +18,8 @@ from test_hostile import plain
 import unishard
 from unishard.checkpoint import finding, manifest, verifying
 from unishard.checkpoint.convert import convert
+from unishard.checkpoint.export.assets import files_of as tokenizer_of
 from unishard.checkpoint.export.offline import export_checkpoint
-from unishard.checkpoint.export.tokenizers import files_of as tokenizer_of
 from unishard.checkpoint.manifest import FileFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
 from unishard.config import Config

@@ -11,7 +11,7 @@ import pytest
 from running import TINY, Terminal, run
 
 import unishard
-from unishard.tools.reference.private_api_page import BEGIN, END
+from unishard.tools.reference.pages import BEGIN, END
 
 
 def test_usage_errors_are_short() -> None:

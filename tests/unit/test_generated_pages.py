@@ -14,8 +14,7 @@ from unishard.contract import registry, training_facts
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import UnishardError
 from unishard.tools.reference.format_page import formats
-from unishard.tools.reference.pages import mapping, pages, reference, sections
-from unishard.tools.reference.private_api_page import BEGIN, END, private_names, replaced
+from unishard.tools.reference.pages import BEGIN, END, mapping, pages, private_names, reference, replaced, sections
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,8 +14,7 @@ from benchmarks.peers import page  # noqa: E402
 from benchmarks.peers.cell import Cell  # noqa: E402
 from benchmarks.peers.counts import Counts, Event, sent  # noqa: E402
 from benchmarks.peers.results import cell_result, deviation, machine, paired, start_result  # noqa: E402
-from benchmarks.peers.starts import Start  # noqa: E402
-from benchmarks.peers.turns import Side  # noqa: E402
+from benchmarks.peers.turns import Side, Start  # noqa: E402
 
 MEASURED = ROOT / "benchmarks" / "peers" / "measured.json"
 PAGE = ROOT / "docs" / "performance.md"

@@ -9,7 +9,7 @@ import pytest
 
 import unishard
 from unishard.config import Config, leaves
-from unishard.config.unused import unused
+from unishard.contract.explain import unused
 
 ANOTHER: dict[str, Any] = {
     "sharding.group_size": 2,

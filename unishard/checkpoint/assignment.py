@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unishard.checkpoint.box_tables import box_table
 from unishard.checkpoint.held import StoredTensor, cut, tensors_in, unpacked
+from unishard.checkpoint.intervals import box_table
 
 Numbers = NDArray[np.int64]
 

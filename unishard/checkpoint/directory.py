@@ -25,7 +25,6 @@ from uuid import uuid4
 
 from unishard.checkpoint import lease
 from unishard.checkpoint import manifest as manifests
-from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.finding import (
     LATEST,
     LEFT_OVER,
@@ -34,6 +33,7 @@ from unishard.checkpoint.finding import (
     age_of,
     checkpoints,
     entries,
+    header_of,
     incomplete,
     is_checkpoint,
     latest,
@@ -42,8 +42,8 @@ from unishard.checkpoint.finding import (
     ranked,
     set_aside,
 )
-from unishard.checkpoint.headers import header_of
 from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.regular_file import fsync
 from unishard.errors import CheckpointError
 
 __all__ = [

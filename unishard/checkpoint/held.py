@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unishard.checkpoint import keys
+from unishard.checkpoint import manifest
 from unishard.distributed.dtypes import dtype_named, name_of
-from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import LazyShard
 
 Numbers = NDArray[np.int64]
-_LASTING = (keys.PARAMETERS, keys.OPTIMIZER, keys.AVERAGES)
+_LASTING = (manifest.PARAMETERS, manifest.OPTIMIZER, manifest.AVERAGES)
 _FAST = 1
 """Level of zlib; names and bounds repeat so much that a higher one saves little."""
 

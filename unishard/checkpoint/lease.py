@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.regular_file import read_bytes
+from unishard.checkpoint.regular_file import fsync, read_bytes
 from unishard.distributed.processes import is_running, machine, started
 from unishard.errors import CheckpointError
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from unishard.checkpoint import keys
-from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.manifest import PARAMETERS, Manifest, optimizer_part, parameter_of
 from unishard.errors import CheckpointError, in_one_line
 
 _SHOWN = 8
@@ -60,17 +59,17 @@ def fit(
 
 
 def _model(manifest: Manifest, wanted: Mapping[str, Sequence[int]], problems: list[str]) -> Iterable[str]:
-    stored = {name: facts.shape for name, facts in manifest.tensors.items() if keys.parameter_of(name) is not None}
-    aliases = {keys.PARAMETERS + alias: keys.PARAMETERS + name for alias, name in manifest.ties.items()}
+    stored = {name: facts.shape for name, facts in manifest.tensors.items() if parameter_of(name) is not None}
+    aliases = {PARAMETERS + alias: PARAMETERS + name for alias, name in manifest.ties.items()}
     fitting = []
     for name, shape in wanted.items():
         if name not in stored:
             near = get_close_matches(name, stored, 1)
-            hint = f"; was it renamed from {near[0].removeprefix(keys.PARAMETERS)}?" if near else ""
-            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: not in the checkpoint{hint}")
+            hint = f"; was it renamed from {near[0].removeprefix(PARAMETERS)}?" if near else ""
+            problems.append(f"{name.removeprefix(PARAMETERS)}: not in the checkpoint{hint}")
         elif list(shape) != list(stored[name]):
             problems.append(
-                f"{name.removeprefix(keys.PARAMETERS)}: has shape {tuple(shape)}, but {tuple(stored[name])} in the "
+                f"{name.removeprefix(PARAMETERS)}: has shape {tuple(shape)}, but {tuple(stored[name])} in the "
                 "checkpoint"
             )
         else:
@@ -78,7 +77,7 @@ def _model(manifest: Manifest, wanted: Mapping[str, Sequence[int]], problems: li
     used = {aliases.get(name, name) for name in fitting}
     for name in stored:
         if name not in wanted and aliases.get(name, name) not in used:
-            problems.append(f"{name.removeprefix(keys.PARAMETERS)}: in the checkpoint, but not in the model")
+            problems.append(f"{name.removeprefix(PARAMETERS)}: in the checkpoint, but not in the model")
     return fitting
 
 
@@ -92,7 +91,7 @@ def _optimizer(
         return {}
     stored: dict[str, dict[str, list[int]]] = {}
     for name, facts in manifest.tensors.items():
-        if part := keys.optimizer_part(name):
+        if part := optimizer_part(name):
             stored.setdefault(part[0], {})[part[1]] = facts.shape
     fitting = {}
     for name, needs in wanted.items():
@@ -100,7 +99,7 @@ def _optimizer(
         if not found:
             continue
         if found.keys() == needs.tensors | needs.numbers:
-            shape = model.get(keys.PARAMETERS + name, ())
+            shape = model.get(PARAMETERS + name, ())
             if all(list(found[key]) == list(shape) for key in needs.tensors):
                 fitting[name] = needs
             else:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unishard.checkpoint import index_file, keys, shard_index
+from unishard.checkpoint import index_file, manifest, shard_index
 from unishard.checkpoint.assignment import Assignment, Places
 from unishard.checkpoint.direct_file import DirectFile
-from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.metadata import FILE
+from unishard.checkpoint.regular_file import fsync
 from unishard.distributed.dtypes import name_of
 
 Packed = tuple[bytes, bytes]
@@ -147,8 +147,8 @@ def _path(name: str) -> tuple[str, ...]:
     """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots
     themselves.
     """
-    if part := keys.optimizer_part(name):
-        return (*keys.OPTIMIZER.rstrip(".").split("."), *part)
+    if part := manifest.optimizer_part(name):
+        return (*manifest.OPTIMIZER.rstrip(".").split("."), *part)
     head, _, rest = name.partition(".")
     return (head, rest)
 

@@ -4,24 +4,60 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unishard.checkpoint import directory, finding, ownership, shared_folder
-from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint import directory, finding, manifest, ownership, shared_folder
+from unishard.checkpoint.hashing import hexadecimal
+from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.summary import summary_of
+from unishard.checkpoint.regular_file import fsync
 from unishard.checkpoint.writing import Written, write
-from unishard.distributed.interrupts import is_shared
-from unishard.distributed.lazy_shards import LazyShard
-from unishard.distributed.on_ranks import on_first, ranks_of
+from unishard.distributed.on_ranks import is_shared, on_first, ranks_of
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
+
+# -- The manifest's fields about the files and tensors that were written ---------------------------
+
+
+def summary_of(written: Written, buffers: Collection[str]) -> dict[str, Any]:
+    """The fields of a manifest that are known only after writing.
+
+    Args:
+        written: By all ranks.
+        buffers: Names of the model's tensors that are not parameters.
+    """
+    return {
+        "written": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "norms": _norms(written, buffers),
+        "files": {
+            name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted(written.files.items())
+        },
+        "tensors": {
+            name: TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
+            for name, shape in sorted(written.shapes.items())
+        },
+    }
+
+
+def _norms(written: Written, buffers: Collection[str]) -> dict[str, float]:
+    """L2 norm of all parameters, and of each kind of optimizer state with a parameter's shape."""
+    squares: dict[str, float] = {}
+    for name, square in written.squares.items():
+        parameter, part = manifest.parameter_of(name), manifest.optimizer_part(name)
+        if part is not None and written.shapes[name] == written.shapes.get(manifest.PARAMETERS + part[0]):
+            squares[part[1]] = squares.get(part[1], 0.0) + square
+        elif parameter is not None and parameter not in buffers:
+            squares["parameters"] = squares.get("parameters", 0.0) + square
+    return {kind: math.sqrt(square) for kind, square in squares.items()}
+
 
 _logger = logging.getLogger("unishard")
 

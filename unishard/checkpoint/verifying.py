@@ -17,7 +17,7 @@ from unishard.checkpoint.regular_file import open_file
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.writing import CHUNK
 from unishard.distributed.dtypes import name_of
-from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 
 _BLOCK = 1 << 22

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,11 +12,13 @@ import typer
 from unishard.cli.completion import changes, devices
 from unishard.cli.wrapping import echo
 from unishard.config.topology import Topology
+from unishard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from unishard.config import Config
-    from unishard.config.run_ranks import RunRanks
+    from unishard.config.batch_sizes import RunRanks
     from unishard.tools.plan.devices import Device
+
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A unishard config (YAML).", show_default=False)]
 Overrides = Annotated[
@@ -94,7 +98,7 @@ def run_ranks(cfg: Config, ranks: int | None, per_node: int | None) -> RunRanks:
         typer.BadParameter: The ranks do not fill the nodes equally.
         ConfigError: No number of ranks gives the global batch size.
     """
-    from unishard.config.run_ranks import ranks_of
+    from unishard.config.batch_sizes import ranks_of
 
     topology_of(ranks, per_node)  # refuses what does not divide
     return ranks_of(cfg, ranks, per_node)
@@ -118,3 +122,40 @@ def device_of(name: str | None, memory: str | None) -> Device | None:
         return None
     found = device_named(name or "h100-80g")
     return found if memory is None else found._replace(name=name or memory, memory=parse_bytes(memory))
+
+
+# -- The error when a command for unishard files gets another tool's config ------------------------
+
+
+@contextmanager
+def own_file(path: Path) -> Iterator[None]:
+    """Replace the errors of another tool's config by one that names the tool.
+
+    Raises:
+        ConfigError: As inside, or because the file is another tool's.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        tool = _tool_of(path)
+        if tool is None:
+            raise
+        advice = f"translate it first: unishard translate {path} --to unishard -o cfg.yaml"
+        raise ConfigError(
+            [Problem("", f"is a config of {tool}, but this command needs a unishard config; {advice}", str(path))]
+        ) from error
+
+
+def _tool_of(path: Path) -> str | None:
+    """The format of another tool's file, if our schema lacks at least half of its keys; None otherwise."""
+    from unishard.config import Config
+    from unishard.formats import catalog
+    from unishard.formats.source import open_source
+
+    try:
+        source = open_source(path)
+        name = catalog.recognise(source).name
+    except ConfigError:
+        return None
+    strange = [key for key in source.data if key not in Config.model_fields]
+    return name if name != "unishard" and 2 * len(strange) >= len(source.data) else None

@@ -7,10 +7,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, topology_of
-from unishard.cli.checkpoint_formats import own_file
+from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, own_file, topology_of
 from unishard.cli.wrapping import echo, emit
-from unishard.config.run_ranks import RunRanks, ranks_of
+from unishard.config.batch_sizes import RunRanks, ranks_of
 from unishard.errors import ConfigError, Problem
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unishard.cli.bar import bar
-from unishard.cli.convert import convert
+from unishard.cli.convert import bar, convert
 from unishard.cli.report import plain, value_of
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo, emit

@@ -11,8 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unishard.checkpoint import keys
-from unishard.checkpoint.manifest import Manifest, TensorFacts
+from unishard.checkpoint.manifest import AVERAGES, RANDOM, STATE, Manifest, TensorFacts, optimizer_part, parameter_of
 from unishard.cli.report import value_of
 from unishard.config.describe import count_of
 
@@ -132,7 +131,7 @@ def kinds_of(manifest: Manifest) -> list[TensorKind]:
     """Count the tensors by kind."""
     kinds: dict[str, list[TensorFacts]] = defaultdict(list)
     for name, facts in manifest.tensors.items():
-        if keys.parameter_of(name) not in manifest.ties:
+        if parameter_of(name) not in manifest.ties:
             kinds[_kind(name, manifest)].append(facts)
     return [
         TensorKind(
@@ -148,11 +147,11 @@ def kinds_of(manifest: Manifest) -> list[TensorKind]:
 
 
 def _kind(name: str, manifest: Manifest) -> str:
-    if (parameter := keys.parameter_of(name)) is not None:
+    if (parameter := parameter_of(name)) is not None:
         return (
             "buffers" if parameter in manifest.buffers else "frozen" if parameter in manifest.frozen else "parameters"
         )
-    if (part := keys.optimizer_part(name)) is not None:
+    if (part := optimizer_part(name)) is not None:
         return part[1]
-    kinds = {keys.AVERAGES: "moving averages", keys.RANDOM: "random numbers", keys.STATE: "state"}
+    kinds = {AVERAGES: "moving averages", RANDOM: "random numbers", STATE: "state"}
     return next((kind for prefix, kind in kinds.items() if name.startswith(prefix)), "other")

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from unishard.cli.arguments import ConfigFile, Overrides, Report, ScriptArguments, ScriptIsModule
-from unishard.cli.script_last import ScriptLast
 from unishard.cli.script_runs import (
     AsJson,
     Backends,
@@ -17,6 +16,7 @@ from unishard.cli.script_runs import (
     Out,
     Processes,
     Rounds,
+    ScriptLast,
     SeqLen,
     Steps,
     Strategies,

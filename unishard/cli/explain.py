@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli import completion
-from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, run_ranks
-from unishard.cli.checkpoint_formats import own_file
+from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, own_file, run_ranks
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import bare
@@ -90,7 +89,7 @@ def explain(
 
 
 def _print_native(cfg: Config, backend: str | None, model: str | None, topology: Topology) -> None:
-    from unishard.contract.translate import translate
+    from unishard.contract.report import translate
     from unishard.tools.plan.model import PlannedModel
 
     if model is not None:

@@ -99,7 +99,7 @@ def migrate(
 def _move(script: Path, write: bool) -> None:
     """Print how a script is moved, or move it."""
     try:
-        from unishard.tools.migrate.script import diff_of, migrated
+        from unishard.tools.migrate.rewriting import diff_of, migrated
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise

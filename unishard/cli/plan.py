@@ -18,9 +18,9 @@ from unishard.cli.arguments import (
     Report,
     device_of,
     note_ranks,
+    own_file,
     run_ranks,
 )
-from unishard.cli.checkpoint_formats import own_file
 from unishard.cli.wrapping import echo, emit
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem

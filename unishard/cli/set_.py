@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli import completion
-from unishard.cli.arguments import ConfigFile
-from unishard.cli.checkpoint_formats import own_file
+from unishard.cli.arguments import ConfigFile, own_file
 from unishard.cli.saving import save
 from unishard.errors import ConfigError
 
@@ -33,7 +32,7 @@ def set_(
     """
     from unishard.config.loading.document import from_text
     from unishard.config.loading.editing import check_text, edit
-    from unishard.contract.translate import require_installed
+    from unishard.contract.report import require_installed
 
     with own_file(config):
         text = edit(config, changes)

@@ -19,7 +19,6 @@ from unishard.cli.arguments import (
 )
 from unishard.cli.completion import strategy_lists
 from unishard.cli.saving import save
-from unishard.cli.script_last import ScriptLast
 from unishard.cli.script_runs import (
     AsJson,
     Backends,
@@ -28,6 +27,7 @@ from unishard.cli.script_runs import (
     Out,
     Processes,
     Rounds,
+    ScriptLast,
     SeqLen,
     Steps,
     Timeout,
@@ -142,8 +142,7 @@ def _trials(
     device: Device | None,
 ) -> Trials:
     from unishard.tools.compare.candidates import backends_of, strategies_of
-    from unishard.tools.compare.planned_trials import facts_of
-    from unishard.tools.compare.trials import trials_of, words_of
+    from unishard.tools.compare.trials import facts_of, trials_of, words_of
     from unishard.tools.plan.candidates import strategies_for
     from unishard.tools.plan.questions import RECOMPUTATIONS
 

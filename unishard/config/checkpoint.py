@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from unishard.config.aliases import Spellings
-from unishard.config.section import Section, refuse
+from unishard.config.section import Section, Spellings, refuse
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
 """Signals that can trigger a checkpoint. The others cannot be caught, or Python or torch use them."""

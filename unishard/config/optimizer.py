@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from unishard.config.aliases import Spellings
 from unishard.config.patterns import Pattern
-from unishard.config.section import Section, refuse
+from unishard.config.section import Section, Spellings, refuse
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 

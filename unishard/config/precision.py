@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from unishard.config.aliases import Spellings
 from unishard.config.patterns import Pattern
-from unishard.config.section import Section, refuse
+from unishard.config.section import Section, Spellings, refuse
 
 _ALIASES = {
     "bfloat16": "bf16",

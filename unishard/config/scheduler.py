@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from unishard.config.aliases import Spellings
-from unishard.config.section import Section, refuse
+from unishard.config.section import Section, Spellings, refuse
 
 
 def _lower(value: Any) -> Any:

@@ -10,9 +10,166 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from unishard.config import launchers
 from unishard.errors import ConfigError, Problem
+
+# -- The environment variables by which launchers number the processes that they start -------------
+
+Environ = Mapping[str, str]
+
+
+class Place(NamedTuple):
+    """One process among those that a launcher has started."""
+
+    launcher: str
+    """`torchrun`, `srun` or `mpirun`."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+class Mpi(NamedTuple):
+    """An MPI launcher: its variables, and how to pass on others.
+
+    Where several are listed, the first that is set counts.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    start: str
+    """A command line that starts N ranks with the two variables of torch's rendezvous."""
+
+
+MPI = (
+    Mpi(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 -n {n} python train.py",
+    ),
+    Mpi(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        "mpirun_rsh -np {n} -hostfile HOSTS MASTER_ADDR=HOST MASTER_PORT=29500 python train.py",
+    ),
+    Mpi(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+        "jsrun -E MASTER_ADDR=HOST -E MASTER_PORT=29500 -n {n} python train.py",
+    ),
+    # Hydra, which MPICH, Intel MPI and MVAPICH 3 start with, sets MPI_LOCALRANKID; Cray's PALS sets the others.
+    Mpi(
+        "MPICH or Intel MPI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 -n {n} python train.py",
+    ),
+)
+
+UNSIZED = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK")
+"""Variables of launchers that number their processes without saying how many there are."""
+
+_SHELLS = {"4294967290", "4294967291"}
+"""Steps that are no start by srun: the interactive shell of `salloc`, and a batch script (slurm.h,
+SLURM_INTERACTIVE_STEP and SLURM_BATCH_SCRIPT)."""
+
+
+def torchrun(environ: Environ) -> Place:
+    """The place that `RANK` and `WORLD_SIZE` say, as torchrun, DeepSpeed's launcher and `accelerate launch` set them.
+
+    Raises:
+        ConfigError: One is missing or no number, or the rank is outside the world.
+    """
+    rank, world = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    if not 0 <= rank < world:
+        raise ConfigError([Problem("", f"RANK={rank} is invalid for WORLD_SIZE={world}; ranks are 0 to {world - 1}")])
+    local_rank, local_size = rank, world
+    if "LOCAL_RANK" not in environ:
+        # A job script that sets RANK from another launcher's variable leaves the place on the node to that launcher.
+        below = started_by(environ)
+        if below is not None and (below.rank, below.world_size) == (rank, world):
+            local_rank, local_size = below.local_rank, below.local_world_size
+    return Place(
+        "torchrun",
+        rank,
+        world,
+        number(environ, "LOCAL_RANK", default=local_rank),
+        number(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=local_size),  # DeepSpeed's launcher sets LOCAL_SIZE
+    )
+
+
+def started_by(environ: Environ) -> Place | None:
+    """The place that srun's or an MPI launcher's variables say; None without them.
+
+    Raises:
+        ConfigError: A variable is missing or no number.
+    """
+    step = _step(environ)
+    for mpi in MPI:
+        if mpi.rank not in environ and mpi.world_size not in environ:
+            continue
+        rank, world = number(environ, mpi.rank), number(environ, mpi.world_size)
+        # Under `srun --mpi=pmi2` both say the same. Under mpirun in a Slurm job, SLURM_PROCID numbers mpirun's own
+        # daemons.
+        if step is not None and mpi.rank == "PMI_RANK" and (step.rank, step.world_size) == (rank, world):
+            return step
+        return Place(
+            "mpirun",
+            rank,
+            world,
+            number(environ, *mpi.local_rank, default=rank),
+            number(environ, *mpi.local_world_size, default=world),
+        )
+    return step
+
+
+def _step(environ: Environ) -> Place | None:
+    """The place in a step of srun. A shell in an allocation has SLURM_NTASKS too, but is one process."""
+    if "SLURM_PROCID" not in environ or environ.get("SLURM_STEP_ID", "4294967291") in _SHELLS:
+        return None
+    world = number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
+    return Place("srun", number(environ, "SLURM_PROCID"), world, number(environ, "SLURM_LOCALID"), -(-world // nodes))
+
+
+def batch_tasks(environ: Environ) -> int:
+    """How many tasks a Slurm batch script may start with srun, if this process was started without it; else 1."""
+    in_script = "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "4294967291") == "4294967291"
+    tasks = environ.get("SLURM_NTASKS", "")
+    return int(tasks) if in_script and tasks.isdecimal() else 1
+
+
+def number(environ: Environ, *names: str, default: int | None = None) -> int:
+    """The number in the first of these variables that is set.
+
+    Raises:
+        ConfigError: It is no number, or none is set and there is no default.
+    """
+    name = next((name for name in names if name in environ), None)
+    if name is None and default is not None:
+        return default
+    text = None if name is None else environ[name]
+    try:
+        return int(text or "")
+    except ValueError:
+        found = "is not set" if text is None else f"is {text!r}, not a number"
+        what = f"the environment variable {name or names[-1]} {found}; start with torchrun, srun or python"
+        raise ConfigError([Problem("", what)]) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +201,11 @@ class Topology:
             ConfigError: A variable is missing or is not a number, or a launcher that started several processes cannot
                 be read.
         """
-        place = launchers.torchrun(environ) if "RANK" in environ else launchers.started_by(environ)
+        place = torchrun(environ) if "RANK" in environ else started_by(environ)
         if place is None:
             _refuse_unread(environ)
             return cls()
-        if "WORLD_SIZE" in environ and launchers.number(environ, "WORLD_SIZE") != place.world_size:
+        if "WORLD_SIZE" in environ and number(environ, "WORLD_SIZE") != place.world_size:
             what = (
                 f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} has started {place.world_size} ranks; "
                 "unset WORLD_SIZE"
@@ -60,11 +217,11 @@ class Topology:
 def _refuse_unread(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where variables say that this is one of several processes, but not which one of how many."""
     if "WORLD_SIZE" in environ:
-        launchers.number(environ, "RANK")
+        number(environ, "RANK")
     export = (
         "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, or start with torchrun or srun"
     )
-    for name in launchers.UNSIZED:
+    for name in UNSIZED:
         if name in environ:
             what = (
                 f"{name}={environ[name]} says that a launcher has started this process, but not how many there are; "
@@ -106,15 +263,15 @@ def rendezvous(topology: Topology, environ: Mapping[str, str] = os.environ) -> s
         return f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     job, step = (
-        launchers.number(environ, "SLURM_JOB_ID", default=0),
-        launchers.number(environ, "SLURM_STEP_ID", default=0),
+        number(environ, "SLURM_JOB_ID", default=0),
+        number(environ, "SLURM_STEP_ID", default=0),
     )
     port = 20000 + (job + 7919 * step) % 20000  # two steps of a job may run at once
     return f"tcp://{environ.get('MASTER_ADDR') or first_host(hosts)}:{environ.get('MASTER_PORT') or port}"
 
 
 def _address_for_mpi(topology: Topology, absent: list[str], environ: Mapping[str, str]) -> str:
-    mpi = next(mpi for mpi in launchers.MPI if mpi.rank in environ)
+    mpi = next(mpi for mpi in MPI if mpi.rank in environ)
     return (
         f"mpirun ({mpi.name}) has started {topology.world_size} ranks, which cannot find each other without "
         f"{' and '.join(absent)}; pass "
@@ -124,7 +281,7 @@ def _address_for_mpi(topology: Topology, absent: list[str], environ: Mapping[str
 
 def forgotten_srun(environ: Mapping[str, str] = os.environ) -> str | None:
     """A warning if a Slurm batch script with several tasks has started this process without srun; else None."""
-    if (tasks := launchers.batch_tasks(environ)) == 1:
+    if (tasks := batch_tasks(environ)) == 1:
         return None
     return (
         f"this Slurm job has {tasks} tasks, but this script runs on one rank; to train on all of them, start it "
@@ -141,7 +298,7 @@ def store_of_launcher(method: str, environ: Mapping[str, str] = os.environ) -> t
         return host, int(port), False
     return (
         environ["MASTER_ADDR"],
-        launchers.number(environ, "MASTER_PORT"),
+        number(environ, "MASTER_PORT"),
         environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

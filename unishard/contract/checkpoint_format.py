@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unishard.contract.training_facts import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
 
 if TYPE_CHECKING:
-    from unishard.distributed.lazy_shards import LazyShard
+    from unishard.distributed.shards import LazyShard
 
 Advance = Callable[[int], None]
 """Called with the number of further bytes written."""
@@ -22,7 +22,7 @@ class Contents:
     """A checkpoint as one process sees it: its metadata, and its tensors, none of them read yet."""
 
     shards: Mapping[str, LazyShard]
-    """All full tensors, by their names in a unishard checkpoint (`unishard.checkpoint.keys`)."""
+    """All full tensors, by their names in a unishard checkpoint (`unishard.checkpoint.manifest`)."""
     step: int
     """Completed accumulation windows."""
     world_size: int

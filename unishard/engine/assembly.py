@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from unishard.contract.adapter import EngineAdapter, InferenceAdapter
-from unishard.contract.plan import OptimizerPlan, RunPlan
+from unishard.contract.plan import ObserveSpec, OptimizerPlan, RunPlan
+from unishard.contract.units import Unit
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
@@ -13,16 +19,45 @@ from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.inplace_writes import InplaceWrites
-from unishard.engine.loop.module_order import named_with_class, watch_modules
-from unishard.engine.loop.outside_batches import OutsideBatches
 from unishard.engine.loop.trainable import Trainable
+from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
-from unishard.engine.optim.optimizer_calls import OptimizerCalls
+from unishard.engine.optim.public_optimizer import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.schedulers import TorchSchedule
-from unishard.observe.observer import Observers
+from unishard.observe.expected_memory import ExpectedMemory
+from unishard.observe.modules import ModuleRecorder
+from unishard.observe.observer import Observer, Observers, Position
+from unishard.observe.profiling import Profiling
+from unishard.observe.recorder import MetricsRecorder
+
+# Checks that all ranks enter the modules whose parameters are gathered in the same order: a branch that depends on
+# data breaks it.
+
+
+def named_with_class(units: Iterable[Unit]) -> dict[str, nn.Module]:
+    """Units by what errors call them, such as `layers.0 (LlamaDecoderLayer)`; call it before sharding changes their
+    classes.
+    """
+    return {f"{unit.name} ({type(unit.module).__name__})": unit.module for unit in units}
+
+
+def watch_modules(order: CallOrder, units: Mapping[str, nn.Module]) -> None:
+    """Register a hook on each unit, before the engine's, which gathers its parameters; removed when `order` is
+    closed.
+    """
+    for name, module in units.items():
+        order.on_close(module.register_forward_pre_hook(_hook(order, name, module), prepend=True).remove)
+
+
+def _hook(order: CallOrder, name: str, unit: nn.Module) -> Any:
+    def enter(module: nn.Module, args: Any) -> None:
+        if module is unit:  # not a copy of the model, for example one with averaged weights
+            order.enter_module(name)
+
+    return torch.compiler.disable(enter)  # type: ignore[no-untyped-call]
 
 
 def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
@@ -87,3 +122,22 @@ def guarded_module(adapter: InferenceAdapter, plan: RunPlan, order: CallOrder, e
         require_no_gradients=order.require_no_gradients,
         generate=evaluation.of_module(),
     )
+
+
+# -- The observers that a config asks for ----------------------------------------------------------
+
+
+def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, memory: ExpectedMemory) -> Observers:
+    """Start what `logging` and `profile` ask for on this rank, beside the note of an out-of-memory error. Collective.
+
+    Raises:
+        ConfigError: On every rank: a destination cannot be opened.
+    """
+    watching: list[Observer] = [memory]
+    if spec.profile.steps and (spec.profile.ranks == "all" or dist.get_rank() == 0):
+        watching.append(Profiling(spec.profile, order, adapter.device))
+    if spec.logging.to and spec.logging.module_steps:
+        watching.append(ModuleRecorder(spec.logging, adapter, order))
+    if spec.logging.to:
+        watching.append(MetricsRecorder(spec, adapter, order, memory.sent_bytes))
+    return Observers(*watching)

@@ -23,17 +23,16 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
-from unishard.engine.assembly import guarded_module, order_of_calls, training_windows
+from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_windows
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.loop.batching import Batching
+from unishard.engine.loop.batching import Batching, Passes
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import Phase
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.loop.outside_batches import OutsideBatches
-from unishard.engine.loop.passes import Passes
 from unishard.engine.loop.routed import RoutedCalls
 from unishard.engine.loop.trainable import Trainable
+from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.state.moving_average import MovingAverage, begin_average
@@ -46,10 +45,8 @@ from unishard.engine.state.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
 from unishard.failures.endings import names_causes
-from unishard.observe.chosen import observers_of
 from unishard.observe.expected_memory import ExpectedMemory
-from unishard.observe.observer import Observers
-from unishard.observe.one_number import check_number
+from unishard.observe.observer import Observers, check_number
 
 
 @names_causes

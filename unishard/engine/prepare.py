@@ -19,10 +19,11 @@ from unishard.contract.plan import RunPlan
 from unishard.distributed import devices, process_group
 from unishard.engine.engine import Engine
 from unishard.engine.inference import ReplicaAdapter
-from unishard.engine.loop.training_mode import put_in_training_mode
+from unishard.engine.loop.guarded_module import put_in_training_mode
 from unishard.engine.loop.written_parameters import WrittenParameters
-from unishard.engine.model import activation_checkpointing, batch_norm, compilation, kept_fp32, materialization, matmul
+from unishard.engine.model import activation_checkpointing, compilation, dtypes, kept_fp32, materialization
 from unishard.engine.model.dtypes import cast_model
+from unishard.engine.model.facts import name_synchronized
 from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.optim import stepping
 from unishard.engine.optim.schedulers import SchedulerFactory
@@ -122,7 +123,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
     collective_check.check_now("unishard.prepare (sharding)")
     planned, trains = plan.model, plan.optimizer is not None
     materialization.check(model, train=trains)
-    matmul.apply(planned.precision)
+    dtypes.set_matmul(planned.precision)
     kept_fp32.mark(model, planned.kept)
     PREPARED.update(model.modules())
     cast_model(model, planned.precision, train=trains)
@@ -134,7 +135,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
     if trains:
         stepping.mark(model)
         put_in_training_mode(model, plan.topology.rank)
-        batch_norm.name_synchronized(model, plan.topology, process_group.device_of(plan.topology))
+        name_synchronized(model, plan.topology, process_group.device_of(plan.topology))
         devices.use_host_cores(planned.offload, plan.topology)
     written = WrittenParameters(model, casting) if trains and not plan.guard.full_weights else None
     if plan.engine is not None:

@@ -16,17 +16,9 @@ from unishard.contract import registry, tested_versions
 from unishard.contract.backend import Backend, OptimizerFactory
 from unishard.contract.footprint import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
-from unishard.contract.translate import translate
-from unishard.engine.model import (
-    activation_checkpointing,
-    compilation,
-    input_casts,
-    kept_fp32,
-    matmul,
-    zero3_of_transformers,
-)
-from unishard.engine.model.empty_parameters import freeze_empty
-from unishard.engine.model.facts import description_of, facts_of
+from unishard.contract.report import translate
+from unishard.engine.model import activation_checkpointing, compilation, dtypes, input_casts, kept_fp32
+from unishard.engine.model.facts import description_of, facts_of, freeze_empty, refuse_zero3_of_transformers
 from unishard.engine.model.plain_modules import PlainModules
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
@@ -74,7 +66,7 @@ def resolve(
     The arguments and errors are those of `prepare`.
     """
     backend, strategy = _backend(cfg, topology), cfg.sharding.strategy
-    zero3_of_transformers.check()
+    refuse_zero3_of_transformers()
     full = (
         strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
         if train
@@ -89,7 +81,7 @@ def resolve(
     compiled = compilation.find(model, cfg.compile, cfg.sharding)
     setup = setup_of(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
-    matmul.check(cfg.precision)
+    dtypes.check_matmul(cfg.precision)
     if train:
         require_installed(cfg.logging)
     else:

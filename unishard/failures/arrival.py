@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from unishard.config.topology import Topology, life, rendezvous, store_of_launcher
-from unishard.distributed import master_port, serving
+from unishard.distributed import serving
 from unishard.errors import RankMismatchError
 from unishard.failures import excepthook, monitor_client, prelaunch_errors, second_signal
 from unishard.failures.endings import headline
@@ -55,7 +55,7 @@ def connect(topology: Topology, timeout: timedelta, patience: float) -> Any:
     prelaunch_errors.install()
     second_signal.install()
     host, port, served = store_of_launcher(method)
-    with master_port.serving(port):
+    with serving.serving(port):
         store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
     line = _line(store, topology.rank, topology.world_size, [host], timeout, patience, local=serving.is_local(host))
     if line is not None:
@@ -181,6 +181,6 @@ def _store(topology: Topology, method: str, host: str, port: int, timeout: timed
                     port,
                 )
             time.sleep(_POLL)
-    store = master_port.connect(method, topology.rank, topology.world_size, timeout, f"{host}:{port}")
+    store = serving.connect(method, topology.rank, topology.world_size, timeout, f"{host}:{port}")
     # Ranks that torchrun has started anew would find addresses of those that are gone.
     return dist.PrefixStore(life(), store) if life() else store  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__

@@ -5,7 +5,10 @@ shutdown.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import os
+import resource
 import sys
 import time
 import warnings
@@ -17,9 +20,43 @@ import torch.distributed as dist
 
 from unishard.config.topology import Topology, forgotten_srun, rendezvous
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.distributed import descriptors, devices
+from unishard.distributed import devices
 from unishard.distributed.process_group import TIMEOUT, forget_groups
 from unishard.failures import arrival, launcher, monitor_client
+
+# File descriptors of a large run: each gloo group connects every rank with every other one, three groups in a run of
+# unishard.
+
+LAZY = 256
+"""Ranks above which gloo connects two ranks when they first send to each other. Below, a rank that is killed breaks its
+connections, which the others notice in a collective at once and not only through their connection to rank 0."""
+_GROUPS = 3
+"""The default group, the one for the host, and the one of saves in the background."""
+_OTHERS = 512
+"""Files, devices, libraries, data loaders."""
+_VARIABLE = "TORCH_GLOO_LAZY_INIT"
+
+
+def needed(world_size: int) -> int:
+    """Descriptors that a rank may need."""
+    return _GROUPS * (world_size - 1) + _OTHERS
+
+
+def make_room(world_size: int) -> None:
+    """Raise this process's limit of open files as far as the run needs and the system lets it, and let gloo connect
+    lazily.
+
+    Args:
+        world_size: Number of ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed(world_size) if hard == resource.RLIM_INFINITY else min(needed(world_size), hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a system whose own limit is lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if world_size > LAZY:
+        os.environ.setdefault(_VARIABLE, "1")  # torch has no option for it (torch 2.13, distributed_c10d.py)
+
 
 _failed = False
 """Whether an engine was closed by an error: collectives may be pending on this rank or on others."""
@@ -59,7 +96,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
         meet = {"store": arrival.connect(topology, TIMEOUT, patience)}
     if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
         warnings.warn(forgotten, UserWarning, stacklevel=3)
-    descriptors.make_room(topology.world_size)
+    make_room(topology.world_size)
     # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the
     # group split NCCL's communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
     with monitor_client.asking():

@@ -19,8 +19,7 @@ from unishard.contract.results import Step
 from unishard.distributed import process_group
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.distributed.shards import norm_of, shard_norms
-from unishard.observe.observer import Observer
-from unishard.observe.position import Position
+from unishard.observe.observer import Observer, Position
 
 FILE = "modules.jsonl"
 """Its name in `logging.dir`."""

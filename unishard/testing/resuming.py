@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import unishard
-from unishard.checkpoint import keys, manifest
+from unishard.checkpoint import manifest
 from unishard.config import Config
 from unishard.config.nested import merge
 from unishard.testing.cells import BACKENDS, STRATEGIES
@@ -248,7 +248,11 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path, after
     for name, _ in engine.module.named_parameters():
         digest.update(engine.parameter(name).cpu().numpy().tobytes())
     tensors = manifest.read(folder).tensors
-    kept = [(name, facts.hash) for name, facts in tensors.items() if name.startswith((keys.PARAMETERS, keys.OPTIMIZER))]
+    kept = [
+        (name, facts.hash)
+        for name, facts in tensors.items()
+        if name.startswith((manifest.PARAMETERS, manifest.OPTIMIZER))
+    ]
     return _Rest(losses, digest.hexdigest(), tuple(kept))
 
 

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from unishard.checkpoint import dcp, metadata
+from unishard.checkpoint import metadata
 from unishard.checkpoint.archives import read_through, require_bounded
-from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
-from unishard.checkpoint.regular_file import open_file
+from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, fsync, open_file
 from unishard.contract.checkpoint_format import plain
 from unishard.errors import CheckpointError
 
@@ -83,7 +81,7 @@ def add(folder: Path, values: Mapping[str, tuple[tuple[str | int, ...], Any]]) -
             torch.save(value, buffer)
             length = file.write(buffer.getbuffer())
             index.state_dict_metadata[name] = BytesStorageMetadata()
-            index.storage_data[MetadataIndex(name)] = dcp.place(path.name, at, length)
+            index.storage_data[MetadataIndex(name)] = metadata.place(path.name, at, length)
             index.planner_data[name] = place
             at += length
     fsync(path)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unishard.checkpoint.keys import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
+from unishard.checkpoint.manifest import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.contract.checkpoint_format import Contents, optimizer_of
 from unishard.contract.training_facts import ScheduleFacts
-from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard_fsdp.checkpoints import objects
 

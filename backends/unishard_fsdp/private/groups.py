@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import _composable_state
 
 
 def groups_of(modules: Iterable[Any]) -> list[Any]:
@@ -20,3 +24,82 @@ def has_no_gradient(parameter: Any) -> bool:
     """Whether a group's gathered parameter is trainable and has no gradient yet."""
     gathered = parameter.unsharded_param
     return bool(gathered.requires_grad) and gathered.grad is None and parameter.unsharded_accumulated_grad is None
+
+
+# -- Gathered parameters of sharded modules: their dtypes, and dropping their unreduced gradients --
+
+
+def drop_unreduced(modules: Iterable[Any]) -> None:
+    """Drop gradients that are accumulated but not reduced (_fsdp_param.py); in torch 2.15 `reset_iter_state` does
+    so.
+    """
+    for group in groups_of(modules):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def refresh_trainable(modules: Iterable[Any]) -> None:
+    """Update sharded modules after `requires_grad` of their parameters has changed.
+
+    Gathered parameters copy `requires_grad` when they are gathered, but the reduce dtype is determined from the
+    trainable ones only once, in the first forward (_fsdp_param_group.py, FSDPParamGroup._init_mp_dtypes): a module that
+    was frozen then would be reduced in the compute dtype.
+    """
+    for group in groups_of(modules):
+        group._init_mp_dtypes()
+
+
+def gathered_leaves(modules: Iterable[Any]) -> list[Tensor]:
+    """The gathered parameters, on which autograd accumulates gradients until they are reduced (_fsdp_param.py)."""
+    parameters = [parameter for group in groups_of(modules) for parameter in group.fsdp_params]
+    gathered = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
+    return [tensor for tensor in gathered if tensor is not None and tensor.requires_grad]
+
+
+# -- Forget that modules were sharded: `fully_shard` refuses those that have a state (torch 2.13, --
+# _composable_state.py).
+
+
+def forget_states(modules: Iterable[nn.Module]) -> None:
+    """Forget the states of modules that are plain again."""
+    for module in modules:
+        _composable_state._module_state_mapping.pop(module, None)
+
+
+# Parameters that stay in fp32 beside 16-bit ones of the same unit (`precision.keep_fp32`): FSDP2 has one dtype for
+# each module.
+
+
+def keep_fp32(modules: Iterable[Any], holds: Callable[[Tensor], bool]) -> None:
+    """Gather parameters of sharded modules in fp32. An all-gather may hold several dtypes (_fsdp_collectives.py).
+
+    Args:
+        modules: Sharded modules.
+        holds: Whether a sharded parameter stays in fp32.
+    """
+    for group in groups_of(modules):
+        kept = [parameter for parameter in group.fsdp_params if holds(parameter.sharded_param)]
+        if kept:
+            group._init_mp_dtypes = partial(_init, kept, group._init_mp_dtypes)
+            group.post_backward = partial(_post_backward, group, group.post_backward)
+
+
+def _init(kept: Sequence[Any], init_mp_dtypes: Callable[[], None]) -> None:
+    init_mp_dtypes()
+    for parameter in kept:
+        parameter.param_dtype = None
+
+
+def _post_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """Cast a module's 16-bit gradients to the reduce dtype, fp32, because FSDP2 reduces gradients of one dtype
+    (foreach_reduce).
+    """
+    if group.reduce_grads:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+    post_backward(*unused)

@@ -20,7 +20,7 @@ from harness.scripts import LIMIT, end, gone_on, process_of, started
 
 import unishard
 from unishard.checkpoint import saving
-from unishard.distributed import master_port
+from unishard.distributed import serving
 from unishard.testing.models import MODELS
 
 TIMEOUT = 2.0
@@ -281,7 +281,7 @@ def other_model(folder: str, backend: str) -> None:
 
 def port_in_use(folder: str, backend: str) -> None:
     """Another program listens at MASTER_PORT, and never answers."""
-    master_port._ANSWER, os.environ["MASTER_PORT"] = 5.0, Path(folder, "port").read_text()
+    serving._ANSWER, os.environ["MASTER_PORT"] = 5.0, Path(folder, "port").read_text()
     started(folder)
     unishard.prepare(MODELS["mlp"].build(), config(backend))
 

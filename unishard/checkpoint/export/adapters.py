@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.checkpoint.export import tokenizers
-from unishard.checkpoint.export.assets import Assets
+from unishard.checkpoint.export.assets import Assets, tokenizer_beside
 from unishard.checkpoint.export.sources import sources_of
 
 _PREFIX = "base_model.model."
@@ -41,7 +40,7 @@ def assets_of(model: Any) -> Assets:
         files[f"{folder}adapter_config.json"] = _config(model, adapter)
         refusals += [refusal] if refusal else []
     origin = getattr(getattr(model, "config", None), "_name_or_path", None)
-    files |= tokenizers.beside(Path(origin)) if origin else {}
+    files |= tokenizer_beside(Path(origin)) if origin else {}
     return Assets(kind="adapter", names=names, files=files, refusal=next(iter(refusals), None))
 
 

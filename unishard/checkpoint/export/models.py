@@ -10,7 +10,7 @@ from torch import nn
 
 from unishard.checkpoint.export.assets import Assets
 from unishard.checkpoint.export.sources import sources_of
-from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import LazyShard
 
 
 def assets_of(module: nn.Module, shards: Mapping[str, LazyShard]) -> Assets:

@@ -5,23 +5,65 @@ transformers.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from unishard.checkpoint import keys, manifest
-from unishard.checkpoint.export import tokenizers
-from unishard.checkpoint.export.assets import FOLDER, INDEX, Assets, require_inside
-from unishard.checkpoint.export.destination import require_free
-from unishard.checkpoint.export.layout import Layout, lay_out
-from unishard.checkpoint.export.writing import Advance, write
-from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
+import torch
+
+from unishard.checkpoint import manifest
+from unishard.checkpoint.export import pretrained
+from unishard.checkpoint.export.assets import FOLDER, INDEX, Assets, require_inside, tokenizer_files
+from unishard.checkpoint.export.plan import Layout, lay_out
+from unishard.checkpoint.export.writing import Advance, require_free, write
 from unishard.checkpoint.manifest import Manifest
-from unishard.checkpoint.regular_file import read_bytes
+from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, read_bytes
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import verified
-from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
+
+# -- what an export needs of a model given only by its config --------------------------------------
+# A checkpoint converted from another tool has no such information.
+
+
+def _assets_of(folder: Path, shards: Mapping[str, LazyShard]) -> Assets:
+    """What `save_pretrained` would write of the model described in a folder, without tensors.
+
+    The model is built on the meta device.
+
+    Args:
+        folder: Holds the `config.json` of a transformers model, and other files to export, such as a tokenizer.
+        shards: The tensors by their names in the model; only their shapes are used.
+
+    Raises:
+        CheckpointError: There is no such file, transformers cannot build a model from it, or the model has other
+            tensors.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(
+            "building a model from config.json needs transformers; install it: pip install transformers"
+        ) from error
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json here; give the folder of a transformers model")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        (name,) = config.architectures or ["none"]
+        with torch.device("meta"):
+            model = getattr(transformers, name)(config)
+        model.tie_weights()
+        if (folder / "generation_config.json").is_file() and model.can_generate():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers can raise anything for an unsuitable file
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise CheckpointError(
+            f"{path}: transformers cannot build a model from it ({reason}); give the model's config.json"
+        ) from error
+    model.config._name_or_path = str(folder)
+    return pretrained.assets_of(model, shards)
 
 
 def export_checkpoint(
@@ -62,7 +104,7 @@ def export_checkpoint(
     assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
     shards = {source: _checked(tensors, source, facts) for source in assets.sources}
     layout = lay_out(assets, shards, dtype, max_shard_size)
-    layout.others.update(tokenizers.files_of(tokenizer))
+    layout.others.update(tokenizer_files(tokenizer))
     start(layout.size)
     write(out, shards, layout.files, layout.others, Ranks(), advance, overwrite=overwrite)
     return layout
@@ -71,7 +113,7 @@ def export_checkpoint(
 def _assets(folder: Path, facts: Manifest) -> Assets:
     """The checkpoint's assets; only names if the checkpoint was converted from another tool and has none."""
     if INDEX not in facts.files:
-        found = [keys.parameter_of(name) for name in facts.tensors]
+        found = [manifest.parameter_of(name) for name in facts.tensors]
         names = {name: name for name in found if name is not None and name not in facts.ties}
         return Assets(kind="plain", names={"model": names}, files={})
     files: dict[str, bytes] = {}
@@ -90,12 +132,11 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
 
 
 def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
-    from unishard.checkpoint.export import from_config  # needs transformers, which the rest of this module does not
 
-    shards = {name: tensors.stretch(key) for key in facts.tensors if (name := keys.parameter_of(key)) is not None}
-    return from_config.assets_of(model, shards)
+    shards = {name: tensors.stretch(key) for key in facts.tensors if (name := manifest.parameter_of(key)) is not None}
+    return _assets_of(model, shards)
 
 
 def _checked(tensors: Tensors, source: str, facts: Manifest) -> LazyShard:
-    name = keys.PARAMETERS + source
+    name = manifest.PARAMETERS + source
     return verified(tensors.stretch(name), tensors.folder, source, facts.tensors.get(name))

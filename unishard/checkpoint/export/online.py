@@ -9,14 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from unishard.checkpoint.export import tokenizers
-from unishard.checkpoint.export.destination import problem_with
-from unishard.checkpoint.export.layout import Layout, lay_out
+from unishard.checkpoint.export.assets import tokenizer_files
 from unishard.checkpoint.export.models import assets_of
-from unishard.checkpoint.export.writing import Advance, write
+from unishard.checkpoint.export.plan import Layout, lay_out
+from unishard.checkpoint.export.writing import Advance, problem_with, write
 from unishard.checkpoint.regular_file import path_of
-from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import ranks_of
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError, RankMismatchError
 
 
@@ -61,7 +60,7 @@ def export(
     def facts() -> tuple[str, str]:
         layout = lay_out(assets_of(module, shards), shards, dtype, max_shard_size)
         if ranks.rank == 0:
-            layout.others.update(tokenizers.files_of(tokenizer))
+            layout.others.update(tokenizer_files(tokenizer))
         planned.append(layout)
         return str(out), layout.digest
 

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unishard.checkpoint.export import tokenizers
-from unishard.checkpoint.export.assets import Assets, TensorSlice
+from unishard.checkpoint.export.assets import Assets, TensorSlice, tokenizer_beside
 from unishard.checkpoint.export.sources import sources_of
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 
 _logger = logging.getLogger("unishard")
@@ -192,7 +191,7 @@ def _files(model: Any) -> dict[str, bytes]:
             use_diff=True, keys_to_pop=["compile_config"]
         ).encode()
     origin = model.config._name_or_path
-    return files | (tokenizers.beside(Path(origin)) if origin else {})
+    return files | (tokenizer_beside(Path(origin)) if origin else {})
 
 
 def _code(model: Any, config: Any) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from unishard.distributed.host_read import HostRead
+from unishard.distributed.host_numbers import HostRead
 from unishard.engine.loop.call_order import CallOrder
 from unishard.errors import ContractError
 

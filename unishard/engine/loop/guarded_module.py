@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -155,3 +156,35 @@ def _has_state(module: nn.Module) -> bool:
 def _changes(example: torch.Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     cast: torch.Tensor = getattr(example, name)(*args, **kwargs)
     return cast.dtype != example.dtype or cast.device != example.device
+
+
+# -- Put a model in training mode before it is trained ---------------------------------------------
+
+_logger = logging.getLogger("unishard")
+
+
+def put_in_training_mode(model: nn.Module, rank: int) -> None:
+    """Call `model.train()`, and log on rank 0 what was in evaluation mode.
+
+    `from_pretrained` returns a model in evaluation mode, and adapters that are added to it afterwards leave its
+    dropouts there, while the model itself is in training mode again: the first `eval()` and `train()` would then change
+    the training.
+    """
+    modules = [*model.named_modules()]
+    evaluating = [name for name, module in modules if not module.training]
+    was_training = model.training
+    model.train()
+    if rank or not evaluating:
+        return
+    kind = type(model).__name__
+    if not was_training:
+        _logger.info("%s was in evaluation mode; prepare has put it in training mode", kind)
+        return
+    _logger.warning(
+        "%d of %d modules of %s were in evaluation mode, such as %s; prepare has put them in training mode; call "
+        ".eval() on a part after prepare to keep it in evaluation mode, such as a frozen BatchNorm",
+        len(evaluating),
+        len(modules),
+        kind,
+        evaluating[0],
+    )

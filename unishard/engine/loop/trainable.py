@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from unishard.distributed import process_group
-from unishard.engine.model.empty_parameters import is_empty
+from unishard.engine.model.facts import is_empty
 from unishard.errors import ContractError
 
 

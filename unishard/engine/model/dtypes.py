@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from unishard.config import Precision
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.model import kept_fp32
+from unishard.errors import ConfigError, Problem
 
 
 @torch.no_grad()
@@ -54,3 +55,31 @@ def cast_to_compute(tensors: Iterable[Tensor], cfg: Precision) -> None:
             tensor.requires_grad_(False)
             if tensor.is_floating_point() and not kept_fp32.holds(tensor):
                 tensor.data = tensor.data.to(dtype)
+
+
+# -- How matrix products of fp32 tensors are computed: one setting of torch for the whole process --
+
+_WORDS = {"fp32": "highest", "tf32": "high"}
+_asked: set[str] = set()
+"""What an earlier `prepare` of this process has set; one value at most."""
+
+
+def check_matmul(precision: Precision) -> None:
+    """Check that no earlier `prepare` has set another value: it would change for that model, too. Not collective.
+
+    Raises:
+        ConfigError: One has.
+    """
+    for earlier in _asked - {precision.matmul, "keep"} if precision.matmul != "keep" else ():
+        what = (
+            f"is {precision.matmul}, but an earlier prepare of this process has set {earlier}, and torch has one "
+            f"setting for all models; write {earlier} or keep, or use another process"
+        )
+        raise ConfigError([Problem("precision.matmul", what)])
+
+
+def set_matmul(precision: Precision) -> None:
+    """Set it, unless it is `keep`. Not collective."""
+    if precision.matmul != "keep":
+        torch.set_float32_matmul_precision(_WORDS[precision.matmul])
+        _asked.add(precision.matmul)

@@ -10,8 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
-from unishard.checkpoint.regular_file import open_file, read_bytes
+from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, open_file, read_bytes
 from unishard.errors import ModelError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

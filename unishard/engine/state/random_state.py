@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.data.seeds import seed_of
+from unishard.data.sampler import seed_of
 from unishard.errors import CheckpointError
 
 

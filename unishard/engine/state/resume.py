@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.checkpoint import keys
-from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.manifest import RANDOM, Manifest, parameter_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.config.describe import count_of
 from unishard.contract.training_facts import GroupRecord
@@ -34,7 +33,7 @@ def random_states(run: Run, manifest: Manifest, tensors: Tensors) -> dict[str, T
     """
     if run.accumulation is None or manifest.world_size != dist.get_world_size():
         return {}
-    prefix = f"{keys.RANDOM}rank{dist.get_rank():05d}."
+    prefix = f"{RANDOM}rank{dist.get_rank():05d}."
     states = {name.removeprefix(prefix): tensors.full(name) for name in tensors if name.startswith(prefix)}
     random_state.require(states, run.adapter.device)
     return states
@@ -72,7 +71,7 @@ def _casts(run: Run, manifest: Manifest) -> Iterator[str]:
         first, *_ = cast
         yield (
             f"{len(cast)} tensors of the model were {manifest.tensors[first].dtype} and are {dtypes[first]} now, such "
-            f"as {keys.parameter_of(first)}"
+            f"as {parameter_of(first)}"
         )
 
 

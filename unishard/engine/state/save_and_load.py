@@ -19,8 +19,7 @@ from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.config.hints.arguments import instead
 from unishard.contract.results import Resumed
 from unishard.distributed import process_group
-from unishard.distributed.interrupts import deferred
-from unishard.distributed.on_ranks import on_first, ranks_of
+from unishard.distributed.on_ranks import deferred, on_first, ranks_of
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
 from unishard.engine.state.lineage import Lineage, RunName
 from unishard.engine.state.restore import restore

@@ -9,15 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.checkpoint import keys
+from unishard.checkpoint import manifest
 from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
 from unishard.contract.training_facts import GroupRecord, OptimizerFacts
-from unishard.distributed.lazy_shards import lazy_shard_of
 from unishard.distributed.on_ranks import on_all
-from unishard.distributed.shards import Shard
+from unishard.distributed.shards import Shard, lazy_shard_of
 from unishard.distributed.storable import obstacle
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.state import random_state
@@ -37,11 +36,11 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     user, user_tensors = on_all(group, lambda: pack(state))
     data, data_tensors = on_all(group, lambda: pack(run.batching.position(), f"data.rank{rank:05d}."))
     random = random_state.capture(run.adapter.device)
-    own = {f"{keys.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
+    own = {f"{manifest.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
     model, buffers = tensors.model_shards(), [*tensors.buffers()]
     assets = on_all(group, lambda: {} if rank else assets_of(run.adapter.module, tensors.to_export()).to_files())
     if rank:  # only rank 0's buffers and user state are saved
-        model = {name: shard for name, shard in model.items() if keys.parameter_of(name) not in buffers}
+        model = {name: shard for name, shard in model.items() if manifest.parameter_of(name) not in buffers}
     else:
         own |= user_tensors
     state_of_optimizer = on_all(group, lambda: _storable(tensors.optimizer_shards()))
@@ -74,7 +73,9 @@ def _facts(run: Run) -> dict[str, Any]:
     if accumulation is not None:
         accumulation.resolve_pending()
     ties = tensors.ties()
-    shapes = {name.removeprefix(keys.PARAMETERS): list(shard.shape) for name, shard in tensors.model_shards().items()}
+    shapes = {
+        name.removeprefix(manifest.PARAMETERS): list(shard.shape) for name, shard in tensors.model_shards().items()
+    }
     return {
         "versions": {"python": platform.python_version(), "unishard": __version__}
         | {name: version(name).partition("+")[0] for name in run.packages},

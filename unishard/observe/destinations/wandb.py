@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unishard.contract.plan import ObserveSpec
-from unishard.observe.destinations.run_file import RunFile
-from unishard.observe.destinations.writer import Values
+from unishard.observe.destinations.writer import RunFile, Values
 
 
 class Wandb:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from unishard.contract.tolerances import Tolerance
 from unishard.tools.compare.distance import relative
-from unishard.tools.compare.json_lines import lines_in
+from unishard.tools.compare.records import lines_in
 
 FILE = "modules.jsonl"
 """Its name beside `log.jsonl`."""

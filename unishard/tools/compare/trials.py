@@ -13,12 +13,13 @@ from unishard.config import Config, value_at
 from unishard.config.describe import bare
 from unishard.config.topology import Topology
 from unishard.contract.footprint import ModelShape
-from unishard.contract.translate import translate
-from unishard.errors import BackendError, ConfigError
+from unishard.contract.report import translate
+from unishard.errors import BackendError, ConfigError, ModelError
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.candidates import Candidate, candidate_of, strategy_changes, wire_of
 from unishard.tools.plan.devices import Device, with_unit
-from unishard.tools.plan.questions import RECOMPUTATIONS
+from unishard.tools.plan.model import PlannedModel
+from unishard.tools.plan.questions import RECOMPUTATIONS, by_micro_batch
 
 Recomputation = str | tuple[str, ...]
 """`activation_checkpointing`."""
@@ -238,3 +239,56 @@ def _says_nothing(cfg: Config, change: str) -> bool:
 def _own_word(cfg: Config) -> Recomputation:
     own = cfg.activation_checkpointing
     return own if isinstance(own, str) else tuple(own)
+
+
+# -- What the plan knows of a model, for `unishard tune`. Imports torch only for what is not cached --
+
+
+class PlannedModelFacts:
+    """The activations of a model under each kind of recomputation."""
+
+    def __init__(self, model: PlannedModel, seq_len: int) -> None:
+        """Hold the model.
+
+        Args:
+            model: The model.
+            seq_len: Tokens of a sample.
+        """
+        self._model, self._seq_len = model, seq_len
+        self._known: dict[Recomputation, Callable[[int], Activations] | None] = {}
+        self.note = ""
+        """Why activations are not known."""
+
+    def activations(self, word: Recomputation, micro_batch_size: int) -> Activations | None:
+        """Those of a micro-batch; None if the model cannot be run like this."""
+        if word not in self._known:
+            try:
+                self._known[word] = by_micro_batch(
+                    lambda size, length: self._model.activations(
+                        size, length, word if isinstance(word, str) else list(word)
+                    ),
+                    self._seq_len,
+                )
+            except ModelError as error:
+                self._known[word] = None
+                self.note = self.note or str(error)
+        scaled = self._known[word]
+        return None if scaled is None else scaled(micro_batch_size)
+
+
+def facts_of(name: str, cfg: Config, device: Device | None, seq_len: int) -> tuple[PlannedFacts, str]:
+    """What the plan needs to drop candidates, and why activations are not known, if they are not.
+
+    Args:
+        name: The model, as for `unishard plan`.
+        cfg: The config.
+        device: What they run on.
+        seq_len: Tokens of a sample.
+
+    Raises:
+        ConfigError: The model cannot be built.
+    """
+    model = PlannedModel(name, cfg)
+    known = PlannedModelFacts(model, seq_len)
+    known.activations("none", 1)
+    return PlannedFacts(model.shape, known.activations, device), known.note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,8 +10,46 @@ from rich.console import Console
 from rich.table import Table
 
 from unishard.errors import BackendError
-from unishard.tools.demo.curves import CurveGap, TrainingCurve
-from unishard.tools.demo.training import DemoError, train
+from unishard.tools.demo.training import CurveGap, DemoError, TrainingCurve, train
+
+# -- Draws the two curves --------------------------------------------------------------------------
+
+_WIDE, _THIN = "#f4a261", "#1d3557"
+
+
+def plot(one: TrainingCurve, other: TrainingCurve, path: Path) -> None:
+    """Write a PNG: the curves on each other, the first wide and light, the second thin and dark; below, their
+    difference.
+
+    Args:
+        one: The run that is drawn wide.
+        other: The run that is drawn thin, with as many updates.
+        path: The PNG file.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    curves, gaps = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    updates = range(1, len(one.losses) + 1)
+    curves.plot(updates, one.losses, color=_WIDE, linewidth=7, solid_capstyle="round", label=one.backend)
+    curves.plot(updates, other.losses, color=_THIN, linewidth=1.5, label=other.backend)
+    curves.set_title(f"A tiny Llama on English text: one script, one config, world size {one.ranks}", loc="left")
+    curves.set_ylabel("training loss")
+    curves.legend(frameon=False)
+
+    relative = [gap.relative for gap in CurveGap.each(one, other)]
+    gaps.bar(updates, relative, color=_THIN, width=0.8)
+    gaps.set_ylabel("relative\ndifference")
+    gaps.set_xlabel("update")
+    gaps.xaxis.get_major_locator().set_params(integer=True)
+    gaps.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    gaps.set_ylim(0, 1.25 * max(filter(math.isfinite, relative), default=0) or 1e-7)
+    for panel in (curves, gaps):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+        panel.set_axisbelow(True)
+    figure.savefig(path, dpi=150)
+
 
 __all__ = ["DemoError", "run_demo"]
 
@@ -36,7 +75,6 @@ def run_demo(*, out: Path, world_size: int = 2, steps: int = 60) -> None:
     missing = [package for package in _PACKAGES if find_spec(package) is None]
     if missing:
         raise BackendError(f"the demo needs {', '.join(missing)}, not installed here; pip install 'unishard[demo]'")
-    from unishard.tools.demo.plot import plot  # matplotlib: only here
 
     console = Console()
     out.mkdir(parents=True, exist_ok=True)

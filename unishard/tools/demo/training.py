@@ -3,21 +3,146 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import signal
+import subprocess
 import sys
 import sysconfig
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from statistics import median
+from types import FrameType
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 
 from unishard.config.describe import count_of
 from unishard.errors import UnishardError
-from unishard.tools.demo.curves import TrainingCurve
-from unishard.tools.demo.launch import running
+
+# -- The results of a run of the example, and the difference between two runs ----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCurve:
+    """One run of `examples/train_llama.py`, from its JSON file."""
+
+    backend: str
+    ranks: int
+    losses: list[float]
+    """Mean loss over all ranks, one for each update."""
+    grad_norms: list[float]
+    """Global norm before clipping, one for each update."""
+    step_seconds: list[float]
+    """Time of each update; the first one includes lazy initialization."""
+    peak_memory_bytes: list[int]
+    """One for each rank."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the JSON file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    @property
+    def median_step_seconds(self) -> float:
+        """Typical time of an update."""
+        return median(self.step_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveGap:
+    """The difference of two curves at one update."""
+
+    step: int
+    """The update, counted from 1."""
+    absolute: float
+    relative: float
+    """The difference divided by the first curve's loss."""
+
+    @classmethod
+    def each(cls, one: TrainingCurve, other: TrainingCurve) -> list[Self]:
+        """The difference of two curves of the same length at every update."""
+        pairs = zip(one.losses, other.losses, strict=True)
+        return [cls(step, abs(a - b), abs(a - b) / abs(a) if a else abs(a - b)) for step, (a, b) in enumerate(pairs, 1)]
+
+    @classmethod
+    def between(cls, one: TrainingCurve, other: TrainingCurve) -> Self:
+        """The largest relative difference; one that is not a number counts as the largest."""
+        return max(cls.each(one, other), key=lambda gap: math.inf if math.isnan(gap.relative) else gap.relative)
+
+
+# -- Runs a command in a new session, and makes sure that no process outlives it -------------------
+
+_REQUESTS = (signal.SIGTERM, signal.SIGHUP)
+_GRACE = 40.0
+"""Seconds until the command is killed; torchrun kills ranks after 30 (torch 2.13, multiprocessing/api.py)."""
+
+
+@contextmanager
+def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in a new session, with stdout and stderr as one stream of text.
+
+    Leaving the block waits for the command to exit. On an exception, including Ctrl-C, the command and its children are
+    terminated first. SIGTERM and SIGHUP to this process become such an exception: `SystemExit` with 128 plus the signal
+    number.
+    """
+    # A new session, so that only we signal torchrun, and not the terminal too while it terminates its ranks.
+    with (
+        _handling(_REQUESTS, _leave),
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield process
+        except BaseException:
+            with _handling((*_REQUESTS, signal.SIGINT), signal.SIG_IGN):
+                _end(process)
+            raise
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()  # torchrun forwards it to its ranks, which have their own sessions
+    try:
+        process.communicate(timeout=_GRACE)  # until all processes that hold the stream have exited
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _handling(signals: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
+    """Install a handler for signals, except those that this process was started to ignore (nohup); restores the
+    previous handlers.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {
+            number: signal.getsignal(number) for number in signals if signal.getsignal(number) is not signal.SIG_IGN
+        }
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
 
 _LAST_LINES = 25
 _PROGRESS = re.compile(r"(?P<step>step \d+)|\w+: loss ")

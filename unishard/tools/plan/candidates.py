@@ -14,8 +14,8 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.footprint import Footprint, ModelShape
+from unishard.contract.report import translate
 from unishard.contract.rules import Fit
-from unishard.contract.translate import translate
 from unishard.errors import BackendError, ConfigError
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.devices import Device
