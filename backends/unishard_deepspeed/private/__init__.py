@@ -13,9 +13,7 @@ A case that differs between DeepSpeed's optimizers has one entry for each, with 
 from __future__ import annotations
 
 from unishard.contract.private_api import by_name
-from unishard_deepspeed.private.table.building import BUILDING
-from unishard_deepspeed.private.table.reaching import REACHING
-from unishard_deepspeed.private.table.updating import UPDATING
+from unishard_deepspeed.private.table import BUILDING, REACHING, UPDATING
 
 __all__ = ["PRIVATE_API"]
 

@@ -12,23 +12,28 @@ __all__ = ["PRIVATE_API"]
 _RUN = "torch 2.11 to 2.15"
 _SOURCE = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."
-_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup."
-_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam."
+
+
+def _group(names: str) -> tuple[str, ...]:
+    return tuple(
+        f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}" for name in names.split()
+    )
+
+
+def _parameter(names: str) -> tuple[str, ...]:
+    return tuple(f"torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.{name}" for name in names.split())
+
+
 _GROUPS = (
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
     f"{_STATE}_fsdp_param_groups or {_STATE}_fsdp_param_group",
-    f"{_GROUP}fsdp_params",
+    *_group("fsdp_params"),
 )
 _SUMS = (
     *_GROUPS,
-    f"{_GROUP}post_backward",
-    f"{_GROUP}reduce_grads",
-    f"{_PARAMETER}_unsharded_param",
-    f"{_PARAMETER}unsharded_param",
-    f"{_PARAMETER}unsharded_accumulated_grad",
-    f"{_PARAMETER}accumulate_unsharded_grad_if_needed",
-    f"{_PARAMETER}to_accumulated_grad_if_needed",
-    f"{_PARAMETER}reduce_dtype",
+    *_group("post_backward reduce_grads"),
+    *_parameter("_unsharded_param unsharded_param unsharded_accumulated_grad accumulate_unsharded_grad_if_needed"),
+    *_parameter("to_accumulated_grad_if_needed reduce_dtype"),
 )
 
 PRIVATE_API = by_name(
@@ -47,9 +52,8 @@ PRIVATE_API = by_name(
         case="A hybrid strategy that averages between groups only at the end of a window",
         names=(
             *_SUMS,
-            f"{_GROUP}all_reduce_grads",
-            f"{_GROUP}_partial_reduce_output",
-            f"{_PARAMETER}padded_sharded_param_size",
+            *_group("all_reduce_grads _partial_reduce_output"),
+            *_parameter("padded_sharded_param_size"),
         ),
         versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_collectives.py#L634",
@@ -69,14 +73,9 @@ PRIVATE_API = by_name(
         case="sharding.conditional_modules with a sharded strategy",
         names=(
             *_GROUPS,
-            f"{_GROUP}post_backward",
-            f"{_GROUP}reduce_grads",
-            f"{_GROUP}_training_state",
+            *_group("post_backward reduce_grads _training_state"),
             "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState.POST_BACKWARD",
-            f"{_PARAMETER}_unsharded_param",
-            f"{_PARAMETER}unsharded_param",
-            f"{_PARAMETER}unsharded_accumulated_grad",
-            f"{_PARAMETER}sharded_param",
+            *_parameter("_unsharded_param unsharded_param unsharded_accumulated_grad sharded_param"),
         ),
         versions=_RUN,
         link=f"{_SOURCE}/_fsdp_state.py#L395",
@@ -88,14 +87,9 @@ PRIVATE_API = by_name(
         case="precision.keep_fp32, where parameters of a unit stay in fp32 beside others in bf16 or fp16,",
         names=(
             *_GROUPS,
-            f"{_GROUP}_init_mp_dtypes",
-            f"{_GROUP}post_backward",
-            f"{_GROUP}reduce_grads",
-            f"{_PARAMETER}param_dtype",
-            f"{_PARAMETER}sharded_param",
-            f"{_PARAMETER}_unsharded_param",
-            f"{_PARAMETER}accumulate_unsharded_grad_if_needed",
-            f"{_PARAMETER}to_accumulated_grad_if_needed",
+            *_group("_init_mp_dtypes post_backward reduce_grads"),
+            *_parameter("param_dtype sharded_param _unsharded_param accumulate_unsharded_grad_if_needed"),
+            *_parameter("to_accumulated_grad_if_needed"),
         ),
         versions=_RUN,
         link=f"{_SOURCE}/_fsdp_param.py#L586",
@@ -106,9 +100,8 @@ PRIVATE_API = by_name(
         case="engine.discard() in a window whose gradients are not reduced yet",
         names=(
             *_GROUPS,
-            f"{_GROUP}_partial_reduce_output",
-            f"{_PARAMETER}_unsharded_param",
-            f"{_PARAMETER}unsharded_accumulated_grad",
+            *_group("_partial_reduce_output"),
+            *_parameter("_unsharded_param unsharded_accumulated_grad"),
         ),
         versions="torch 2.11 to 2.14",
         link=f"{_SOURCE}/_fsdp_param_group.py#L511",
@@ -118,7 +111,7 @@ PRIVATE_API = by_name(
     PrivateApi(
         name="trainable-dtypes",
         case="Parameters that are frozen or unfrozen after prepare in bf16 or fp16",
-        names=(*_GROUPS, f"{_GROUP}_init_mp_dtypes"),
+        names=(*_GROUPS, *_group("_init_mp_dtypes")),
         versions=_RUN,
         link=f"{_SOURCE}/_fsdp_param_group.py#L273",
         instead="set requires_grad before unishard.prepare, or train in fp32",
@@ -126,7 +119,7 @@ PRIVATE_API = by_name(
     PrivateApi(
         name="foreign-backward",
         case="A backward that is not the engine's, through an output of its forward,",
-        names=(*_GROUPS, f"{_PARAMETER}_unsharded_param"),
+        names=(*_GROUPS, *_parameter("_unsharded_param")),
         versions=_RUN,
         link=f"{_SOURCE}/_fsdp_param.py",
         instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",

@@ -1,1 +1,0 @@
-"""The rows of `PRIVATE_API`: only data."""
