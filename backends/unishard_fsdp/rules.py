@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unishard.contract.field_rows import exact, row
 from unishard.contract.loop_rules import NOT_FP16, complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_fsdp.settings import (
@@ -33,163 +34,137 @@ _NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 _OWN: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "torch", "PyTorch's own data parallelism"),
-    "sharding.strategy": Rule(
+    "sharding.strategy": row(
         Fit.EXACT,
         "fully_shard, replicate or DistributedDataParallel; set_requires_gradient_sync, set_requires_all_reduce, "
         "set_reshard_after_backward",
         "fully_shard on units and root; gradients are reduce-scattered every micro-batch",
-        timing,
-        (
-            When(
-                "no_shard in fp32",
-                lambda cfg: cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp32",
-                Fit.EXACT,
-                "DistributedDataParallel; all-reduce on the last micro-batch (no_sync on the others)",
-            ),
-            When(
-                "no_shard in bf16 or fp16",
-                lambda cfg: cfg.sharding.strategy == "no_shard",
-                Fit.EXACT,
-                "fully_shard over groups of one rank: each has master weights and a compute copy",
-            ),
-            When(
-                "shard_optimizer with native.fsdp.zero_redundancy_optimizer",
-                zero_redundancy,
-                Fit.EXACT,
-                "ZeroRedundancyOptimizer: each rank steps some full parameters and broadcasts them",
-            ),
-            When(
-                "shard_optimizer",
-                has_strategy("shard_optimizer"),
-                Fit.EQUIVALENT,
-                "parameters are sharded between steps and gathered once a step; reduce-scatter on the last micro-batch",
-            ),
-            When(
-                "shard_grad_op",
-                has_strategy("shard_grad_op"),
-                Fit.EQUIVALENT,
-                "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; "
-                "FSDP's SHARD_GRAD_OP is full_shard with reshard_after_forward: false",
-            ),
-            When(
-                "hybrid_shard",
-                has_strategy("hybrid_shard"),
-                Fit.EXACT,
-                "full_shard in each group; gradient shards are all-reduced over the groups on the last micro-batch",
-            ),
-            When(
-                "hybrid_shard_grad_op",
-                has_strategy("hybrid_shard_grad_op"),
-                Fit.EQUIVALENT,
-                "shard_grad_op in each group; gradient shards are all-reduced over the groups on the last micro-batch",
-            ),
+        unless(
+            "no_shard in fp32",
+            lambda cfg: cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp32",
+            "DistributedDataParallel; all-reduce on the last micro-batch (no_sync on the others)",
         ),
+        unless(
+            "no_shard in bf16 or fp16",
+            lambda cfg: cfg.sharding.strategy == "no_shard",
+            "fully_shard over groups of one rank: each has master weights and a compute copy",
+        ),
+        unless(
+            "shard_optimizer with native.fsdp.zero_redundancy_optimizer",
+            zero_redundancy,
+            "ZeroRedundancyOptimizer: each rank steps some full parameters and broadcasts them",
+        ),
+        When(
+            "shard_optimizer",
+            has_strategy("shard_optimizer"),
+            Fit.EQUIVALENT,
+            "parameters are sharded between steps and gathered once a step; reduce-scatter on the last micro-batch",
+        ),
+        When(
+            "shard_grad_op",
+            has_strategy("shard_grad_op"),
+            Fit.EQUIVALENT,
+            "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; "
+            "FSDP's SHARD_GRAD_OP is full_shard with reshard_after_forward: false",
+        ),
+        unless(
+            "hybrid_shard",
+            has_strategy("hybrid_shard"),
+            "full_shard in each group; gradient shards are all-reduced over the groups on the last micro-batch",
+        ),
+        When(
+            "hybrid_shard_grad_op",
+            has_strategy("hybrid_shard_grad_op"),
+            Fit.EQUIVALENT,
+            "shard_grad_op in each group; gradient shards are all-reduced over the groups on the last micro-batch",
+        ),
+        to=timing,
     ),
-    "sharding.group_size": Rule(
+    "sharding.group_size": row(
         Fit.EXACT,
         "fully_shard(mesh=...)",
         "ranks in a row form a group; where one group holds all ranks, the mesh has one axis as without groups",
-        mesh,
-        (unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),),
+        unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),
+        to=mesh,
     ),
-    "sharding.reshard_after_forward": Rule(
+    "sharding.reshard_after_forward": row(
         Fit.EXACT,
         "fully_shard(reshard_after_forward=...)",
         "of the units; the root and, with prefetching, the last unit are kept from forward to backward",
-        lambda cfg, topology: gathering(cfg, topology) if form_of(cfg) == "fully_shard" else {},
-        (
-            unless(
-                "strategy is not full_shard",
-                lambda cfg: not within_group("full_shard")(cfg),
-                "only full_shard gathers twice",
-            ),
+        unless(
+            "strategy is not full_shard",
+            lambda cfg: not within_group("full_shard")(cfg),
+            "only full_shard gathers twice",
         ),
+        to=lambda cfg, topology: gathering(cfg, topology) if form_of(cfg) == "fully_shard" else {},
     ),
-    "sharding.units": Rule(
+    "sharding.units": row(
         Fit.EXACT,
         "fully_shard on each module",
         "one all-gather and one reduce-scatter a unit; the rest is the root's",
-        for_forms(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
-        (
-            unless(
-                "DistributedDataParallel",
-                is_form("DistributedDataParallel"),
-                "nothing is gathered; DDP reduces in buckets",
-            ),
-            unless("replicate", is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
+        unless(
+            "DistributedDataParallel", is_form("DistributedDataParallel"), "nothing is gathered; DDP reduces in buckets"
         ),
+        unless("replicate", is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
+        to=for_forms(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
     ),
-    "sharding.min_unit_params": Rule(
-        Fit.EXACT,
+    "sharding.min_unit_params": exact(
         "which modules fully_shard is called on",
-        "",
-        for_forms(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
+        to=for_forms(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
     ),
-    "sharding.conditional_modules": Rule(
+    "sharding.conditional_modules": row(
         Fit.EXACT,
         "which modules fully_shard is called on",
         "gathered and reduced with the unit around them, or with the root, which is kept from forward to backward",
-        lambda cfg, topology: {"conditional_modules": cfg.sharding.conditional_modules},
-        (
-            unless("empty", lambda cfg: not cfg.sharding.conditional_modules, ""),
-            When(
-                "DistributedDataParallel",
-                is_form("DistributedDataParallel"),
-                Fit.EQUIVALENT,
-                "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets "
-                "which parameters the earlier ones used",
-            ),
-            When(
-                "replicate",
-                is_form("replicate"),
-                Fit.EXACT,
-                "nothing is gathered; gradients are all-reduced block by block",
-            ),
+        unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
+        When(
+            "DistributedDataParallel",
+            is_form("DistributedDataParallel"),
+            Fit.EQUIVALENT,
+            "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets "
+            "which parameters the earlier ones used",
         ),
+        unless("replicate", is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
+        to=lambda cfg, topology: {"conditional_modules": cfg.sharding.conditional_modules},
     ),
-    "precision.compute": Rule(
+    "precision.compute": row(
         Fit.EXACT,
         "MixedPrecisionPolicy(param_dtype=...)",
         "the optimizer steps the master weights; gathering makes copies in this dtype",
-        for_forms(MIXED, compute_dtypes),
+        to=for_forms(MIXED, compute_dtypes),
     ),
     "precision.master": Rule(
         Fit.EXACT,
         "dtype of the parameters",
         "`prepare` casts trainable parameters before sharding; optimizer state has this dtype too",
     ),
-    "precision.reduce": Rule(
+    "precision.reduce": row(
         Fit.EXACT,
         "MixedPrecisionPolicy(reduce_dtype=...)",
         "the sum over the ranks is taken in this dtype",
-        for_forms(MIXED, reduce_dtypes),
-        (
-            When(
-                "another dtype than accumulate with no_shard or shard_optimizer",
-                lambda cfg: may_wait(cfg) and not waits(cfg),
-                Fit.EQUIVALENT,
-                "reduced every micro-batch, because FSDP2 accumulates unreduced gradients in this dtype",
-            ),
+        When(
+            "another dtype than accumulate with no_shard or shard_optimizer",
+            lambda cfg: may_wait(cfg) and not waits(cfg),
+            Fit.EQUIVALENT,
+            "reduced every micro-batch, because FSDP2 accumulates unreduced gradients in this dtype",
         ),
+        to=for_forms(MIXED, reduce_dtypes),
     ),
-    "precision.accumulate": Rule(
+    "precision.accumulate": row(
         Fit.EXACT,
         "dtype of the parameters' gradients",
         "a gradient has the dtype of its parameter, the master weight",
-        when=(
-            When(
-                "not that of master, with no_shard or shard_optimizer and reduce in the same",
-                lambda cfg: cfg.precision.accumulate != cfg.precision.master and waits(cfg),
-                Fit.EXACT,
-                "FSDP2 accumulates in the reduce dtype until the last micro-batch (torch 2.13)",
-            ),
-            When(
-                "not that of master",
-                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-                Fit.UNSUPPORTED,
-                "FSDP2 keeps a gradient in the dtype of its parameter, the fp32 master weight; remove it, or reduce in "
-                "this dtype too with no_shard or shard_optimizer, or choose backend deepspeed",
-            ),
+        unless(
+            "not that of master, with no_shard or shard_optimizer and reduce in the same",
+            lambda cfg: cfg.precision.accumulate != cfg.precision.master and waits(cfg),
+            "FSDP2 accumulates in the reduce dtype until the last micro-batch (torch 2.13)",
+        ),
+        When(
+            "not that of master",
+            lambda cfg: cfg.precision.accumulate != cfg.precision.master,
+            Fit.UNSUPPORTED,
+            "FSDP2 keeps a gradient in the dtype of its parameter, the fp32 master weight; remove it, or reduce in "
+            "this dtype too with no_shard or shard_optimizer, or choose backend deepspeed",
         ),
     ),
     "precision.cast_inputs": done_by_unishard(
@@ -203,122 +178,107 @@ _OWN: Mapping[str, Rule] = {
     "precision.loss_scale": done_by_unishard(
         "scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16
     ),
-    "offload.params": Rule(
+    "offload.params": row(
         Fit.EXACT,
         "CPUOffloadPolicy",
         _TOGETHER,
-        when=(
-            unless("none", lambda cfg: cfg.offload.params == "none", ""),
-            When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, _NO_NVME),
-            When(
-                "cpu without offload.optimizer: cpu",
-                lambda cfg: cfg.offload.optimizer == "none",
-                Fit.APPROXIMATE,
-                f"{_TOGETHER}, so the optimizer's state lives in host memory as well, and it steps there: more device "
-                "memory is free, and the update is slower; the same maths",
-            ),
+        unless("none", lambda cfg: cfg.offload.params == "none"),
+        When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, _NO_NVME),
+        When(
+            "cpu without offload.optimizer: cpu",
+            lambda cfg: cfg.offload.optimizer == "none",
+            Fit.APPROXIMATE,
+            f"{_TOGETHER}, so the optimizer's state lives in host memory as well, and it steps there: more device "
+            "memory is free, and the update is slower; the same maths",
         ),
     ),
-    "offload.optimizer": Rule(
+    "offload.optimizer": row(
         Fit.EXACT,
         "CPUOffloadPolicy, or the optimizer on host copies",
         _TOGETHER,
-        when=(
-            unless("none", lambda cfg: cfg.offload.optimizer == "none", ""),
-            When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
-            When(
-                "cpu with native.fsdp.zero_redundancy_optimizer",
-                zero_redundancy,
-                Fit.UNSUPPORTED,
-                "DistributedDataParallel has no offload; remove native.fsdp.zero_redundancy_optimizer",
-            ),
-            When(
-                "cpu with shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.within_group != "full_shard",
-                Fit.EQUIVALENT,
-                "master weights, gradients and state are in host memory; gathered parameters on the device",
-            ),
-            When(
-                "cpu without offload.params: cpu",
-                only_optimizer,
-                Fit.EQUIVALENT,
-                "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state "
-                "lies in host memory, the fp32 parts lie on the device as well",
-            ),
+        unless("none", lambda cfg: cfg.offload.optimizer == "none"),
+        When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
+        When(
+            "cpu with native.fsdp.zero_redundancy_optimizer",
+            zero_redundancy,
+            Fit.UNSUPPORTED,
+            "DistributedDataParallel has no offload; remove native.fsdp.zero_redundancy_optimizer",
+        ),
+        When(
+            "cpu with shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
+            lambda cfg: cfg.sharding.within_group != "full_shard",
+            Fit.EQUIVALENT,
+            "master weights, gradients and state are in host memory; gathered parameters on the device",
+        ),
+        When(
+            "cpu without offload.params: cpu",
+            only_optimizer,
+            Fit.EQUIVALENT,
+            "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state "
+            "lies in host memory, the fp32 parts lie on the device as well",
         ),
     ),
-    "offload.pin_memory": Rule(
+    "offload.pin_memory": row(
         Fit.EXACT,
         "CPUOffloadPolicy(pin_memory=...), or of the host copies",
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
+        unless("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none"),
         to=for_forms(("fully_shard",), offload),
-        when=(unless("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none", ""),),
     ),
-    "offload.nvme_path": Rule(
-        Fit.EXACT,
+    "offload.nvme_path": exact(
         "none",
-        when=(
-            unless("null", lambda cfg: cfg.offload.nvme_path is None, ""),
-            When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
-        ),
+        unless("null", lambda cfg: cfg.offload.nvme_path is None),
+        When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
     ),
     "optimizer.name": done_by_unishard("torch's (fused AdamW and Adam; fused SGD without shards), or lion-pytorch's"),
-    "communication.reduce_bucket_size": Rule(
+    "communication.reduce_bucket_size": row(
         Fit.EXACT,
         "DistributedDataParallel(bucket_cap_mb=...)",
         "4 bytes an element; DDP's first bucket has 1 MiB",
-        for_forms(
+        When(
+            "fully_shard or replicate",
+            is_form(*MIXED),
+            Fit.EQUIVALENT,
+            "the gradients of a unit are reduced together, whatever its size",
+        ),
+        to=for_forms(
             ("DistributedDataParallel",),
             lambda cfg: {"bucket_cap_mb": cfg.communication.reduce_bucket_size * 4 / 2**20},
         ),
-        (
-            When(
-                "fully_shard or replicate",
-                is_form(*MIXED),
-                Fit.EQUIVALENT,
-                "the gradients of a unit are reduced together, whatever its size",
-            ),
-        ),
     ),
-    "communication.prefetch_bucket_size": Rule(
+    "communication.prefetch_bucket_size": row(
         Fit.EQUIVALENT,
         "set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
         "the next unit, or as many of the following ones as fit; where none fits, torch's own prefetch of the next "
         "unit remains",
-        for_forms(("fully_shard",), prefetch),
-        (
-            unless(
-                "strategy is not full_shard",
-                lambda cfg: not within_group("full_shard")(cfg),
-                "only full_shard gathers unit by unit",
-            ),
+        unless(
+            "strategy is not full_shard",
+            lambda cfg: not within_group("full_shard")(cfg),
+            "only full_shard gathers unit by unit",
         ),
+        to=for_forms(("fully_shard",), prefetch),
     ),
-    "communication.overlap": Rule(
+    "communication.overlap": row(
         Fit.EXACT,
         "none: always overlapped",
         "reduction overlaps backward",
-        when=(
-            When(
-                "false",
-                lambda cfg: not cfg.communication.overlap,
-                Fit.EQUIVALENT,
-                "overlapped all the same; the results do not differ",
-            ),
+        When(
+            "false",
+            lambda cfg: not cfg.communication.overlap,
+            Fit.EQUIVALENT,
+            "overlapped all the same; the results do not differ",
         ),
     ),
-    "compile.mode": Rule(
+    "compile.mode": row(
         Fit.EQUIVALENT,
         "torch.compile",
         "of each block's `forward`; the hooks that gather and reduce are not compiled",
-        when=(
-            unless("none", lambda cfg: cfg.compile.mode == "none", ""),
-            When(
-                "full",
-                lambda cfg: cfg.compile.mode == "full",
-                Fit.EQUIVALENT,
-                "of the root's `forward`, a graph break at each unit",
-            ),
+        unless("none", lambda cfg: cfg.compile.mode == "none"),
+        When(
+            "full",
+            lambda cfg: cfg.compile.mode == "full",
+            Fit.EQUIVALENT,
+            "of the root's `forward`, a graph break at each unit",
         ),
     ),
     "native": Rule(

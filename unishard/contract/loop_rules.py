@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config import Config, leaves
+from unishard.contract.field_rows import row
 from unishard.contract.rules import Fit, Rule, done_by_unishard, unless
 
 NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
@@ -34,11 +35,11 @@ _LAUNCH = {
 
 LOOP: Mapping[str, Rule] = {
     "backend": done_by_unishard("chooses this table"),
-    "precision.matmul": Rule(
+    "precision.matmul": row(
         Fit.EXACT,
         "torch.set_float32_matmul_precision",
         "highest or high, for the whole process",
-        when=(unless("keep", _keeps, ""),),
+        unless("keep", _keeps),
     ),
     "precision.initial_loss_scale": done_by_unishard("where the dynamic scale begins", NOT_FP16),
     "precision.loss_scale_growth_interval": done_by_unishard("counts updates", NOT_FP16),

@@ -9,10 +9,10 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
-from unishard.contract.field_rows import BUFFERS
+from unishard.contract.field_rows import BUFFERS, exact, row
 from unishard.contract.key_rows import integer, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
@@ -106,7 +106,7 @@ RULES: Mapping[str, Rule] = {
     "training.gradient_accumulation_steps": Rule(
         Fit.EXACT, _WINDOW, to=lambda cfg, topology: {_WINDOW: cfg.training.gradient_accumulation_steps}, auto=True
     ),
-    "training.global_batch_size": Rule(Fit.EXACT, _TRAIN, to=_global_of),
+    "training.global_batch_size": exact(_TRAIN, to=_global_of),
     "training.gradient_clipping": Rule(
         Fit.EXACT,
         "gradient_clipping",
@@ -114,52 +114,42 @@ RULES: Mapping[str, Rule] = {
         lambda cfg, topology: {"gradient_clipping": cfg.training.gradient_clipping or 0.0},
         auto=True,
     ),
-    "training.nonfinite": Rule(
-        Fit.EXACT,
+    "training.nonfinite": exact(
         "bf16.check_grad_overflow",
-        to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
-        when=(
-            When(
-                "raise",
-                lambda cfg: cfg.training.nonfinite == "raise",
-                Fit.APPROXIMATE,
-                "DeepSpeed skips the update without an error; stage 0 in fp32 makes it",
-            ),
-            When(
-                "skip with no_shard in fp32",
-                lambda cfg: cfg.training.nonfinite == "skip" and _bare(cfg),
-                Fit.APPROXIMATE,
-                "DeepSpeed makes updates that are not finite at stage 0 in fp32",
-            ),
-            When(
-                "ignore but with shard_optimizer or shard_grad_op in bf16",
-                lambda cfg: (
-                    cfg.training.nonfinite == "ignore"
-                    and not _bare(cfg)
-                    and not (fields.stage(cfg) in (1, 2) and cfg.precision.compute == "bf16")
-                ),
-                Fit.APPROXIMATE,
-                "DeepSpeed always skips an update that is not finite there",
-            ),
+        When(
+            "raise",
+            lambda cfg: cfg.training.nonfinite == "raise",
+            Fit.APPROXIMATE,
+            "DeepSpeed skips the update without an error; stage 0 in fp32 makes it",
         ),
+        When(
+            "skip with no_shard in fp32",
+            lambda cfg: cfg.training.nonfinite == "skip" and _bare(cfg),
+            Fit.APPROXIMATE,
+            "DeepSpeed makes updates that are not finite at stage 0 in fp32",
+        ),
+        When(
+            "ignore but with shard_optimizer or shard_grad_op in bf16",
+            lambda cfg: (
+                cfg.training.nonfinite == "ignore"
+                and not _bare(cfg)
+                and not (fields.stage(cfg) in (1, 2) and cfg.precision.compute == "bf16")
+            ),
+            Fit.APPROXIMATE,
+            "DeepSpeed always skips an update that is not finite there",
+        ),
+        to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
     ),
-    "training.last_window": Rule(
+    "training.last_window": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "drop the micro-batches that do not fill a window",
-        when=(
-            When(
-                "gradient_accumulation_steps is 1",
-                lambda cfg: cfg.training.gradient_accumulation_steps == 1,
-                Fit.EXACT,
-                "",
-            ),
-            When(
-                "step",
-                lambda cfg: cfg.training.last_window == "step",
-                Fit.APPROXIMATE,
-                "DeepSpeed carries an incomplete window over to the next epoch",
-            ),
+        unless("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1),
+        When(
+            "step",
+            lambda cfg: cfg.training.last_window == "step",
+            Fit.APPROXIMATE,
+            "DeepSpeed carries an incomplete window over to the next epoch",
         ),
     ),
     "training.buffers": BUFFERS,

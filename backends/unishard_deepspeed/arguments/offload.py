@@ -9,6 +9,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
+from unishard.contract.field_rows import exact
 from unishard.contract.key_rows import boolean, number, one_of, text
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When
@@ -123,19 +124,16 @@ def _params_of(cfg: Config, topology: Topology) -> Native:
 
 
 RULES: Mapping[str, Rule] = {
-    "offload.params": Rule(Fit.EXACT, "zero_optimization.offload_param.device", to=_params_of),
-    "offload.optimizer": Rule(
-        Fit.EXACT,
+    "offload.params": exact("zero_optimization.offload_param.device", to=_params_of),
+    "offload.optimizer": exact(
         "zero_optimization.offload_optimizer.device",
-        to=_optimizer_of,
-        when=(
-            When(
-                "nvme",
-                lambda cfg: cfg.offload.optimizer == "nvme",
-                Fit.EQUIVALENT,
-                "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files",
-            ),
+        When(
+            "nvme",
+            lambda cfg: cfg.offload.optimizer == "nvme",
+            Fit.EQUIVALENT,
+            "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files",
         ),
+        to=_optimizer_of,
     ),
     "offload.pin_memory": Rule(Fit.EXACT, "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory"),
     "offload.nvme_path": Rule(Fit.EXACT, "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path"),

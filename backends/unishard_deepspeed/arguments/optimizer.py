@@ -9,9 +9,10 @@ from unishard.config import Config, value_at
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
+from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import boolean, drops, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
 _P = "optimizer.params."
@@ -238,24 +239,21 @@ def _flag(field: str, names: tuple[str, ...]) -> Rule:
     def to(cfg: Config, topology: Topology) -> Native:
         return _params(**{field: value_at(cfg, path)}) if cfg.optimizer.name in names and value_at(cfg, path) else {}
 
-    return Rule(Fit.EXACT, f"{_P}{field}", to=to)
+    return exact(f"{_P}{field}", to=to)
 
 
 _GROUPS = "pass parameter groups to deepspeed.initialize(model_parameters=[...])"
 
 RULES: Mapping[str, Rule] = {
-    "optimizer.name": Rule(
-        Fit.EXACT,
+    "optimizer.name": exact(
         "optimizer.type",
-        to=_name_of,
-        when=(
-            When(
-                "lion",
-                lambda cfg: cfg.optimizer.name == "lion",
-                Fit.EQUIVALENT,
-                "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)",
-            ),
+        When(
+            "lion",
+            lambda cfg: cfg.optimizer.name == "lion",
+            Fit.EQUIVALENT,
+            "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)",
         ),
+        to=_name_of,
     ),
     "optimizer.lr": Rule(Fit.EXACT, f"{_P}lr, scheduler.params.warmup_max_lr", to=_lr_of, auto=True),
     "optimizer.betas": _plain("betas", (*_ADAMS, "lion"), auto=True),
@@ -264,16 +262,10 @@ RULES: Mapping[str, Rule] = {
     "optimizer.momentum": _flag("momentum", ("sgd",)),
     "optimizer.nesterov": _flag("nesterov", ("sgd",)),
     "optimizer.weight_decay": _plain("weight_decay", tuple(_TYPES), auto=True),
-    "optimizer.no_decay": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        f"{_GROUPS}",
-        when=(When("empty", lambda cfg: not cfg.optimizer.no_decay, Fit.EXACT, ""),),
+    "optimizer.no_decay": row(
+        Fit.NEEDS_INPUT, SCRIPT, f"{_GROUPS}", unless("empty", lambda cfg: not cfg.optimizer.no_decay)
     ),
-    "optimizer.groups": Rule(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        f"{_GROUPS}",
-        when=(When("empty", lambda cfg: not cfg.optimizer.groups, Fit.EXACT, ""),),
+    "optimizer.groups": row(
+        Fit.NEEDS_INPUT, SCRIPT, f"{_GROUPS}", unless("empty", lambda cfg: not cfg.optimizer.groups)
     ),
 }

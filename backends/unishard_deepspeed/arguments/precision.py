@@ -12,10 +12,10 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.fallbacks import FALLBACKS
-from unishard.contract.field_rows import left_to_script
+from unishard.contract.field_rows import exact, left_to_script, row
 from unishard.contract.key_rows import boolean, integer, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When
+from unishard.contract.rules import Fit, Rule, When, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype
@@ -295,95 +295,83 @@ RULES: Mapping[str, Rule] = {
         (When("fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, ""),),
         auto=True,
     ),
-    "precision.master": Rule(
-        Fit.EXACT,
+    "precision.master": exact(
         "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states, fp16.fp16_master_weights_and_grads",
+        When(
+            "that of compute with no_shard",
+            lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
+            Fit.UNSUPPORTED,
+            "stage 0 keeps fp32 master weights; write fp32, or choose shard_optimizer",
+        ),
+        When(
+            "fp16",
+            lambda cfg: cfg.precision.master == "fp16",
+            Fit.APPROXIMATE,
+            "DeepSpeed has fp16 master weights only under DeepSpeedCPUAdam, with an fp32 state",
+        ),
         to=_master_of,
-        when=(
-            When(
-                "that of compute with no_shard",
-                lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
-                Fit.UNSUPPORTED,
-                "stage 0 keeps fp32 master weights; write fp32, or choose shard_optimizer",
-            ),
-            When(
-                "fp16",
-                lambda cfg: cfg.precision.master == "fp16",
-                Fit.APPROXIMATE,
-                "DeepSpeed has fp16 master weights only under DeepSpeedCPUAdam, with an fp32 state",
-            ),
-        ),
     ),
-    "precision.reduce": Rule(
-        Fit.EXACT, "communication_data_type", to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce}
+    "precision.reduce": exact(
+        "communication_data_type", to=lambda cfg, topology: {"communication_data_type": cfg.precision.reduce}
     ),
-    "precision.accumulate": Rule(
-        Fit.EXACT,
+    "precision.accumulate": exact(
         "data_types.grad_accum_dtype",
-        to=_accumulate_of,
-        when=(
-            When(
-                "fp32 in bf16 or fp16 with no_shard",
-                lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
-                Fit.APPROXIMATE,
-                "stage 0 only accumulates in the dtype of compute, which is written",
-            ),
+        When(
+            "fp32 in bf16 or fp16 with no_shard",
+            lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
+            Fit.APPROXIMATE,
+            "stage 0 only accumulates in the dtype of compute, which is written",
         ),
+        to=_accumulate_of,
     ),
     "precision.matmul": FALLBACKS["precision.matmul"],
-    "precision.keep_fp32": Rule(
+    "precision.keep_fp32": row(
         Fit.APPROXIMATE,
         "data_types.keep_in_fp32_modules",
         _ONLY_BUFFERS,
-        _kept_of,
-        (
-            When("auto or empty", lambda cfg: cfg.precision.keep_fp32 in ("auto", []), Fit.EXACT, ""),
-            When("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", Fit.EXACT, ""),
-        ),
+        unless("auto or empty", lambda cfg: cfg.precision.keep_fp32 in ("auto", [])),
+        unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32"),
+        to=_kept_of,
     ),
     "precision.cast_inputs": left_to_script(
         "cast only these inputs to the compute dtype", lambda cfg: cfg.precision.cast_inputs is True, "true"
     ),
-    "precision.buffers": Rule(
-        Fit.EXACT,
+    "precision.buffers": exact(
         "data_types.buffer_dtype",
         to=lambda cfg, topology: (
             {} if cfg.precision.buffers == "keep" else {"data_types": {"buffer_dtype": cfg.precision.buffers}}
         ),
     ),
-    "precision.loss_scale": Rule(
+    "precision.loss_scale": row(
         Fit.EXACT,
         "fp16.loss_scale",
         "0 for dynamic, with a hysteresis of 1, so that each overflow halves it",
-        lambda cfg, topology: (
+        _NOT_FP16,
+        to=lambda cfg, topology: (
             ({} if not _scaled(cfg) else _scale_of(loss_scale=0, hysteresis=1))
             if cfg.precision.loss_scale == "dynamic"
             else _scale_of(loss_scale=cfg.precision.loss_scale)
         ),
-        (_NOT_FP16,),
     ),
-    "precision.initial_loss_scale": Rule(
-        Fit.EXACT,
+    "precision.initial_loss_scale": exact(
         "fp16.initial_scale_power",
-        to=lambda cfg, topology: _scale_of(initial_scale_power=_power(cfg)) if _moving(cfg) else {},
-        when=(
-            _NOT_FP16,
-            _STAYS,
-            When(
-                "no power of two",
-                lambda cfg: 2.0 ** _power(cfg) != cfg.precision.initial_loss_scale,
-                Fit.APPROXIMATE,
-                "DeepSpeed begins at a power of two; the nearest is written",
-            ),
+        _NOT_FP16,
+        _STAYS,
+        When(
+            "no power of two",
+            lambda cfg: 2.0 ** _power(cfg) != cfg.precision.initial_loss_scale,
+            Fit.APPROXIMATE,
+            "DeepSpeed begins at a power of two; the nearest is written",
         ),
+        to=lambda cfg, topology: _scale_of(initial_scale_power=_power(cfg)) if _moving(cfg) else {},
     ),
-    "precision.loss_scale_growth_interval": Rule(
-        Fit.EXACT,
+    "precision.loss_scale_growth_interval": exact(
         "fp16.loss_scale_window",
+        _NOT_FP16,
+        _STAYS,
         to=lambda cfg, topology: (
             _scale_of(loss_scale_window=cfg.precision.loss_scale_growth_interval) if _moving(cfg) else {}
         ),
-        when=(_NOT_FP16, _STAYS),
     ),
 }
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect
-from unishard.contract.field_rows import asked, saved_by_script, started_elsewhere
+from unishard.contract.field_rows import asked, row, saved_by_script, started_elsewhere
 from unishard.contract.key_rows import boolean, drops, integer, own, refuses
 from unishard.contract.render import AUTO
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
@@ -156,16 +156,14 @@ def _recomputes(cfg: Config) -> bool:
 
 
 RULES: Mapping[str, Rule] = {
-    "activation_checkpointing": Rule(
+    "activation_checkpointing": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "torch.utils.checkpoint around the blocks, or model.gradient_checkpointing_enable()",
-        when=(When("none", lambda cfg: not _recomputes(cfg), Fit.EXACT, ""),),
+        unless("none", lambda cfg: not _recomputes(cfg)),
     ),
-    "compile.mode": Rule(
-        Fit.NEEDS_INPUT, SCRIPT, "engine.compile(), or torch.compile of each block", when=(_NOT_COMPILED,)
-    ),
-    "compile.backend": Rule(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", when=(_NOT_COMPILED,)),
+    "compile.mode": row(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(), or torch.compile of each block", _NOT_COMPILED),
+    "compile.backend": row(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", _NOT_COMPILED),
     **saved_by_script("engine.save_checkpoint(...)"),
     **started_elsewhere(
         nodes="pass deepspeed --num_nodes, or --hostfile",
@@ -179,7 +177,7 @@ RULES: Mapping[str, Rule] = {
         environment="write them into .deepspeed_env, which DeepSpeed's launcher sends to every host",
     ),
     **asked(Fit.IGNORED, NO_KEY, {"strict": "only affects this report"}),
-    "native": Rule(
+    "native": row(
         Fit.EXACT,
         "any key",
         "native.deepspeed, as it is",

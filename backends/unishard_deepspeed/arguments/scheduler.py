@@ -9,9 +9,10 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
+from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import drops, integer, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When
+from unishard.contract.rules import Fit, Rule, When, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_deepspeed.arguments.optimizer import peak_of
@@ -283,7 +284,7 @@ _NO_CLASS = When(
 )
 
 RULES: Mapping[str, Rule] = {
-    "scheduler.name": Rule(Fit.EXACT, "scheduler.type", to=_name_of, when=(_NO_CLASS, _BUILT, _AHEAD)),
+    "scheduler.name": exact("scheduler.type", _NO_CLASS, _BUILT, _AHEAD, to=_name_of),
     "scheduler.warmup_steps": Rule(
         Fit.EXACT,
         f"{_P}warmup_num_steps",
@@ -299,29 +300,27 @@ RULES: Mapping[str, Rule] = {
         ),
         auto=True,
     ),
-    "scheduler.warmup_type": Rule(Fit.EXACT, f"{_P}warmup_type", to=_climb_of, when=(_NO_CLASS,)),
-    "scheduler.warmup_start_ratio": Rule(
-        Fit.EXACT, f"{_P}warmup_min_lr, {_P}warmup_min_ratio", to=_start_of, when=(_NO_CLASS, _TWO_ENDS)
+    "scheduler.warmup_type": exact(f"{_P}warmup_type", _NO_CLASS, to=_climb_of),
+    "scheduler.warmup_start_ratio": exact(
+        f"{_P}warmup_min_lr, {_P}warmup_min_ratio", _NO_CLASS, _TWO_ENDS, to=_start_of
     ),
-    "scheduler.delay_steps": Rule(
+    "scheduler.delay_steps": row(
         Fit.EXACT,
         "scheduler.type",
         "DeepSpeed's warm-ups always wait for one update",
-        when=(
-            When("constant without warm-up", lambda cfg: _type_of(cfg) is None, Fit.EXACT, ""),
-            _AHEAD,
-            When(
-                "not 1 with a warm-up",
-                lambda cfg: bool(cfg.scheduler.warmup_steps) and cfg.scheduler.delay_steps != 1,
-                Fit.APPROXIMATE,
-                "DeepSpeed's warm-ups wait for one update; everything is one update later",
-            ),
-            When(
-                "not 0 without a warm-up",
-                lambda cfg: not cfg.scheduler.warmup_steps and bool(cfg.scheduler.delay_steps),
-                Fit.APPROXIMATE,
-                "the schedule begins at once; torch's classes do not wait",
-            ),
+        unless("constant without warm-up", lambda cfg: _type_of(cfg) is None),
+        _AHEAD,
+        When(
+            "not 1 with a warm-up",
+            lambda cfg: bool(cfg.scheduler.warmup_steps) and cfg.scheduler.delay_steps != 1,
+            Fit.APPROXIMATE,
+            "DeepSpeed's warm-ups wait for one update; everything is one update later",
+        ),
+        When(
+            "not 0 without a warm-up",
+            lambda cfg: not cfg.scheduler.warmup_steps and bool(cfg.scheduler.delay_steps),
+            Fit.APPROXIMATE,
+            "the schedule begins at once; torch's classes do not wait",
         ),
     ),
     "scheduler.total_steps": Rule(
@@ -331,7 +330,7 @@ RULES: Mapping[str, Rule] = {
         when=(_BUILT, _TOO_SHORT),
         auto=True,
     ),
-    "scheduler.min_lr_ratio": Rule(
-        Fit.EXACT, f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", to=_floor_of, when=(_BUILT,)
+    "scheduler.min_lr_ratio": exact(
+        f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", _BUILT, to=_floor_of
     ),
 }

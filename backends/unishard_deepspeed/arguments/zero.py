@@ -9,9 +9,10 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
+from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import boolean, drops, integer, listed, refuses
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When
+from unishard.contract.rules import Fit, Rule, When, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 
@@ -236,105 +237,82 @@ _NOT_FULL = When("strategy is not full_shard", lambda cfg: not _three(cfg), Fit.
 
 RULES: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "deepspeed.initialize(config=...)"),
-    "sharding.strategy": Rule(
-        Fit.EXACT,
+    "sharding.strategy": exact(
         "zero_optimization.stage",
-        to=_stage_of,
-        when=(
-            When(
-                "hybrid_shard",
-                lambda cfg: cfg.sharding.strategy == "hybrid_shard",
-                Fit.EQUIVALENT,
-                "stage 3 over all ranks, and a second copy of the parameters in each group (hpZ)",
-            ),
-            When(
-                "hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.hybrid,
-                Fit.EQUIVALENT,
-                "stage 2 over all ranks: less memory, more traffic between nodes",
-            ),
+        When(
+            "hybrid_shard",
+            lambda cfg: cfg.sharding.strategy == "hybrid_shard",
+            Fit.EQUIVALENT,
+            "stage 3 over all ranks, and a second copy of the parameters in each group (hpZ)",
         ),
+        When(
+            "hybrid_shard_grad_op",
+            lambda cfg: cfg.sharding.hybrid,
+            Fit.EQUIVALENT,
+            "stage 2 over all ranks: less memory, more traffic between nodes",
+        ),
+        to=_stage_of,
     ),
-    "sharding.group_size": Rule(
+    "sharding.group_size": row(
         Fit.EQUIVALENT,
         "zero_optimization.zero_hpz_partition_size",
         "the ranks that share the second copy of the parameters",
-        _hpz_of,
-        (When("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, ""),),
+        unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid),
+        to=_hpz_of,
     ),
-    "sharding.reshard_after_forward": Rule(
-        Fit.EXACT,
+    "sharding.reshard_after_forward": exact(
         "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters, zero_hpz_partition_size",
+        _NOT_FULL,
+        When(
+            "a number with hybrid_shard",
+            lambda cfg: cfg.sharding.hybrid and cfg.sharding.reshard_group is not None,
+            Fit.EQUIVALENT,
+            "backward gathers in the group of hybrid_shard (hpZ)",
+        ),
         to=lambda cfg, topology: merge(fields.gathering(cfg, topology), _kept_in_group(cfg)),
-        when=(
-            _NOT_FULL,
-            When(
-                "a number with hybrid_shard",
-                lambda cfg: cfg.sharding.hybrid and cfg.sharding.reshard_group is not None,
-                Fit.EQUIVALENT,
-                "backward gathers in the group of hybrid_shard (hpZ)",
-            ),
-        ),
     ),
-    "sharding.units": Rule(
-        Fit.EXACT,
+    "sharding.units": exact(
         "zero_optimization.leaf_module.classes",
-        to=_units_of,
-        when=(
-            _NOT_FULL,
-            When(
-                "auto",
-                lambda cfg: cfg.sharding.units == "auto",
-                Fit.EQUIVALENT,
-                "DeepSpeed gathers each module by itself",
-            ),
+        _NOT_FULL,
+        When(
+            "auto", lambda cfg: cfg.sharding.units == "auto", Fit.EQUIVALENT, "DeepSpeed gathers each module by itself"
         ),
+        to=_units_of,
     ),
-    "sharding.min_unit_params": Rule(
+    "sharding.min_unit_params": row(
         Fit.IGNORED,
         "",
         "DeepSpeed chooses its units otherwise; affects only time and memory",
-        when=(When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),),
+        unless("0", lambda cfg: not cfg.sharding.min_unit_params),
     ),
-    "sharding.conditional_modules": Rule(
+    "sharding.conditional_modules": row(
         Fit.EQUIVALENT,
         "zero_optimization.leaf_module.classes",
         "gathered whole, and a rank that does not use one adds zeros",
-        when=(
-            When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),
-            When(
-                "strategy is not full_shard",
-                lambda cfg: not _three(cfg),
-                Fit.EQUIVALENT,
-                "unused parameters are reduced as zeros",
-            ),
+        unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
+        When(
+            "strategy is not full_shard",
+            lambda cfg: not _three(cfg),
+            Fit.EQUIVALENT,
+            "unused parameters are reduced as zeros",
         ),
     ),
-    "communication.reduce_bucket_size": Rule(
-        Fit.EXACT,
+    "communication.reduce_bucket_size": exact(
         "zero_optimization.reduce_bucket_size",
         to=lambda cfg, topology: fields.zero(reduce_bucket_size=cfg.communication.reduce_bucket_size),
     ),
-    "communication.prefetch_bucket_size": Rule(
-        Fit.EXACT,
+    "communication.prefetch_bucket_size": exact(
         "zero_optimization.stage3_prefetch_bucket_size",
+        _NOT_FULL,
+        When(
+            "null", _next_unit, Fit.EQUIVALENT, "left to DeepSpeed's 50,000,000 elements; affects only time and memory"
+        ),
         to=lambda cfg, topology: (
             fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if _three(cfg) and not _next_unit(cfg) else {}
         ),
-        when=(
-            _NOT_FULL,
-            When(
-                "null",
-                _next_unit,
-                Fit.EQUIVALENT,
-                "left to DeepSpeed's 50,000,000 elements; affects only time and memory",
-            ),
-        ),
     ),
-    "communication.overlap": Rule(
-        Fit.EXACT,
-        "zero_optimization.overlap_comm",
-        to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap),
+    "communication.overlap": exact(
+        "zero_optimization.overlap_comm", to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap)
     ),
     "communication.desync_check": Rule(
         Fit.IGNORED, "", "a check of the training loop, which changes nothing in training"

@@ -14,8 +14,8 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import noted, rows
-from unishard.contract.field_rows import NO_FILES, moved_together, nonfinite_unchecked, saved_by_script
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When
+from unishard.contract.field_rows import NO_FILES, exact, moved_together, nonfinite_unchecked, row, saved_by_script
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard_fsdp.arguments.precision import DTYPES
 
 
@@ -80,186 +80,142 @@ _NEAREST = "reshard_after_forward: false"
 _BETWEEN = "FSDP shards parameters between steps and gathers them in every forward"
 
 _OWN: Mapping[str, Rule] = {
-    "backend": Rule(Fit.EXACT, "version", "FSDP2", lambda cfg, topology: {"version": 2}),
-    "sharding.strategy": Rule(
-        Fit.EXACT,
+    "backend": row(Fit.EXACT, "version", "FSDP2", to=lambda cfg, topology: {"version": 2}),
+    "sharding.strategy": exact(
         "reshard_after_forward, mesh",
-        "",
-        lambda cfg, topology: _reshard(cfg, topology) | _mesh(cfg, topology),
-        (
-            When(
-                "no_shard",
-                lambda cfg: not _sharded(cfg),
-                Fit.EQUIVALENT,
-                "a mesh that only replicates; equals DistributedDataParallel except for rounding",
-            ),
-            When(
-                "shard_optimizer",
-                lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-                Fit.APPROXIMATE,
-                f"{_NEAREST}: {_BETWEEN}, and reduces every micro-batch",
-            ),
-            When(
-                "shard_grad_op or hybrid_shard_grad_op",
-                lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-                Fit.APPROXIMATE,
-                f"{_NEAREST}: {_BETWEEN}",
-            ),
+        When(
+            "no_shard",
+            lambda cfg: not _sharded(cfg),
+            Fit.EQUIVALENT,
+            "a mesh that only replicates; equals DistributedDataParallel except for rounding",
         ),
+        When(
+            "shard_optimizer",
+            lambda cfg: cfg.sharding.strategy == "shard_optimizer",
+            Fit.APPROXIMATE,
+            f"{_NEAREST}: {_BETWEEN}, and reduces every micro-batch",
+        ),
+        When(
+            "shard_grad_op or hybrid_shard_grad_op",
+            lambda cfg: cfg.sharding.within_group == "shard_grad_op",
+            Fit.APPROXIMATE,
+            f"{_NEAREST}: {_BETWEEN}",
+        ),
+        to=lambda cfg, topology: _reshard(cfg, topology) | _mesh(cfg, topology),
     ),
-    "sharding.group_size": Rule(
-        Fit.EXACT,
-        "mesh.shard",
-        "",
-        when=(When("not hybrid", lambda cfg: not cfg.sharding.hybrid, Fit.EXACT, "there are no groups"),),
+    "sharding.group_size": exact(
+        "mesh.shard", unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups")
     ),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT, "reshard_after_forward", "a number is the size of a smaller group"
     ),
-    "sharding.units": Rule(
+    "sharding.units": row(
         Fit.EXACT,
         "auto_wrap_policy, transformer_layer_cls_to_wrap",
         "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
-        _units,
-        (When("no_shard", lambda cfg: not _sharded(cfg), Fit.EXACT, "nothing is gathered"),),
+        unless("no_shard", lambda cfg: not _sharded(cfg), "nothing is gathered"),
+        to=_units,
     ),
-    "sharding.min_unit_params": Rule(
+    "sharding.min_unit_params": row(
         Fit.EQUIVALENT,
         "min_num_params",
         "FSDP makes units of any module of this size, not only blocks",
-        _least,
-        (
-            When("0", lambda cfg: not cfg.sharding.min_unit_params, Fit.EXACT, ""),
-            When(
-                "beside class names",
-                lambda cfg: not _by_size(cfg),
-                Fit.EQUIVALENT,
-                "FSDP has no minimum size with class names; same maths with smaller units",
-            ),
+        unless("0", lambda cfg: not cfg.sharding.min_unit_params),
+        When(
+            "beside class names",
+            lambda cfg: not _by_size(cfg),
+            Fit.EQUIVALENT,
+            "FSDP has no minimum size with class names; same maths with smaller units",
         ),
+        to=_least,
     ),
-    "sharding.conditional_modules": Rule(
+    "sharding.conditional_modules": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "do not call fully_shard on them; call set_reduce_scatter_unused_params(True) on the root",
-        when=(When("empty", lambda cfg: not cfg.sharding.conditional_modules, Fit.EXACT, ""),),
+        unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
     ),
-    "precision.compute": Rule(
-        Fit.EXACT,
+    "precision.compute": exact(
         "mixed_precision.param_dtype",
-        "",
-        lambda cfg, topology: _dtype("param_dtype", cfg.precision.compute) if _mixed(cfg) else {},
+        to=lambda cfg, topology: _dtype("param_dtype", cfg.precision.compute) if _mixed(cfg) else {},
     ),
-    "precision.master": Rule(
+    "precision.master": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "cast the model to this dtype before fully_shard",
-        when=(
-            When("compute is fp32", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
-            When(
-                "fp32",
-                lambda cfg: cfg.precision.master == "fp32",
-                Fit.EXACT,
-                "if the training script loads the model in fp32",
-            ),
-        ),
+        unless("compute is fp32", lambda cfg: not _mixed(cfg)),
+        unless("fp32", lambda cfg: cfg.precision.master == "fp32", "if the training script loads the model in fp32"),
     ),
-    "precision.reduce": Rule(
-        Fit.EXACT,
+    "precision.reduce": exact(
         "mixed_precision.reduce_dtype",
-        "",
-        lambda cfg, topology: _dtype("reduce_dtype", cfg.precision.reduce) if _mixed(cfg) else {},
+        to=lambda cfg, topology: _dtype("reduce_dtype", cfg.precision.reduce) if _mixed(cfg) else {},
     ),
-    "precision.accumulate": Rule(
-        Fit.EXACT,
+    "precision.accumulate": exact(
         "dtype of the parameters' gradients",
-        when=(
-            When(
-                "not that of master",
-                lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-                Fit.APPROXIMATE,
-                "FSDP2 accumulates gradients in the master dtype, which is more exact",
-            ),
+        When(
+            "not that of master",
+            lambda cfg: cfg.precision.accumulate != cfg.precision.master,
+            Fit.APPROXIMATE,
+            "FSDP2 accumulates gradients in the master dtype, which is more exact",
         ),
     ),
-    "precision.cast_inputs": Rule(
+    "precision.cast_inputs": row(
         Fit.EXACT,
         "mixed_precision.cast_forward_inputs",
         "in 16 bits FSDP also casts the other arguments of units, such as rotary tables",
-        lambda cfg, topology: (
+        When(
+            "names",
+            lambda cfg: not isinstance(cfg.precision.cast_inputs, bool),
+            Fit.NEEDS_INPUT,
+            "FSDP2 only knows all and none: false is written; cast the named arguments in the training script",
+        ),
+        to=lambda cfg, topology: (
             {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}}
         ),
-        (
-            When(
-                "names",
-                lambda cfg: not isinstance(cfg.precision.cast_inputs, bool),
-                Fit.NEEDS_INPUT,
-                "FSDP2 only knows all and none: false is written; cast the named arguments in the training script",
-            ),
-        ),
     ),
-    "precision.keep_fp32": Rule(
+    "precision.keep_fp32": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "call fully_shard on the modules of these parameters with a policy without param_dtype, and cast around them",
-        when=(
-            When("compute is fp32", lambda cfg: not _mixed(cfg), Fit.EXACT, ""),
-            When(
-                "auto",
-                lambda cfg: cfg.precision.keep_fp32 == "auto",
-                Fit.EXACT,
-                "unless the class of a transformers model names some",
-            ),
-            When("empty", lambda cfg: not cfg.precision.keep_fp32, Fit.EXACT, ""),
+        unless("compute is fp32", lambda cfg: not _mixed(cfg)),
+        unless(
+            "auto", lambda cfg: cfg.precision.keep_fp32 == "auto", "unless the class of a transformers model names some"
         ),
+        unless("empty", lambda cfg: not cfg.precision.keep_fp32),
     ),
-    "precision.buffers": Rule(
+    "precision.buffers": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "cast the model's floating-point buffers before fully_shard; FSDP2 casts none",
-        when=(When("keep", lambda cfg: cfg.precision.buffers == "keep", Fit.EXACT, ""),),
+        unless("keep", lambda cfg: cfg.precision.buffers == "keep"),
     ),
     **moved_together("cpu_offload", lambda cfg, topology: {"cpu_offload": True} if _offloaded(cfg) else {}),
-    "offload.pin_memory": Rule(
-        Fit.EXACT,
+    "offload.pin_memory": exact(
         "pin_memory",
-        "",
-        lambda cfg, topology: {"pin_memory": cfg.offload.pin_memory} if _offloaded(cfg) else {},
-        (When("nothing is offloaded", lambda cfg: not _offloaded(cfg), Fit.EXACT, ""),),
+        unless("nothing is offloaded", lambda cfg: not _offloaded(cfg)),
+        to=lambda cfg, topology: {"pin_memory": cfg.offload.pin_memory} if _offloaded(cfg) else {},
     ),
-    "offload.nvme_path": Rule(
-        Fit.UNSUPPORTED,
-        NO_KEY,
-        NO_FILES,
-        when=(When("null", lambda cfg: cfg.offload.nvme_path is None, Fit.EXACT, ""),),
+    "offload.nvme_path": row(
+        Fit.UNSUPPORTED, NO_KEY, NO_FILES, unless("null", lambda cfg: cfg.offload.nvme_path is None)
     ),
-    "activation_checkpointing": Rule(
-        Fit.EXACT,
+    "activation_checkpointing": exact(
         "activation_checkpointing",
-        "",
-        lambda cfg, topology: {} if cfg.activation_checkpointing == "none" else {"activation_checkpointing": True},
-        (
-            When("none", lambda cfg: cfg.activation_checkpointing == "none", Fit.EXACT, ""),
-            When("full", lambda cfg: cfg.activation_checkpointing == "full", Fit.EXACT, "of the units"),
-            When(
-                "the units by name",
-                lambda cfg: cfg.activation_checkpointing == cfg.sharding.units,
-                Fit.EXACT,
-                "of the units",
-            ),
-            When(
-                "selective",
-                lambda cfg: cfg.activation_checkpointing == "selective",
-                Fit.EQUIVALENT,
-                "recomputes the units completely: same results, less memory, more time",
-            ),
-            When(
-                "other classes",
-                lambda cfg: True,
-                Fit.EQUIVALENT,
-                "recomputes the units, not these classes: same results, other memory and time",
-            ),
+        unless("none", lambda cfg: cfg.activation_checkpointing == "none"),
+        unless("full", lambda cfg: cfg.activation_checkpointing == "full", "of the units"),
+        unless("the units by name", lambda cfg: cfg.activation_checkpointing == cfg.sharding.units, "of the units"),
+        When(
+            "selective",
+            lambda cfg: cfg.activation_checkpointing == "selective",
+            Fit.EQUIVALENT,
+            "recomputes the units completely: same results, less memory, more time",
         ),
+        When(
+            "other classes",
+            lambda cfg: True,
+            Fit.EQUIVALENT,
+            "recomputes the units, not these classes: same results, other memory and time",
+        ),
+        to=lambda cfg, topology: {} if cfg.activation_checkpointing == "none" else {"activation_checkpointing": True},
     ),
     "training.nonfinite": nonfinite_unchecked(
         Fit.NEEDS_INPUT, SCRIPT, "check that clip_grad_norm_ returns a finite norm before optimizer.step()"
@@ -273,20 +229,16 @@ _OWN: Mapping[str, Rule] = {
         }
     ),
     **saved_by_script("torch.distributed.checkpoint.save(...)"),
-    "native": Rule(
-        Fit.EXACT,
+    "native": exact(
         "mixed_precision, and calls of your training script",
-        "",
-        _own,
-        (
-            When("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp"), Fit.EXACT, ""),
-            When(
-                "more than mp_policy",
-                lambda cfg: set(cfg.native["fsdp"]) != {"mp_policy"},
-                Fit.NEEDS_INPUT,
-                "call the method of each setting, such as set_requires_gradient_sync",
-            ),
+        unless("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp")),
+        When(
+            "more than mp_policy",
+            lambda cfg: set(cfg.native["fsdp"]) != {"mp_policy"},
+            Fit.NEEDS_INPUT,
+            "call the method of each setting, such as set_requires_gradient_sync",
         ),
+        to=_own,
     ),
 }
 
