@@ -200,6 +200,42 @@ def whole(backend, strategy, precision, folder):
     return problems
 
 
+class Normed(nn.Module):
+    """Has buffers that are saved, of two dtypes, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        return self.norm(x).square().mean()
+
+
+def buffers(backend):
+    """Rank 0's are on every rank then, and the forward computes with them."""
+    values = {
+        "norm.weight": torch.full((4,), 2.0),
+        "norm.bias": torch.ones(4),
+        "norm.running_mean": torch.arange(4.0),
+        "norm.running_var": torch.full((4,), 4.0 - 1e-5),
+        "norm.num_batches_tracked": torch.tensor(7),
+    }
+    with unishard.prepare(Normed(), checked(backend)) as engine:
+        refused_names = refused(engine.load_weights, {**values, "scratch": torch.ones(2)})
+        engine.load_weights(values if my_rank() == 0 else None)
+        found = engine.state_dict(all_ranks=True)
+        assert found.keys() == values.keys() == dict(engine.weights()).keys()
+        for name, value in values.items():
+            assert found[name].equal(value), name
+            assert found[name].dtype == value.dtype, name
+        engine.eval()
+        with torch.no_grad():
+            output = engine(torch.arange(4.0).expand(2, 4) + 2)  # a unit away from the mean: 2 * (2 / 2) + 1
+        assert_close(output.cpu(), torch.tensor(9.0))
+    return refused_names
+
+
 def merged(backend, strategy):
     """What peft merges, with the names of the base model."""
     model, own = lora(), lora()
@@ -287,6 +323,7 @@ SCENARIOS = (
     *((wrong_windows, (backend,)) for backend in BACKENDS),
     *((routed, pair) for pair in PAIRS),
     *((generated, (backend,)) for backend in BACKENDS),
+    *((buffers, (backend,)) for backend in BACKENDS),
     *((merged, pair) for pair in PAIRS),
     *((empty_group, pair) for pair in PAIRS),
     *((seed, (backend,)) for backend in BACKENDS),
@@ -326,6 +363,12 @@ def test_calls_of_a_routed_model_run_through_the_engine(pair):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_routed_model_generates(backend):
     assert of(generated, backend) == [2, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_buffers_that_are_saved_are_loaded_with_the_weights(backend):
+    for problem in of(buffers, backend):
+        assert "scratch is not in the model" in problem
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
