@@ -10,7 +10,7 @@ from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard.errors import ConfigError
-from unishard_deepspeed import second_copy
+from unishard_deepspeed import fields
 from unishard_deepspeed.keys import CONSTANTS
 from unishard_deepspeed.native import check, fit
 from unishard_deepspeed.rules import RULES
@@ -51,7 +51,7 @@ class DeepSpeedBackend:
         """
         own = cfg.native.get(self.name, {})
         problems = check(own)
-        if problems := problems or [*second_copy.problems(cfg, own, topology)]:
+        if problems := problems or [*fields.second_copy_problems(cfg, own, topology)]:
             raise ConfigError(problems)
         native, report = apply(RULES, cfg, topology)
         fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})

@@ -24,6 +24,7 @@ from unishard.engine.model.kept_fp32 import holds
 from unishard_deepspeed import fp32_weights, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
+from unishard_deepspeed.gathering import ConditionalModules
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
@@ -33,7 +34,6 @@ from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.private.updates import average_between_groups
 from unishard_deepspeed.sharding import Replicas, replicas_of
 from unishard_deepspeed.spec import ZeroSpec
-from unishard_deepspeed.unsharded import ConditionalModules
 
 
 def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:

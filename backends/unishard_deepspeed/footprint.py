@@ -30,7 +30,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, Collective, Footprint, ModelShape, ParameterShape
 from unishard_deepspeed import fields
-from unishard_deepspeed.second_copy import group_of
+from unishard_deepspeed.fields import group_of
 from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
 # -- Bytes of stage 3: shards of each parameter, gathered by unit. Pure: imports neither torch nor deepspeed --

@@ -14,9 +14,9 @@ from unishard.contract.private_api import PrivateApi
 from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
-from unishard_deepspeed.private.master_weights import relink_after_update, shards_of_masters
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.shards import clear_offloaded
+from unishard_deepspeed.private.state import relink_after_update, shards_of_masters
 from unishard_deepspeed.private.updates import clear_stale_gradients
 from unishard_deepspeed.spec import ZeroSpec
 

@@ -20,19 +20,19 @@ from unishard.errors import ContractError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
-from unishard_fsdp.host_optimizer import HostCopies
-from unishard_fsdp.parameter_usage import GatheredLeaves, ToggledParameters
-from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.private.groups import forget_states
-from unishard_fsdp.spec import FSDPSpec
-from unishard_fsdp.unreduced_gradients import UnreducedGradients
-from unishard_fsdp.unsharded import (
+from unishard_fsdp.gathering import (
     RootFirst,
     UngatheredEmbeddings,
     UnshardedModules,
     gathering_in_generate,
     sharded_read,
 )
+from unishard_fsdp.host_optimizer import HostCopies
+from unishard_fsdp.parameter_usage import GatheredLeaves, ToggledParameters
+from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.private.groups import forget_states
+from unishard_fsdp.spec import FSDPSpec
+from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
 _DISCARD, _DTYPES, _FOREIGN = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"], PRIVATE_API["foreign-backward"]
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from unishard_fsdp.dimensionless import parameter_named
+from unishard_fsdp.shards import parameter_named
 
 
 class GatheredLeaves:

@@ -21,8 +21,8 @@ from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.kept_fp32 import holds, holds_all
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard_fsdp import collective_settings
-from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
+from unishard_fsdp.shards import add_dimension
 
 Apply = Callable[[nn.Module], object]
 

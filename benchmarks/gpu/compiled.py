@@ -13,8 +13,8 @@ import unishard
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, tokens, train
 from unishard.testing import run_ranks
+from unishard.testing.cells import TOLERANCES
 from unishard.testing.models import llama
-from unishard.testing.tolerances import TOLERANCES
 
 _LAYERS = 12
 """More than the 8 recompilations after which torch.compile gives up."""

@@ -15,8 +15,8 @@ import unishard
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, tokens, train, wide_llama
 from unishard.testing import run_ranks
+from unishard.testing.cells import TOLERANCES
 from unishard.testing.models import llama
-from unishard.testing.tolerances import TOLERANCES
 
 OFFLOADS = {
     "full_shard": {"params": "cpu", "optimizer": "cpu", "pin_memory": True},

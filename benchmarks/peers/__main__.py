@@ -45,7 +45,7 @@ def main() -> None:
         if given.json:
             given.json.write_text(json.dumps(results, indent=1) + "\n")
     if given.picture:
-        from benchmarks.peers.picture import draw
+        from benchmarks.peers.page import draw
 
         draw(results, given.picture)
     if given.page:

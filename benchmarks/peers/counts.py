@@ -18,7 +18,7 @@ from benchmarks.peers.loops import config
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.footprint import Collective, itemsize
-from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import shape_of
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ranks"))  # what the tests count with
 

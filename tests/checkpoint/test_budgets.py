@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from unishard.checkpoint import budgets, metadata
 from unishard.checkpoint.archives import require_bounded
-from unishard.checkpoint.regular_file import path_of
+from unishard.checkpoint.files import path_of
 from unishard.checkpoint.user_state import once, pack, unpack
 from unishard.errors import CheckpointError, ContractError
 

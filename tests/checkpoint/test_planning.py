@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from unishard.checkpoint import index_file, metadata, planning, writing
-from unishard.checkpoint.assignment import Assignment
-from unishard.checkpoint.held import held_of, packed
+from unishard.checkpoint.assignment import Assignment, held_of, packed
 from unishard.checkpoint.intervals import box_table, boxes
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.tensor_reader import Tensors

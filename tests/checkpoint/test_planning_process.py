@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from unishard.checkpoint import plan_cache, planning_process
-from unishard.checkpoint.held import held_of, packed
+from unishard.checkpoint.assignment import held_of, packed
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Packed, Planning, Result
 from unishard.checkpoint.planning_process import PlanningProcess

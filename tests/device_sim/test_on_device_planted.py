@@ -13,7 +13,7 @@ from cells import OFFLOADS, WINDOWS
 from harness import config, own_share, prepare, train
 from planting import noticed, without
 
-from unishard.checkpoint.background import Background
+from unishard.checkpoint.saving import Background
 from unishard.data import batches
 from unishard.distributed.host_numbers import HostRead
 from unishard.testing import run_ranks

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from unishard.testing import conformance, parity
+from unishard.testing.cells import TOLERANCES, Tolerance
 from unishard.testing.conformance import Deviation, Refusal
 from unishard.testing.features import FEATURES
-from unishard.testing.tolerances import TOLERANCES, Tolerance
 
 PAGE = Path(__file__).parents[2] / "docs/parity.md"
 CELLS = {str(cell): cell for cell in conformance.cells()}

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from unishard.testing import resuming_page
-from unishard.testing.cells import STRATEGIES
+from unishard.testing.cells import STRATEGIES, TOLERANCES
 from unishard.testing.resuming import BACKENDS, Resumption, every_pair
-from unishard.testing.tolerances import TOLERANCES
 
 PAGE = Path(__file__).parents[2] / "docs/resuming.md"
 KINDS = [f"{backend} {strategy}" for backend, strategy in product(BACKENDS, STRATEGIES)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unishard.config import Precision
-from unishard.engine.loop.dtype_errors import explained
+from unishard.engine.loop.forward_errors import explain_dtype
 from unishard.errors import ModelError
 
 BF16, FP16 = Precision(compute="bf16"), Precision(compute="fp16")
@@ -44,7 +44,7 @@ class Outside(nn.Module):
 def told(model: nn.Module, precision: Precision = BF16, dtype: torch.dtype = torch.bfloat16) -> ModelError | None:
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(8, 8, dtype=dtype))
-    return explained(caught.value, model, precision)
+    return explain_dtype(caught.value, model, precision)
 
 
 def put(x: Tensor, table: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unishard.engine.loop.input_errors import explained
+from unishard.engine.loop.forward_errors import explain_input
 
 
 def told(model: nn.Module, given: Tensor) -> str:
     with pytest.raises((RuntimeError, IndexError)) as caught:
         model(given)
-    return str(explained(caught.value, model))
+    return str(explain_input(caught.value, model))
 
 
 class Words(nn.Module):

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import StepLR
 from unishard.config import Precision, Sharding
 from unishard.engine.model import kept_fp32
 from unishard.engine.model.dtypes import cast_model, cast_to_compute
-from unishard.engine.model.shape import shape_of
-from unishard.engine.optim.kept_groups import separate
+from unishard.engine.model.units import shape_of
+from unishard.engine.optim.builder import separate
 from unishard.errors import ConfigError
 
 

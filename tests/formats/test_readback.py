@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unishard import ConfigError
-from unishard.cli.report_text import listed
+from unishard.cli.report import listed
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import SCRIPT, Fit

@@ -20,8 +20,7 @@ from unishard.cli import app
 from unishard.config.loading.launched import variables
 from unishard.formats.documents import yaml_text
 from unishard.tools.launch.command import Script
-from unishard.tools.launch.kubernetes import manifest
-from unishard.tools.launch.slurm import batch_script
+from unishard.tools.launch.jobs import batch_script, manifest
 from unishard.tools.migrate.rewriting import diff_of, migrated
 
 HERE = Path(__file__).resolve().parent

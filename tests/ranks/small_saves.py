@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 import unishard
 from unishard.checkpoint import direct_file, directory, finding, manifest, writing
-from unishard.checkpoint.background import Background
 from unishard.checkpoint.manifest import ModelRecord
-from unishard.checkpoint.saving import Retention, Snapshot, save
+from unishard.checkpoint.saving import Background, Retention, Snapshot, save
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import damaged
 from unishard.distributed import process_group

@@ -24,8 +24,8 @@ from rich.status import Status
 
 from unishard.errors import BackendError
 from unishard.testing import run_ranks
-from unishard.tools.demo import DemoError, demo, run_demo, training
-from unishard.tools.demo.training import CurveGap, TrainingCurve
+from unishard.tools.demo import DemoError, demo, run_demo
+from unishard.tools.demo.demo import CurveGap, TrainingCurve
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -79,7 +79,7 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
 
 def test_the_example_is_a_plain_script_too(tmp_path: Path) -> None:
     out = tmp_path / "log.json"
-    command = [sys.executable, str(SCRIPT), "--steps", "2", "--set", "training.micro_batch_size=1", "--out", str(out)]
+    command = [sys.executable, str(SCRIPT), "--steps", "2", "--set", "demo.micro_batch_size=1", "--out", str(out)]
     done = completed(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "after 2 updates, world size 1" in done.stdout
@@ -126,7 +126,7 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch:
 def trained(folder: Path, text: str) -> tuple[str, list[str]]:
     """The error of a run of another script on one rank, and what the status said."""
     (folder / "script.py").write_text(text, encoding="utf-8")
-    training._find = lambda path: folder / "script.py"
+    demo._find = lambda path: folder / "script.py"
     said: list[str] = []
 
     class Screen(Console):
@@ -137,7 +137,7 @@ def trained(folder: Path, text: str) -> tuple[str, list[str]]:
             return status
 
     try:
-        training.train("fsdp", folder / "fsdp.json", world_size=1, steps=1, console=Screen(file=io.StringIO()))
+        demo.train("fsdp", folder / "fsdp.json", world_size=1, steps=1, console=Screen(file=io.StringIO()))
     except DemoError as error:
         return str(error), said
     return "", said
@@ -164,7 +164,7 @@ from pathlib import Path
 from unishard.cli import main
 from unishard.tools.demo import training
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-training._find = lambda path: Path({script!r})
+demo._find = lambda path: Path({script!r})
 main()
 """
 
@@ -236,7 +236,7 @@ def test_an_old_curve_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
 
 def test_a_missing_script_is_told_with_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DemoError, match=r"cannot find nothing.py, looked in .*examples, .*share/unishard"):
-        training._find("examples/nothing.py")
+        demo._find("examples/nothing.py")
 
 
 def test_the_gap_is_the_largest_relative_one() -> None:

@@ -18,7 +18,7 @@ from test_hostile import plain
 import unishard
 from unishard.checkpoint import finding, manifest, verifying
 from unishard.checkpoint.convert import convert
-from unishard.checkpoint.export.assets import files_of as tokenizer_of
+from unishard.checkpoint.export.assets import tokenizer_files as tokenizer_of
 from unishard.checkpoint.export.offline import export_checkpoint
 from unishard.checkpoint.manifest import FileFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
@@ -34,7 +34,7 @@ from unishard.observe.destinations.jsonl import JsonLines
 from unishard.tools.compare.golden import read_golden
 from unishard.tools.compare.modules import modules_in
 from unishard.tools.compare.records import Course, middle, read_records
-from unishard.tools.plan import cache
+from unishard.tools.plan import model
 from unishard.tools.plan.model import PlannedModel
 
 __all__ = ["READERS", "Reader"]
@@ -184,12 +184,12 @@ _SHAPE = ModelShape((ParameterShape("a", (3, 5), "float32", True, 0),), (), ("Bl
 
 
 def _cached(folder: Path) -> Path:
-    cache.shape(["a"], lambda: _SHAPE)
-    return next(cache.folder().glob("*.json"))
+    model.shape(["a"], lambda: _SHAPE)
+    return next(model.folder().glob("*.json"))
 
 
 def _read_cache(path: Path) -> None:
-    assert cache.shape(["a"], lambda: _SHAPE) == _SHAPE
+    assert model.shape(["a"], lambda: _SHAPE) == _SHAPE
     if path.is_file():  # what was stored again
         path.unlink()
 

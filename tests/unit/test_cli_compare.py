@@ -14,9 +14,8 @@ import unishard
 from unishard.cli import compare, script_runs
 from unishard.tools.compare.candidates import Variant, candidates_of, overrides_of
 from unishard.tools.compare.measuring import Measured, Task, _failure
-from unishard.tools.compare.page import page_of
+from unishard.tools.compare.page import distances, lines_of, page_of
 from unishard.tools.compare.records import Course, records_in
-from unishard.tools.compare.text import distances, lines_of
 from unishard.tools.launch.command import Script
 
 

@@ -21,8 +21,7 @@ from unishard.config.loading import hostfile
 from unishard.config.loading.launched import CONFIG, OVERRIDES, variables
 from unishard.tools.launch import running
 from unishard.tools.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
-from unishard.tools.launch.kubernetes import manifest
-from unishard.tools.launch.slurm import batch_script
+from unishard.tools.launch.jobs import batch_script, manifest
 
 SCRIPT = Script("train.py", ("--log", "3"))
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from unishard.checkpoint import manifest, metadata, shard_index
 from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.directory import write_manifest
+from unishard.checkpoint.files import fsync, open_file
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
 from unishard.checkpoint.manifest import OPTIMIZER, PARAMETERS, parameter_of
-from unishard.checkpoint.regular_file import fsync, open_file
 from unishard.checkpoint.saving import summary_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import require_sound, verified

@@ -25,6 +25,7 @@ from uuid import uuid4
 
 from unishard.checkpoint import lease
 from unishard.checkpoint import manifest as manifests
+from unishard.checkpoint.files import fsync
 from unishard.checkpoint.finding import (
     LATEST,
     LEFT_OVER,
@@ -43,7 +44,6 @@ from unishard.checkpoint.finding import (
     set_aside,
 )
 from unishard.checkpoint.manifest import Manifest
-from unishard.checkpoint.regular_file import fsync
 from unishard.errors import CheckpointError
 
 __all__ = [

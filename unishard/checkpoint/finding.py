@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unishard.checkpoint import manifest as manifests
-from unishard.checkpoint.regular_file import read_bytes
+from unishard.checkpoint.files import read_bytes
 from unishard.errors import CheckpointError
 
 # -- The few facts of a manifest that order checkpoints: its run, its place in the order of commits, its metric --

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from unishard.checkpoint import metadata
-from unishard.checkpoint.assignment import Places
-from unishard.checkpoint.held import StoredTensor
+from unishard.checkpoint.assignment import Places, StoredTensor
 from unishard.checkpoint.intervals import box_table
 
 Numbers = NDArray[np.int64]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from unishard.checkpoint.regular_file import fsync, read_bytes
+from unishard.checkpoint.files import fsync, read_bytes
 from unishard.distributed.processes import is_running, machine, started
 from unishard.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from unishard.checkpoint.regular_file import read_bytes
+from unishard.checkpoint.files import read_bytes
 from unishard.contract.training_facts import LARGEST, Facts, LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 

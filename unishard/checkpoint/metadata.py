@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from unishard.checkpoint.budgets import MOST_DIMS, MOST_NAMES, BoundedUnpickler, refuse
-from unishard.checkpoint.regular_file import read_bytes
+from unishard.checkpoint.files import read_bytes
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.errors import CheckpointError
 

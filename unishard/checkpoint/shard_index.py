@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.budgets import MOST_DIMS, MOST_NAMES
+from unishard.checkpoint.files import open_file
 from unishard.checkpoint.intervals import boxes
-from unishard.checkpoint.regular_file import open_file
 from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.errors import CheckpointError
 

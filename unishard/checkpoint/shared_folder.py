@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from uuid import uuid4
 
-from unishard.checkpoint.regular_file import fsync
+from unishard.checkpoint.files import fsync
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 from unishard.failures.rank_locations import describe

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.archives import is_ours, read_through, require_bounded
+from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file
 from unishard.checkpoint.intervals import runs
-from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, open_file
 from unishard.checkpoint.shard_index import Chunk, ChunkTable, ListedChunks, open_index
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError

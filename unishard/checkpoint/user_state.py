@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from unishard.checkpoint import manifest
 from unishard.distributed.dtypes import dtype_named, name_of
-from unishard.distributed.storable import STORABLE, obstacle
+from unishard.distributed.nested_tensors import STORABLE, obstacle
 from unishard.errors import CheckpointError
 
 _EXACT = 2**53

@@ -28,9 +28,9 @@ from torch.futures import Future
 
 from unishard.checkpoint import manifest
 from unishard.checkpoint.archives import envelope_of
+from unishard.checkpoint.assignment import Held, cut, divided, held_of, packed
 from unishard.checkpoint.direct_file import BUFFER, DirectFile
 from unishard.checkpoint.hashing import MASK, hash_of
-from unishard.checkpoint.held import Held, cut, divided, held_of, packed
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Result, Written

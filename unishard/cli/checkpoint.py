@@ -19,8 +19,8 @@ from unishard.config.describe import count_of
 from unishard.errors import CheckpointError, in_one_line
 
 if TYPE_CHECKING:
-    from unishard.checkpoint.comparing import Comparison
     from unishard.checkpoint.manifest import Manifest
+    from unishard.checkpoint.verifying import Comparison
 
 FOUND = 1
 """Exit status when a checkpoint is damaged or two differ; 2 is for errors."""
@@ -149,11 +149,11 @@ def diff(
 
     Example: unishard checkpoint diff runs/a runs/b
     """
-    from unishard.checkpoint import comparing, finding
+    from unishard.checkpoint import finding, verifying
 
     folders = finding.locate(a), finding.locate(b)
-    with bar("tensors", comparing.to_read(*folders)) as advance:
-        found = comparing.compare(*folders, advance)
+    with bar("tensors", verifying.to_read(*folders)) as advance:
+        found = verifying.compare(*folders, advance)
     if not any((found.facts, found.only_a, found.only_b, found.forms, found.values)):
         echo(f"equal: {count_of(found.tensors, 'tensor')}, and all metadata")
         return

@@ -72,7 +72,7 @@ def compare(
     """
     from unishard.tools.compare.candidates import candidates_of
     from unishard.tools.compare.measuring import Task
-    from unishard.tools.compare.text import distances, lines_of
+    from unishard.tools.compare.page import distances, lines_of
 
     cfg, changes, _ = given(config, set_, processes_per_node)
     rows = candidates_of(cfg, backends, strategies)

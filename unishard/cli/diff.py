@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.completion import formats as formats_like
+from unishard.cli.arguments import formats as formats_like
 from unishard.cli.report import value_of
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli import completion
+from unishard.cli import arguments
 from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, own_file, run_ranks
 from unishard.cli.table import is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo, emit
@@ -30,10 +30,10 @@ def explain(
     backend: Annotated[
         str | None,
         typer.Argument(
-            metavar="|".join(completion.installed_backends()) or "BACKEND",
+            metavar="|".join(arguments.installed_backends()) or "BACKEND",
             help="Show only this backend.",
             show_default=False,
-            autocompletion=completion.backends,
+            autocompletion=arguments.backends,
         ),
     ] = None,
     native: Annotated[

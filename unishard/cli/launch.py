@@ -115,7 +115,7 @@ def launch(
 def _hosts(hostfile: Path | None) -> list[str]:
     if hostfile is None:
         return []
-    from unishard.tools.launch.hostfile import overrides_of
+    from unishard.tools.launch.command import overrides_of
 
     return overrides_of(hostfile)
 
@@ -193,7 +193,7 @@ def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
 def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
     from unishard.config.loading.launched import variables
     from unishard.tools.launch.command import torchrun_program
-    from unishard.tools.launch.slurm import batch_script, submit
+    from unishard.tools.launch.jobs import batch_script, submit
 
     told = variables(str(request.path.resolve()), request.changes)
     text = batch_script(request.cfg, request.script, told, request.name, program=torchrun_program())
@@ -209,7 +209,7 @@ def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_jso
 def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
     from unishard.config.loading.launched import variables
     from unishard.formats.documents import yaml_text
-    from unishard.tools.launch.kubernetes import manifest
+    from unishard.tools.launch.jobs import manifest
 
     job = manifest(request.cfg, request.script, variables(str(request.path), request.changes), request.name)
     if dry_run or not output:
@@ -220,7 +220,7 @@ def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, a
 
 
 def _hostfile(request: LaunchRequest, hosts: str, output: Path | None) -> None:
-    from unishard.tools.launch.hostfile import hostfile
+    from unishard.tools.launch.command import hostfile
 
     text = hostfile(request.cfg, [name.strip() for name in hosts.split(",")], request.script, str(output or "hostfile"))
     if output is None:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from unishard.cli.arguments import own_file
-from unishard.cli.completion import backend_lists, strategy_lists
+from unishard.cli.arguments import backend_lists, own_file, strategy_lists
 from unishard.cli.wrapping import echo
 from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError

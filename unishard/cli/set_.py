@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from unishard.cli import completion
+from unishard.cli import arguments
 from unishard.cli.arguments import ConfigFile, own_file
 from unishard.cli.saving import save
 from unishard.errors import ConfigError
@@ -20,7 +20,7 @@ def set_(
             metavar="FIELD=VALUE...",
             help="For example training.seed=1.",
             show_default=False,
-            autocompletion=completion.changes,
+            autocompletion=arguments.changes,
         ),
     ],
 ) -> None:

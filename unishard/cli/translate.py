@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 import typer
 from typer.core import TyperCommand
 
-from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topology_of
-from unishard.cli.completion import formats as read_formats
-from unishard.cli.completion import written_formats
+from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topology_of, written_formats
+from unishard.cli.arguments import formats as read_formats
 from unishard.cli.notes import collected
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.saving import save

@@ -16,8 +16,8 @@ from unishard.cli.arguments import (
     ScriptArguments,
     ScriptIsModule,
     device_of,
+    strategy_lists,
 )
-from unishard.cli.completion import strategy_lists
 from unishard.cli.saving import save
 from unishard.cli.script_runs import (
     AsJson,

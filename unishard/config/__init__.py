@@ -13,9 +13,8 @@ from unishard.config.checkpoint import Checkpoint
 from unishard.config.hints.arguments import instead
 from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging, Profile
-from unishard.config.optimizer import Optimizer, ParameterGroup
+from unishard.config.optimizer import Optimizer, ParameterGroup, Scheduler
 from unishard.config.precision import Precision
-from unishard.config.scheduler import Scheduler
 from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
 from unishard.config.sharding import ActivationCheckpointing, Communication, Compile, Offload, Sharding
 from unishard.config.training import Training

@@ -22,25 +22,30 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed, Step
 from unishard.data.batches import Window, to_device
-from unishard.data.warn_once import WarnOnce
+from unishard.data.wrappers import WarnOnce
 from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_windows
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching, Passes
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import Phase
 from unishard.engine.loop.evaluation import Evaluation
+from unishard.engine.loop.guarded_module import RoutedCalls
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.loop.routed import RoutedCalls
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.state.moving_average import MovingAverage, begin_average
-from unishard.engine.state.parameter_access import GradientAccess, ParameterAccess
+from unishard.engine.state.parameter_access import (
+    GradientAccess,
+    ParameterAccess,
+    explain_sharded_read,
+    naming_sharded_reads,
+    unsharded,
+)
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
 from unishard.engine.state.tensors import StateTensors
-from unishard.engine.state.unsharded import explain_sharded_read, naming_sharded_reads, unsharded
 from unishard.engine.state.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime

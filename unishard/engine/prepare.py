@@ -25,7 +25,7 @@ from unishard.engine.model import activation_checkpointing, compilation, dtypes,
 from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.facts import name_synchronized
 from unishard.engine.model.plain_modules import PREPARED
-from unishard.engine.optim import stepping
+from unishard.engine.optim import public_optimizer
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.resolve import Fingerprint, fingerprint_of, resolve
 from unishard.engine.verify import verify
@@ -133,7 +133,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
     compilation.apply(planned.compiled, planned.compile)
     casting = [unit.module for unit in planned.units.casting]
     if trains:
-        stepping.mark(model)
+        public_optimizer.mark(model)
         put_in_training_mode(model, plan.topology.rank)
         name_synchronized(model, plan.topology, process_group.device_of(plan.topology))
         devices.use_host_cores(planned.offload, plan.topology)
@@ -206,7 +206,9 @@ def _require_new(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if module in PREPARED and any(True for _ in module.parameters())
     )
-    tied = (f"parameter {name}" for name, parameter in model.named_parameters() if stepping.is_marked(parameter))
+    tied = (
+        f"parameter {name}" for name, parameter in model.named_parameters() if public_optimizer.is_marked(parameter)
+    )
     if part := next(chain(shared, tied), None):
         raise ModelError(
             f"{part} of {type(model).__name__} was already prepared in another model, whose engine shards and trains "

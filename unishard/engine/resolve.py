@@ -20,8 +20,7 @@ from unishard.contract.report import translate
 from unishard.engine.model import activation_checkpointing, compilation, dtypes, input_casts, kept_fp32
 from unishard.engine.model.facts import description_of, facts_of, freeze_empty, refuse_zero3_of_transformers
 from unishard.engine.model.plain_modules import PlainModules
-from unishard.engine.model.shape import shape_of
-from unishard.engine.model.units import units_of
+from unishard.engine.model.units import shape_of, units_of
 from unishard.engine.optim import optimizers
 from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory

@@ -10,17 +10,39 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 import unishard
 from unishard.config import Config
 from unishard.config.nested import merge
+from unishard.contract.tolerances import TOLERANCES, Tolerance
 from unishard.testing import oracle
 from unishard.testing.models import MODELS, TestModel, batch_of
 from unishard.testing.oracle import Curve
-from unishard.testing.tolerances import KnownGap
+
+# -- How far an engine may deviate from plain torch, and where upstream limitations exceed that ----
+
+__all__ = ["GAPS", "TOLERANCES", "KnownGap", "Tolerance"]
+
+
+class KnownGap(NamedTuple):
+    """Cells in which an engine exceeds the common tolerance because of an upstream limitation, and their own
+    tolerance.
+    """
+
+    backend: str
+    model: str
+    strategy: str
+    precision: str
+    tolerance: Tolerance
+    link: str
+    """The upstream issue or source."""
+
+
+GAPS: tuple[KnownGap, ...] = ()
+
 
 BACKENDS = ("fsdp", "deepspeed")
 """The engines that come with unishard."""

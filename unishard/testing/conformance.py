@@ -18,12 +18,22 @@ import torch
 import unishard
 from unishard.config import Config
 from unishard.errors import UnishardError
-from unishard.testing.cells import CLIP, STRATEGIES, Cell, config_of, micro_batches, windows
+from unishard.testing.cells import (
+    CLIP,
+    GAPS,
+    STRATEGIES,
+    TOLERANCES,
+    Cell,
+    KnownGap,
+    Tolerance,
+    config_of,
+    micro_batches,
+    windows,
+)
 from unishard.testing.features import AREAS, FEATURES, area_of
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 from unishard.testing.ranks import run_ranks
-from unishard.testing.tolerances import GAPS, TOLERANCES, KnownGap, Tolerance
 
 __all__ = [
     "GAPS",

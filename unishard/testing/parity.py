@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 
 from unishard.testing import conformance
-from unishard.testing.cells import BACKENDS, STEPS, Cell
+from unishard.testing.cells import BACKENDS, STEPS, TOLERANCES, Cell, Tolerance
 from unishard.testing.conformance import Deviation, Refusal
 from unishard.testing.features import AREAS, FEATURES
-from unishard.testing.tolerances import TOLERANCES, Tolerance
 
 __all__ = ["BACKENDS", "Failure", "Figures", "page", "write"]
 

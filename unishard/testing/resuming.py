@@ -16,10 +16,9 @@ import unishard
 from unishard.checkpoint import manifest
 from unishard.config import Config
 from unishard.config.nested import merge
-from unishard.testing.cells import BACKENDS, STRATEGIES
+from unishard.testing.cells import BACKENDS, STRATEGIES, TOLERANCES
 from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks
-from unishard.testing.tolerances import TOLERANCES
 
 __all__ = [
     "AFTER",

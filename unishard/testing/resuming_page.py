@@ -12,7 +12,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
-from unishard.testing.cells import STRATEGIES
+from unishard.testing.cells import STRATEGIES, TOLERANCES
 from unishard.testing.resuming import (
     AFTER,
     BACKENDS,
@@ -25,7 +25,6 @@ from unishard.testing.resuming import (
     holds,
     measure,
 )
-from unishard.testing.tolerances import TOLERANCES
 
 _PRECISIONS = ("fp32", "bf16")
 

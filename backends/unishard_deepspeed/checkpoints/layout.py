@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, read_bytes
+from unishard.checkpoint.files import OutsideFolderError, file_inside, read_bytes
 from unishard.errors import CheckpointError
 
 _MODEL = "*_model_states.pt"

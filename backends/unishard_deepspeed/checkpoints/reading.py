@@ -11,15 +11,22 @@ import torch
 from torch import Tensor
 
 from unishard.checkpoint.archives import require_bounded
+from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file
 from unishard.checkpoint.manifest import PARAMETERS, of_optimizer
-from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, open_file
 from unishard.contract.checkpoint_format import Contents, optimizer_of, plain
 from unishard.contract.training_facts import LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints.layout import Files, files_of
-from unishard_deepspeed.checkpoints.partitions import Parameter, flat_groups, sub_groups
-from unishard_deepspeed.checkpoints.unpartitioned import groups_of, named_by_shapes, named_by_values, ties_of
+from unishard_deepspeed.checkpoints.partitions import (
+    Parameter,
+    flat_groups,
+    groups_of,
+    named_by_shapes,
+    named_by_values,
+    sub_groups,
+    ties_of,
+)
 
 # -- Opens DeepSpeed's files safely and without deepspeed: its classes are replaced by inert ones --
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unishard.checkpoint.files import fsync
 from unishard.checkpoint.manifest import PARAMETERS, optimizer_part, parameter_of
-from unishard.checkpoint.regular_file import fsync
 from unishard.contract.checkpoint_format import Advance, Contents
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.archives import read_through, require_bounded
-from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, fsync, open_file
+from unishard.checkpoint.files import OutsideFolderError, file_inside, fsync, open_file
 from unishard.contract.checkpoint_format import plain
 from unishard.errors import CheckpointError
 

@@ -12,8 +12,7 @@ from soak.life import Lived, live
 from soak.plan import WORLDS, Life, Segment, draw
 from soak.usage import WARM, grown
 from unishard.testing import run_ranks
-from unishard.testing.cells import BACKENDS
-from unishard.testing.tolerances import TOLERANCES
+from unishard.testing.cells import BACKENDS, TOLERANCES
 
 UPDATES, LIVES = 2000, 8
 LOSSES = TOLERANCES["fp32"].losses

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, read_bytes
+from unishard.checkpoint.files import OutsideFolderError, file_inside, read_bytes
 from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.errors import CheckpointError
 

@@ -15,8 +15,8 @@ from unishard.checkpoint.export import pretrained
 from unishard.checkpoint.export.assets import FOLDER, INDEX, Assets, require_inside, tokenizer_files
 from unishard.checkpoint.export.plan import Layout, lay_out
 from unishard.checkpoint.export.writing import Advance, require_free, write
+from unishard.checkpoint.files import OutsideFolderError, file_inside, read_bytes
 from unishard.checkpoint.manifest import Manifest
-from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, read_bytes
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import verified
 from unishard.distributed.on_ranks import Ranks

@@ -13,7 +13,7 @@ from unishard.checkpoint.export.assets import tokenizer_files
 from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.export.plan import Layout, lay_out
 from unishard.checkpoint.export.writing import Advance, problem_with, write
-from unishard.checkpoint.regular_file import path_of
+from unishard.checkpoint.files import path_of
 from unishard.distributed.on_ranks import ranks_of
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError, RankMismatchError

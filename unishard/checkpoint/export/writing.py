@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unishard.checkpoint import shared_folder
 from unishard.checkpoint.export.plan import ExportedTensor, File
-from unishard.checkpoint.regular_file import fsync
+from unishard.checkpoint.files import fsync
 from unishard.distributed.on_ranks import Ranks
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError

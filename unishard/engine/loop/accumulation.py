@@ -22,16 +22,19 @@ from unishard.config.hints.arguments import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
 from unishard.distributed.host_numbers import HostRead
-from unishard.engine.loop.added_modules import AddedModules
 from unishard.engine.loop.call_order import CallOrder, Phase
-from unishard.engine.loop.divided_loss import warn_if_divided, warn_if_mean
-from unishard.engine.loop.edited_gradients import EditedGradients
 from unishard.engine.loop.equal_values import EqualValues
-from unishard.engine.loop.foreign_backward import ForeignBackwardCheck
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items, LossKind
 from unishard.engine.loop.reached_parameters import ReachedParameters
-from unishard.engine.loop.skipped_updates import SkippedUpdates
+from unishard.engine.loop.script_checks import (
+    AddedModules,
+    EditedGradients,
+    ForeignBackwardCheck,
+    SkippedUpdates,
+    warn_if_divided,
+    warn_if_mean,
+)
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters

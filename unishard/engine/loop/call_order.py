@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.config import Communication, Precision
-from unishard.engine.loop import dtype_errors, input_errors
+from unishard.engine.loop import forward_errors
 from unishard.errors import ContractError
 from unishard.failures import collective_check
 
@@ -156,10 +156,10 @@ class CallOrder:
         try:
             yield
         except (RuntimeError, IndexError) as error:
-            told = dtype_errors.explained(error, self._module, self._precision)
+            told = forward_errors.explain_dtype(error, self._module, self._precision)
             if told is not None:
                 raise told from error
-            told = input_errors.explained(error, self._module)
+            told = forward_errors.explain_input(error, self._module)
             if told is not None:
                 raise told from None  # it names the line: what torch says of it, deep inside, adds nothing
             raise

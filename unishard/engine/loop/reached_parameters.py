@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.optim.stepping import same_model
+from unishard.engine.optim.public_optimizer import same_model
 from unishard.errors import ModelError
 from unishard.failures.collective_check import samples_modules
 

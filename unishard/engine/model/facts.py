@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unishard.config.topology import Topology
-from unishard.distributed.storable import obstacle
+from unishard.distributed.nested_tensors import obstacle
 from unishard.errors import ModelError
 
 

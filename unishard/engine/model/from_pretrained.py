@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unishard.checkpoint.regular_file import path_of
+from unishard.checkpoint.files import path_of
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
 from unishard.distributed import process_group

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from unishard.checkpoint.regular_file import OutsideFolderError, file_inside, open_file, read_bytes
+from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file, read_bytes
 from unishard.errors import ModelError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -17,7 +17,7 @@ from unishard.contract.training_facts import GroupRecord
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.state import random_state
+from unishard.engine.state import snapshot
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import options_of
 
@@ -35,7 +35,7 @@ def random_states(run: Run, manifest: Manifest, tensors: Tensors) -> dict[str, T
         return {}
     prefix = f"{RANDOM}rank{dist.get_rank():05d}."
     states = {name.removeprefix(prefix): tensors.full(name) for name in tensors if name.startswith(prefix)}
-    random_state.require(states, run.adapter.device)
+    snapshot.require_random(states, run.adapter.device)
     return states
 
 
@@ -146,9 +146,9 @@ def _freeze_as_saved(run: Run, accumulation: Accumulation, frozen: Sequence[str]
 
 def _resume_random_numbers(run: Run, manifest: Manifest, states: Mapping[str, Tensor]) -> list[str]:
     if states:
-        random_state.restore(states, run.adapter.device)
+        snapshot.restore_random(states, run.adapter.device)
         return []
-    random_state.reseed(run.training.seed, manifest.step, dist.get_rank())
+    snapshot.reseed(run.training.seed, manifest.step, dist.get_rank())
     saved_by = count_of(manifest.world_size, "rank")
     why = f"saved by {saved_by}" if manifest.world_size != dist.get_world_size() else "no random state was saved"
     return [f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"]

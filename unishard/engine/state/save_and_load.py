@@ -11,11 +11,10 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 
 from unishard.checkpoint import directory, finding, ownership
-from unishard.checkpoint.background import Background
 from unishard.checkpoint.export.online import export
+from unishard.checkpoint.files import path_of
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.regular_file import path_of
-from unishard.checkpoint.saving import Retention, save, without_collections
+from unishard.checkpoint.saving import Background, Retention, save, without_collections
 from unishard.config.hints.arguments import instead
 from unishard.contract.results import Resumed
 from unishard.distributed import process_group

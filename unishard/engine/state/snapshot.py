@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import random
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,14 +20,118 @@ from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
 from unishard.contract.training_facts import GroupRecord, OptimizerFacts
+from unishard.data.sampler import seed_of
+from unishard.distributed.nested_tensors import obstacle
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, lazy_shard_of
-from unishard.distributed.storable import obstacle
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
 from unishard.version import __version__
+
+# -- The states of the random number generators that training uses ---------------------------------
+
+
+def capture_random(device: torch.device) -> dict[str, Tensor]:
+    """Read the states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's
+    global one.
+
+    numpy is included only if it is already imported; otherwise nothing can have used it.
+
+    Args:
+        device: Where this rank computes.
+
+    Returns:
+        Bytes by kind (`torch`, `cuda`, `python`, `numpy`): torch's own encoding, else JSON.
+    """
+    states = {"torch": torch.get_rng_state(), "python": _packed(random.getstate())}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        states["numpy"] = _packed(_numpy_state())
+    return states
+
+
+def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore the states that `capture` returned. A generator without a captured state does not change.
+
+    Args:
+        states: The result of `capture`, on any device.
+        device: Where this rank computes; without CUDA, a CUDA state is ignored.
+
+    Raises:
+        CheckpointError: A state does not fit its generator. Those before it are restored.
+    """
+    setters: dict[str, Callable[[Tensor], None]] = {
+        "torch": torch.set_rng_state,
+        "python": _set_python,
+        "numpy": _set_numpy,
+    }
+    if device.type == "cuda":
+        setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
+    for kind in setters.keys() & states.keys():
+        try:
+            setters[kind](states[kind].cpu())
+        except (RuntimeError, TypeError, ValueError, KeyError) as problem:
+            raise CheckpointError(
+                f"the checkpoint's {kind} random state does not fit this version of {kind} ({problem}); resume with "
+                "the versions in its manifest"
+            ) from problem
+
+
+def require_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Check that `restore` can restore the states. The generators do not change.
+
+    Raises:
+        CheckpointError: A state does not fit its generator.
+    """
+    now = capture_random(device)
+    try:
+        restore_random(states, device)
+    finally:
+        restore_random(now, device)
+
+
+def reseed(seed: int, step: int, rank: int) -> None:
+    """Seed all generators of this rank from three numbers, for a run that resumes with another number of ranks.
+
+    The saved states of the ranks cannot be used then. The new seeds differ between ranks and steps and are
+    reproducible: resuming the same checkpoint again on the same number of ranks draws the same numbers.
+
+    Args:
+        seed: `training.seed`.
+        step: The number of updates made.
+        rank: This rank.
+    """
+    new = seed_of(seed, step, rank)
+    torch.manual_seed(new)  # CUDA's too
+    random.seed(new)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(new % 2**32)
+
+
+def _numpy_state() -> dict[str, Any]:
+    state = sys.modules["numpy"].random.get_state(legacy=False)
+    return {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
+
+
+def _set_numpy(state: Tensor) -> None:
+    import numpy  # slow to import, and needed only if it was used before
+
+    numpy.random.set_state(_unpacked(state))
+
+
+def _set_python(state: Tensor) -> None:
+    version, internal, gauss = _unpacked(state)
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _unpacked(state: Tensor) -> Any:
+    return json.loads(bytes(state.tolist()))
 
 
 def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
@@ -35,7 +144,7 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     rank, tensors = dist.get_rank(), run.tensors
     user, user_tensors = on_all(group, lambda: pack(state))
     data, data_tensors = on_all(group, lambda: pack(run.batching.position(), f"data.rank{rank:05d}."))
-    random = random_state.capture(run.adapter.device)
+    random = capture_random(run.adapter.device)
     own = {f"{manifest.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
     model, buffers = tensors.model_shards(), [*tensors.buffers()]
     assets = on_all(group, lambda: {} if rank else assets_of(run.adapter.module, tensors.to_export()).to_files())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unishard.contract.plan import ObserveSpec
-from unishard.observe.destinations.writer import RunFile, Values
+from unishard.observe.destinations.table import RunFile, Values
 
 FILE = "mlflow.db"
 """The SQLite database in `logging.dir`, where no `logging.mlflow_uri` names another place: MLflow 3.17 refuses

@@ -11,8 +11,7 @@ from torch import Tensor
 from unishard.contract.plan import ObserveSpec
 from unishard.distributed.on_ranks import ranks_of
 from unishard.errors import ConfigError, Problem
-from unishard.observe.destinations.table import open_writer
-from unishard.observe.destinations.writer import Writer
+from unishard.observe.destinations.table import Writer, open_writer
 
 _logger = logging.getLogger("unishard")
 

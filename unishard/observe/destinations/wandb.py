@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unishard.contract.plan import ObserveSpec
-from unishard.observe.destinations.writer import RunFile, Values
+from unishard.observe.destinations.table import RunFile, Values
 
 
 class Wandb:

@@ -21,7 +21,7 @@ from unishard.contract.rules import Fit
 from unishard.engine.state.lineage import Lineage
 from unishard.errors import BackendError, CheckpointError, ConfigError, Problem
 from unishard.observe.destinations import table
-from unishard.tools.doctor.importing import quietly
+from unishard.tools.doctor.check import quietly
 
 
 def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:

@@ -9,8 +9,7 @@ from unishard.contract import registry
 from unishard.contract.backend import Backend
 from unishard.contract.private_api import PrivateApi
 from unishard.errors import BackendError
-from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.importing import one_line, quietly
+from unishard.tools.doctor.check import Check, Status, one_line, quietly
 
 
 def found() -> tuple[list[Backend], list[Check]]:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distributions, requires
 
 from unishard.contract.tested_versions import PYTHONS, is_tested, span
-from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.importing import failure
+from unishard.tools.doctor.check import Check, Status, failure
 
 PACKAGES = {
     "pydantic": "",

@@ -28,8 +28,7 @@ from torch import Tensor
 from unishard.config.describe import count_of
 from unishard.config.topology import Topology, rendezvous, store_of_launcher
 from unishard.distributed import devices, serving
-from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.importing import one_line
+from unishard.tools.doctor.check import Check, Status, one_line
 
 _TIMEOUT = timedelta(seconds=60)
 _TIMES = 20

@@ -18,8 +18,7 @@ from unishard.contract.footprint import ModelShape
 from unishard.contract.plan import EngineSpec
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.report import translate
-from unishard.engine.model.shape import shape_of
-from unishard.engine.model.units import units_of
+from unishard.engine.model.units import shape_of, units_of
 from unishard.errors import ConfigError, ModelError, Problem
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.tracing import trace

@@ -5,14 +5,18 @@ Imports torch only for what is not cached.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from unishard.config import Config
 from unishard.config.loading.document import text_of
@@ -20,9 +24,62 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.footprint import ModelShape
 from unishard.errors import ConfigError, Problem
-from unishard.tools.plan import cache
 from unishard.tools.plan.activations import Activations
 from unishard.version import __version__
+
+# Shapes and activations of models that were planned before, in files of the user's cache directory. Imports no torch.
+# A file has two lines: the SHA-256 of the second, and JSON.
+
+_VERSION = 5
+"""Raised when what is computed, or its file, changes."""
+_LARGEST_ENTRY = 2**28
+"""Bytes of a file; the shape of a model of 100,000 parameters has 10 MB."""
+Planned = TypeVar("Planned", ModelShape, Activations)
+
+
+def folder() -> Path:
+    """`unishard/tools/plan` in `XDG_CACHE_HOME`, by default `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unishard" / "plan"
+
+
+def _cached_shape(key: Sequence[Any], make: Callable[[], ModelShape]) -> ModelShape:
+    """The cached shape of a key, made if it is missing."""
+    return _cached(key, TypeAdapter(ModelShape), make)
+
+
+def _cached_activations(key: Sequence[Any], make: Callable[[], Activations]) -> Activations:
+    """The cached activations of a key, made if they are missing."""
+    return _cached(key, TypeAdapter(Activations), make)
+
+
+def _cached(key: Sequence[Any], kind: TypeAdapter[Planned], make: Callable[[], Planned]) -> Planned:
+    """What the file of a key holds; made and stored where there is none, or its content is not what was stored."""
+    path = folder() / f"{_digest(json.dumps([_VERSION, *key], default=str))[:32]}.json"
+    with contextlib.suppress(ValueError):  # also a ConfigError and a ValidationError
+        digest, _, content = text_of(path, _LARGEST_ENTRY).partition("\n")
+        if digest == _digest(content):
+            return kind.validate_json(content)
+    made = make()
+    content = kind.dump_json(made).decode()
+    _store(path, f"{_digest(content)}\n{content}".encode())
+    return made
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _store(path: Path, content: bytes) -> None:
+    """Write a file, completely or not at all; a cache that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
 
 _LARGEST = 2**24
 """Bytes of the config of a model; those of transformers have a few kB."""
@@ -74,7 +131,7 @@ class PlannedModel:
 
             return BuiltModel(self.name, self._folder).shape(self.cfg)
 
-        return cache.shape(["shape", *self._key], make)
+        return _cached_shape(["shape", *self._key], make)
 
     def native(self, backend: str, topology: Topology) -> Native:
         """All that an engine is built from, in its own words.
@@ -114,7 +171,7 @@ class PlannedModel:
             micro_batch_size,
             seq_len,
         ]
-        return cache.activations(key, make)
+        return _cached_activations(key, make)
 
 
 def _refuse(what: str) -> ConfigError:

@@ -15,7 +15,7 @@ from unishard.config import Config
 from unishard.engine.model import activation_checkpointing, kept_fp32
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import shape_of
 from unishard.tools.plan.activations import Activations, Segment
 
 Place = tuple[str, str, int]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from unishard_fsdp.dimensionless import parameter_named
 from unishard_fsdp.parameter_usage import own_names
+from unishard_fsdp.shards import parameter_named
 
 # -- Run a function as a forward of a sharded module, with FSDP2's work before and after it, by public API --
 

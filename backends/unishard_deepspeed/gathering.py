@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unishard.contract.units import Unit
-from unishard.engine.loop.failed_modules import modules_in
+from unishard.engine.loop.forward_errors import modules_in
 from unishard.errors import ModelError
 from unishard_deepspeed.private.optimizer_kind import Kind
 from unishard_deepspeed.private.reduction import drop, gather, reduce_last, remove_hooks

@@ -1,0 +1,278 @@
+"""Detect another engine's backward that reaches this model's parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.private_api import CORE_PRIVATE_API
+from unishard.distributed.host_numbers import HostRead
+from unishard.engine.loop.call_order import CallOrder
+from unishard.errors import ContractError
+
+_FOREIGN = CORE_PRIVATE_API["foreign-backward"]
+
+
+class ForeignBackwardCheck:
+    """Raises if a backward of another engine, or of the user, reaches this model's parameters through an output of its
+    forward.
+    """
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self._adapter = adapter
+        self._own = False
+        adapter.on_gradient = self._on_gradient
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """A block in which the engine's own backward runs."""
+        self._own = True
+        try:
+            yield
+        finally:
+            self._own = False
+
+    def _on_gradient(self, gradient: Tensor) -> None:
+        if self._own:
+            return
+        if any(map(_will_accumulate, self._adapter.leaves())):
+            raise ContractError(
+                "a backward that is not this engine's reaches the parameters of its "
+                f"{type(self._adapter.module).__name__} and would mix gradients with its own; call this engine's "
+                "backward(loss), or, if the loss trains only another model, compute and backward it inside `with "
+                "engine.frozen():`"
+            )
+        self._adapter.input_gradients(graph=torch.is_grad_enabled())
+
+
+def _will_accumulate(leaf: Tensor) -> bool:
+    """Whether the running backward will accumulate a gradient on a leaf.
+
+    Raises:
+        ContractError: This torch version cannot tell.
+    """
+    if not _FOREIGN.works:
+        raise ContractError(_FOREIGN.refusal())
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # for a leaf whose gradient `torch.autograd.grad` returns instead of accumulating
+        return False
+
+
+# -- Find modules and parameters that were added to a model after `prepare`, which no engine trains or saves --
+
+
+class AddedModules:
+    """Refuses what the user adds to a prepared model, such as adapters or a new head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember the modules and their parameters."""
+        self._model = model
+        self._known = {part: dict(part.named_parameters(recurse=False)) for part in model.modules()}
+
+    def refuse(self, *, gathered: bool) -> None:
+        """Look through the model.
+
+        Args:
+            gathered: Whether weights were gathered, so that FSDP2 may have put them in the place of a shard.
+
+        Raises:
+            ContractError: A module or a parameter is new.
+        """
+        for name, part in self._model.named_modules():
+            known = self._known.get(part, {})
+            for own, parameter in part.named_parameters(recurse=False):
+                if own in known and (parameter is known[own] or (gathered and isinstance(known[own], DTensor))):
+                    continue
+                what = f"parameter {name}{'.' if name else ''}{own}" if part in self._known else f"module {name}"
+                raise ContractError(
+                    f"{what} was added or replaced after unishard.prepare, so no engine trains or saves it; change the "
+                    "model before prepare: get_peft_model, a new head, a resized embedding"
+                )
+
+
+# Warn of a loss that the user has divided by the accumulation steps or the number of items, which the engine does
+# too.
+
+_logger = logging.getLogger("unishard")
+
+
+def warn_if_divided(loss: Tensor, steps: int) -> None:
+    """Log a warning if the last operation of a loss divides it by `steps`. May wait for the device.
+
+    Args:
+        loss: With a graph.
+        steps: `training.gradient_accumulation_steps`, more than 1.
+    """
+    node: Any = loss.grad_fn
+    kind = "" if node is None else node.name()
+    other = getattr(node, "_saved_other", None) if kind in ("DivBackward0", "MulBackward0") else None
+    if not isinstance(other, Tensor | int | float) or (isinstance(other, Tensor) and other.numel() != 1):
+        return
+    factor = float(other)
+    divisor = factor if kind == "DivBackward0" else 1 / factor if factor else 0.0
+    if abs(divisor - steps) <= 1e-6 * steps:
+        _logger.warning(
+            "the loss that was passed to engine.backward ends in a division by %d, which is "
+            "training.gradient_accumulation_steps; engine.backward divides by the accumulation window itself: pass the "
+            "undivided loss, or the gradients are %d times too small (ignore this if the division has another purpose)",
+            steps,
+            steps,
+        )
+
+
+_MEAN = 1
+"""`reduction="mean"` in the graph of torch's losses (torch 2.13, aten/src/ATen/core/Reduction.h)."""
+_SAME_VALUE = ("ViewBackward0", "ToCopyBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0")
+
+
+def warn_if_mean(loss: Tensor) -> None:
+    """Log a warning if a loss that is passed with `num_items` ends in a mean. Does not wait for the device.
+
+    Args:
+        loss: With a graph.
+    """
+    node: Any = loss.grad_fn
+    # An engine's own functions around an output have one input, and return its value.
+    while node is not None and (
+        node.name() in _SAME_VALUE or isinstance(node, torch.autograd.function.BackwardCFunction)
+    ):
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    kind = "" if node is None else node.name()
+    if kind.startswith("MeanBackward") or ("Loss" in kind and getattr(node, "_saved_reduction", None) == _MEAN):
+        _logger.warning(
+            "the loss that was passed to engine.backward with num_items ends in a mean (%s), and the engine divides it "
+            "by the number of items again; pass the sum of the losses of the items, as with reduction='sum', or leave "
+            "num_items out (ignore this if the mean has another purpose)",
+            kind,
+        )
+
+
+# -- Warn of a run that trains no more, because each update is skipped -----------------------------
+
+_LIMIT = 5
+
+
+class SkippedUpdates:
+    """Counts the updates in a row that were skipped because a gradient was not finite, and warns of the first long
+    streak.
+    """
+
+    def __init__(self) -> None:
+        self.streak = 0
+        self._warned = dist.get_rank() != 0
+
+    def add(self, *, skipped: bool, lowered: bool) -> None:
+        """Count an update.
+
+        Args:
+            skipped: Whether it was skipped.
+            lowered: Whether fp16's loss scale was lowered for it, which is how its size is found.
+        """
+        if not skipped:
+            self.streak = 0
+        elif not lowered:
+            self.streak += 1
+        if self.streak == _LIMIT and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "%d updates in a row were skipped, because a gradient is infinite or NaN; nothing is trained while "
+                "this lasts: check the "
+                "batches and the loss, lower optimizer.lr, or set training.nonfinite to raise to stop at the first one",
+                _LIMIT,
+            )
+
+
+# Detect gradients that the user's code changed between a backward and the step; some engines would use them, others
+# never see it.
+
+_PARAMETERS, _ELEMENTS = 8, 16
+"""How much of the gradients is compared: clipping and zeroing change all of them."""
+_FIRST, _EVERY = 3, 10
+"""Which updates are looked at: the first ones, where a habit shows, and the host waits for the device once in each;
+then every tenth, where the result is read in the next micro-batch, so that nothing waits."""
+
+
+class EditedGradients:
+    """Compares a few elements of the gradients that the model's parameters hold with what the last backward left there.
+
+    At DeepSpeed's stages 2 and 3 they hold none, so there is nothing to see, and nothing to change either.
+    """
+
+    def __init__(self, module: nn.Module, order: CallOrder) -> None:
+        self._module = module
+        self._order = order
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._later: HostRead | None = None
+        """Whether gradients of the last window that was looked at were changed."""
+        self.found = False
+        """Whether a gradient of this window was changed on this rank."""
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep some of what a backward has left."""
+        self._kept.clear()
+        if self._order.updates >= _FIRST and self._order.updates % _EVERY:
+            return
+        for parameter in self._module.parameters():
+            gradient = _local(parameter.grad)
+            if gradient is not None and gradient.numel():
+                self._kept.append((parameter, _some(gradient).clone()))
+                if len(self._kept) == _PARAMETERS:
+                    return
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Compare that with what is there now, once; a gradient that is gone was changed too."""
+        if self._later is not None:
+            later, self._later = self._later, None
+            self.found = self.found or bool(later.get())
+        if not self._kept:
+            return
+        kept, self._kept = self._kept, []
+        now = [_local(parameter.grad) for parameter, _ in kept]
+        present = [gradient for gradient in now if gradient is not None]
+        if len(present) < len(kept):
+            self.found = True
+            return
+        changes = [(_some(gradient) != then).any() for gradient, (_, then) in zip(present, kept, strict=True)]
+        changed = HostRead(torch.stack([change.to(changes[0].device) for change in changes]).any())
+        if self._order.updates < _FIRST:
+            self.found = self.found or bool(changed.get())
+        else:
+            self._later = changed
+
+    def clear(self) -> None:
+        """Compare nothing: the window is over, or the engine itself has changed its gradients."""
+        self._kept.clear()
+        self.found = False
+
+    def refuse(self) -> NoReturn:
+        """Raise ContractError."""
+        self.clear()
+        raise ContractError(
+            "gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad_norm_, "
+            "which other engines would not see; remove that: clip with training.gradient_clipping in the config or "
+            "engine.step(clip_grad_norm=1.0), edit a gradient with engine.set_grad, and drop a window with "
+            "engine.discard()"
+        )
+
+
+def _local(gradient: Any) -> Tensor | None:
+    """This rank's shard, if the gradient is a DTensor."""
+    shard: Tensor | None = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return shard
+
+
+def _some(gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1)[-_ELEMENTS:].nan_to_num()
