@@ -127,48 +127,35 @@ def _first_sentence(path: str) -> str:
     return shorten(text.partition(". ")[0].partition(": ")[0].replace("`", ""), 70, placeholder=" ...").rstrip(".")
 
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A unishard config (YAML).", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CFG", help="A unishard config (YAML).")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
         help="Override a field, such as training.seed=1. Repeatable.",
-        show_default=False,
         autocompletion=changes,
     ),
 ]
-ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.", show_default=False)]
-ScriptArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)]
+ScriptName = Annotated[str, typer.Argument(metavar="SCRIPT", help="What each rank runs.")]
+ScriptArguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.")]
 ScriptIsModule = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
 Ranks = Annotated[
     int | None,
-    typer.Option(
-        "--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]", show_default=False
-    ),
+    typer.Option("--world-size", min=1, metavar="N", help="Number of ranks. [default: from the file]"),
 ]
-GpusPerNode = Annotated[
-    int | None, typer.Option(min=1, metavar="M", help="Ranks per node. [default: all]", show_default=False)
-]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, metavar="M", help="Ranks per node. [default: all]")]
 RanksPerNode = Annotated[
     int | None,
-    typer.Option(
-        "--gpus-per-node", min=1, metavar="M", help="Ranks per node. [default: from the file]", show_default=False
-    ),
+    typer.Option("--gpus-per-node", min=1, metavar="M", help="Ranks per node. [default: from the file]"),
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        help="What a rank computes on, such as h100-80g.",
-        show_default=False,
-        autocompletion=devices,
-    ),
+    typer.Option("--device", metavar="NAME", help="What a rank computes on, such as h100-80g.", autocompletion=devices),
 ]
 MemorySize = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB.", show_default=False),
+    typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB."),
 ]
 Report = Annotated[
     Literal["text", "html"],
@@ -176,7 +163,7 @@ Report = Annotated[
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Output file. [default: stdout]", show_default=False),
+    typer.Option("--output", "-o", metavar="FILE", help="Output file. [default: stdout]"),
 ]
 
 

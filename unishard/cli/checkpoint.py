@@ -35,16 +35,14 @@ app = typer.Typer(
 
 Checkpoint = Annotated[
     Path,
-    typer.Argument(
-        metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False
-    ),
+    typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest)."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints.", show_default=False)],
+    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints.")],
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints in a directory.
@@ -138,8 +136,8 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.", show_default=False)],
+    a: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.")],
+    b: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.")],
 ) -> None:
     """Compare two checkpoints.
 

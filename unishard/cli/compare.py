@@ -45,13 +45,7 @@ def compare(
     rounds: Rounds = 2,
     peak_tflops: Annotated[
         float | None,
-        typer.Option(
-            "--peak-tflops",
-            min=1e-6,
-            metavar="N",
-            help="Peak of one device, for MFU. [default: as known]",
-            show_default=False,
-        ),
+        typer.Option("--peak-tflops", min=1e-6, metavar="N", help="Peak of one device, for MFU. [default: as known]"),
     ] = None,
     processes_per_node: Processes = None,
     set_: Overrides = None,

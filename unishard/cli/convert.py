@@ -47,15 +47,9 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="SRC",
-            help="A checkpoint of any tool, or a directory of unishard's (uses the latest).",
-            show_default=False,
-        ),
+        typer.Argument(metavar="SRC", help="A checkpoint of any tool, or a directory of unishard's (uses the latest)."),
     ],
-    destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.", show_default=False)
-    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.")],
     from_: Annotated[
         str | None, typer.Option("--from", metavar="FORMAT", help="Format of SRC. [default: detected]")
     ] = None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """Exit status when they differ, as in diff(1), where 2 means an error."""
 
-Document = typer.Argument(help="A config of any tool.", show_default=False)
+Document = typer.Argument(help="A config of any tool.")
 
 
 def diff(

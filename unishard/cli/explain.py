@@ -32,7 +32,6 @@ def explain(
         typer.Argument(
             metavar="|".join(arguments.installed_backends()) or "BACKEND",
             help="Show only this backend.",
-            show_default=False,
             autocompletion=arguments.backends,
         ),
     ] = None,
@@ -47,10 +46,7 @@ def explain(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="With --native: a local folder with config.json, or module:factory.",
-            show_default=False,
+            "--model", metavar="MODEL", help="With --native: a local folder with config.json, or module:factory."
         ),
     ] = None,
     changed: Annotated[

@@ -14,31 +14,21 @@ from unishard.config.describe import count_of
 def export(
     checkpoint: Annotated[
         Path,
-        typer.Argument(
-            metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest).", show_default=False
-        ),
+        typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest)."),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory, empty or new.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory, empty or new.")],
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="fp32, bf16 or fp16. [default: from the model's config, else fp32]",
-            show_default=False,
-        ),
+        typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16. [default: from the model's config, else fp32]"),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of one file.")] = "5GB",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory of the tokenizer. [default: the checkpoint's, if any]", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Directory of the tokenizer. [default: the checkpoint's, if any]"),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory of the model's config.json, for a converted checkpoint.", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Directory of the model's config.json, for a converted checkpoint."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
 ) -> None:

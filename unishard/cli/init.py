@@ -25,7 +25,7 @@ def init(
     ),
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept all proposed values.")] = False,
     from_: Annotated[
-        Path | None, typer.Option("--from", metavar="OLD", help="Start from a config of any tool.", show_default=False)
+        Path | None, typer.Option("--from", metavar="OLD", help="Start from a config of any tool.")
     ] = None,
     set_: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,

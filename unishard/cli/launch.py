@@ -28,29 +28,19 @@ def launch(
     script: ScriptName,
     arguments: ScriptArguments = None,
     module: ScriptIsModule = False,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="N", help="Number of hosts, or MIN:MAX.", show_default=False)
-    ] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of hosts, or MIN:MAX.")] = None,
     processes_per_node: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Ranks on each host. [default: one for each GPU]", show_default=False),
+        typer.Option(min=1, metavar="N", help="Ranks on each host. [default: one for each GPU]"),
     ] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet.", show_default=False)
-    ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Take these from DeepSpeed's hostfile.", show_default=False)
-    ] = None,
+    endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet.")] = None,
+    hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Take these from DeepSpeed's hostfile.")] = None,
     to_hostfile: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST,HOST",
-            help="Write DeepSpeed's hostfile of these hosts, and start nothing.",
-            show_default=False,
-        ),
+        typer.Option(metavar="HOST,HOST", help="Write DeepSpeed's hostfile of these hosts, and start nothing."),
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="This host, with rendezvous: static.", show_default=False)
+        int | None, typer.Option(min=0, metavar="N", help="This host, with rendezvous: static.")
     ] = None,
     check: Annotated[
         bool,
@@ -62,7 +52,7 @@ def launch(
     ray: Annotated[bool, typer.Option("--ray", help="Run it on Ray Train.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the job, and submit nothing.", show_default=False),
+        typer.Option("--output", "-o", metavar="FILE", help="Write the job, and submit nothing."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, with --dry-run.")] = False,

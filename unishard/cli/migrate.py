@@ -35,9 +35,7 @@ class MigrateForm(StrEnum):
 
 
 def migrate(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Root directory of a project.", show_default=False)
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Root directory of a project.")] = None,
     to: Annotated[str, typer.Option(metavar="FORMAT", help="Target format.", autocompletion=formats_like)] = "unishard",
     report: Annotated[MigrateForm, typer.Option(help="Output format.")] = MigrateForm.TEXT,
     script: Annotated[

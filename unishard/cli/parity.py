@@ -109,12 +109,10 @@ def parity(
     script: ScriptName,
     arguments: ScriptArguments = None,
     module: ScriptIsModule = False,
-    golden: Annotated[
-        Path | None, typer.Option("--golden", metavar="FILE", help="Compare with this file.", show_default=False)
-    ] = None,
+    golden: Annotated[Path | None, typer.Option("--golden", metavar="FILE", help="Compare with this file.")] = None,
     write_golden: Annotated[
         Path | None,
-        typer.Option("--write-golden", metavar="FILE", help="Write what CFG gives now.", show_default=False),
+        typer.Option("--write-golden", metavar="FILE", help="Write what CFG gives now."),
     ] = None,
     modules: Annotated[
         bool | None,
@@ -122,7 +120,6 @@ def parity(
             "--modules/--no-modules",
             help="Find the first module that differs; with --write-golden, write all modules. [default: find, do not "
             "write]",
-            show_default=False,
         ),
     ] = None,
     backends: Backends = None,

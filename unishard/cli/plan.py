@@ -33,9 +33,7 @@ def plan(
     config: ConfigFile,
     model: Annotated[
         str,
-        typer.Option(
-            "--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False
-        ),
+        typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory."),
     ],
     world_size: Ranks = None,
     gpus_per_node: RanksPerNode = None,

@@ -26,49 +26,33 @@ if TYPE_CHECKING:
 
 OptionalScript = Annotated[
     str | None,
-    typer.Argument(
-        metavar="SCRIPT", help="What each rank runs; random data if only --model is given.", show_default=False
-    ),
+    typer.Argument(metavar="SCRIPT", help="What each rank runs; random data if only --model is given."),
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option(
-        "--model", metavar="MODEL", help="A local folder with config.json, or module:factory.", show_default=False
-    ),
+    typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory."),
 ]
 SeqLen = Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample, with --model.")]
 Backends = Annotated[
     str | None,
     typer.Option(
-        "--backends",
-        metavar="A,B",
-        help="Engines. [default: all installed, CFG's first]",
-        show_default=False,
-        autocompletion=backend_lists,
+        "--backends", metavar="A,B", help="Engines. [default: all installed, CFG's first]", autocompletion=backend_lists
     ),
 ]
 Strategies = Annotated[
     str | None,
     typer.Option(
-        "--strategies",
-        metavar="A,B",
-        help="Strategies. [default: that of CFG]",
-        show_default=False,
-        autocompletion=strategy_lists,
+        "--strategies", metavar="A,B", help="Strategies. [default: that of CFG]", autocompletion=strategy_lists
     ),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Optimizer steps of each run.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How often each candidate runs, in turns.")]
 Processes = Annotated[
     int | None,
-    typer.Option(
-        "--processes-per-node", min=1, metavar="N", help="Ranks. [default: one for each GPU]", show_default=False
-    ),
+    typer.Option("--processes-per-node", min=1, metavar="N", help="Ranks. [default: one for each GPU]"),
 ]
 Timeout = Annotated[float, typer.Option("--timeout", min=1, metavar="SECONDS", help="For one run.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Keep logs and output of each run here.", show_default=False)
-]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep logs and output of each run here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

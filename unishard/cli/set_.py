@@ -16,12 +16,7 @@ def set_(
     config: ConfigFile,
     changes: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FIELD=VALUE...",
-            help="For example training.seed=1.",
-            show_default=False,
-            autocompletion=arguments.changes,
-        ),
+        typer.Argument(metavar="FIELD=VALUE...", help="For example training.seed=1.", autocompletion=arguments.changes),
     ],
 ) -> None:
     """Edit fields of a unishard file in place.

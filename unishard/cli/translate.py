@@ -191,16 +191,14 @@ class Command(TyperCommand):
 
 
 def translate(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.", show_default=False)
-    ],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.")],
     to: Annotated[
         str,
-        typer.Option(metavar="FORMAT", help="The format to write.", show_default=False, autocompletion=written_formats),
+        typer.Option(metavar="FORMAT", help="The format to write.", autocompletion=written_formats),
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- ARGUMENTS", help="What the training script gets, as --with.", show_default=False),
+        typer.Argument(metavar="-- ARGUMENTS", help="What the training script gets, as --with."),
     ] = None,
     from_: Annotated[
         str | None,
@@ -217,14 +215,11 @@ def translate(
             metavar="FILE",
             help="Fill what IN leaves open from a launch script (train.sh), or TrainingArguments or Accelerate's "
             "config as YAML or JSON.",
-            show_default=False,
         ),
     ] = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option(
-            "--drop", metavar="KEY", help="Leave out a key of IN; globs work. Repeatable.", show_default=False
-        ),
+        typer.Option("--drop", metavar="KEY", help="Leave out a key of IN; globs work. Repeatable."),
     ] = None,
     drop_unsupported: Annotated[
         bool, typer.Option("--drop-unsupported", help="Leave out every key without an equivalent.")

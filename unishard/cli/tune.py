@@ -64,13 +64,7 @@ def tune(
     backends: Backends = None,
     strategies: Annotated[
         str | None,
-        typer.Option(
-            "--strategies",
-            metavar="A,B",
-            help="Strategies. [default: all]",
-            show_default=False,
-            autocompletion=strategy_lists,
-        ),
+        typer.Option("--strategies", metavar="A,B", help="Strategies. [default: all]", autocompletion=strategy_lists),
     ] = None,
     most: Annotated[int, typer.Option("--most", min=2, metavar="N", help="How many candidates to measure.")] = 8,
     steps: Steps = 20,
