@@ -28,10 +28,9 @@ from unishard.cli.script_runs import (
 )
 from unishard.cli.wrapping import echo, emit
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+Command = ScriptLast
 
 
-@app.command("compare", cls=ScriptLast)
 def compare(
     config: ConfigFile,
     script: OptionalScript = None,

@@ -19,10 +19,9 @@ from unishard.errors import ConfigError, UnishardError
 if TYPE_CHECKING:
     from unishard.tools.launch.command import Script
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+Command = ScriptLast
 
 
-@app.command("launch", cls=ScriptLast)
 def launch(
     config: ConfigFile,
     script: ScriptName,

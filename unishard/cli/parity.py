@@ -97,13 +97,12 @@ def _located(last: int, rows: Sequence[Variant], golden: Path | None, cfg: Confi
     return result
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+Command = ScriptLast
 
 DIFFERENT = 1
 """Exit status when values differ; 2 means an error."""
 
 
-@app.command("parity", cls=ScriptLast)
 def parity(
     config: ConfigFile,
     script: ScriptName,

@@ -48,10 +48,9 @@ if TYPE_CHECKING:
     from unishard.tools.compare.tuning import Tuned
     from unishard.tools.plan.devices import Device
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+Command = ScriptLast
 
 
-@app.command("tune", cls=ScriptLast)
 def tune(
     config: ConfigFile,
     script: OptionalScript = None,
