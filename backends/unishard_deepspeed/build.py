@@ -19,8 +19,8 @@ from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.process_group import device_of
 from unishard.engine.model import materialization
+from unishard.engine.model.dtypes import is_kept
 from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.model.kept_fp32 import holds
 from unishard_deepspeed import fp32_weights, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
@@ -100,7 +100,7 @@ def _build(
         )
     client, keeps = (
         fp32_weights.after_cast(model, inner.optimizer),
-        any(holds(parameter) for parameter in inner.trained),
+        any(is_kept(parameter) for parameter in inner.trained),
     )
     with ExitStack() as building:
         building.enter_context(start.quiet())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
-from unishard.engine.model.kept_fp32 import holds
+from unishard.engine.model.dtypes import is_kept
 from unishard.errors import ConfigError, Problem
 from unishard_deepspeed import fields
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
@@ -92,11 +92,11 @@ def check(model: nn.Module, spec: ZeroSpec) -> None:
         BackendError: A private name is missing.
         ConfigError: What the model's class names is offloaded, and would be rounded.
     """
-    if any(holds(each) and each.requires_grad for each in model.parameters()):
+    if any(is_kept(each) and each.requires_grad for each in model.parameters()):
         require("kept-parameters", spec.kind)
     stage_3 = spec.kind == "stage-3"
     name = next(
-        (name for name, each in model.named_parameters() if holds(each) and (stage_3 or each.requires_grad)), None
+        (name for name, each in model.named_parameters() if is_kept(each) and (stage_3 or each.requires_grad)), None
     )
     place = "params" if spec.zero["offload_param"] else "optimizer" if spec.offloads_optimizer and not stage_3 else None
     if name is not None and place is not None:
@@ -120,7 +120,7 @@ def after_cast(
     data = [
         (parameter, parameter.data)
         for parameter in model.parameters()
-        if holds(parameter) and not hasattr(parameter, "ds_id")
+        if is_kept(parameter) and not hasattr(parameter, "ds_id")
     ]
 
     def restored(parameters: Any) -> torch.optim.Optimizer:

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
-from unishard.engine.model.dtypes import cast_to_compute
+from unishard.engine.model.dtypes import cast_to_compute, is_kept
 from unishard.engine.model.facts import is_empty
-from unishard.engine.model.kept_fp32 import holds
 from unishard.engine.model.materialization import Reader, flat_part, materialize, take_reader
 from unishard_deepspeed import start
 from unishard_deepspeed.private.building import gather_empty, swapper_of
@@ -126,7 +125,7 @@ def partition(
             if part is not None and reader is not None:
                 unread.append((parameter, reader, parameter.dtype, part(parameter)))
             full = parameter.data.view(-1)
-            if low and parameter.is_floating_point() and not holds(parameter):
+            if low and parameter.is_floating_point() and not is_kept(parameter):
                 parameter.data = parameter.data.to(DTYPES[spec.precision.compute])
             if reader is None and master_differs(parameter):
                 size = -(-full.numel() // ranks)

@@ -16,13 +16,13 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.plan import RunPlan
 from unishard.distributed import process_group
-from unishard.engine.model.kept_fp32 import holds
+from unishard.engine.model.dtypes import is_kept
 from unishard.errors import BackendError
 from unishard_fsdp import collective_settings, options, sharding
-from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.ddp_adapter import AveragingHook, DDPAdapter, wrap_ddp
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
+from unishard_fsdp.parameter_usage import ConditionalParameters
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.spec import FSDPSpec
 
@@ -44,7 +44,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     device = process_group.device_of(plan.topology)
     collective_settings.require(vars(native))
     collective_settings.require_device(vars(native), device)
-    if any(holds(parameter) for parameter in model.parameters()):
+    if any(is_kept(parameter) for parameter in model.parameters()):
         PRIVATE_API["kept-parameters"].require()
     if optimizer is None:
         sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=precision)

@@ -19,7 +19,6 @@ from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
-from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.gathering import (
     RootFirst,
     UngatheredEmbeddings,
@@ -28,7 +27,7 @@ from unishard_fsdp.gathering import (
     sharded_read,
 )
 from unishard_fsdp.host_optimizer import HostCopies
-from unishard_fsdp.parameter_usage import GatheredLeaves, ToggledParameters
+from unishard_fsdp.parameter_usage import ConditionalParameters, GatheredLeaves, ToggledParameters
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.groups import forget_states
 from unishard_fsdp.spec import FSDPSpec

@@ -17,8 +17,7 @@ from unishard.contract.units import Unit
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.compilation import Compiled
-from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.kept_fp32 import holds, holds_all
+from unishard.engine.model.dtypes import all_kept, cast_to_compute, is_kept
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard_fsdp import collective_settings
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
@@ -135,7 +134,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _policy(policy: MixedPrecision, module: nn.Module, *, root: bool) -> MixedPrecisionPolicy:
-    if holds_all(module):
+    if all_kept(module):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     # fp32 gradients are reduced in fp32 anyway. With the dtype, unreduced gradients fail where a module has not run
     # yet: FSDP2 reads the gathered parameters of every module to cast their gradients (torch 2.13, _fsdp_param.py,
@@ -224,10 +223,10 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
 
 def _keep_fp32(model: nn.Module) -> None:
     """Gather and reduce marked parameters in fp32 beside the 16-bit ones of the same unit."""
-    if any(holds(parameter) for parameter in model.parameters()):
+    if any(is_kept(parameter) for parameter in model.parameters()):
         from unishard_fsdp.private.groups import keep_fp32
 
-        keep_fp32((module for module in model.modules() if isinstance(module, FSDPModule)), holds)
+        keep_fp32((module for module in model.modules() if isinstance(module, FSDPModule)), is_kept)
 
 
 def _set_prefetch(model: nn.Module, units: list[nn.Module], sizes: list[int], limit: int | None) -> None:

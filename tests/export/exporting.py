@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.checkpoint import manifest, writing
-from unishard.checkpoint.export.models import assets_of
+from unishard.checkpoint.export.pretrained import assets_of
 from unishard.checkpoint.export.sources import tensors_of
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.distributed.shards import LazyShard, Shard, lazy_shard_of

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import unishard
 from unishard.cli import app
-from unishard.cli import table as tables
+from unishard.cli import wrapping as tables
 from unishard.cli.wrapping import echo
 from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.errors import CheckpointError, ConfigError

@@ -112,7 +112,7 @@ def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatc
 
 
 def test_a_terminal_gets_a_drawn_table() -> None:
-    from unishard.cli.table import show
+    from unishard.cli.wrapping import show
 
     rows = [("training.seed", "3"), ("sharding.units", "[not markup]")]
     screen, pipe = Terminal(), io.StringIO()

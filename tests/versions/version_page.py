@@ -9,7 +9,7 @@ from typing import Any
 
 from version_sets import SETS
 
-from unishard.tools.reference.markdown import table
+from unishard.tools.reference.format_page import table
 
 __all__ = ["page", "read"]
 

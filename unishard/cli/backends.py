@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from unishard.cli.table import show
+from unishard.cli.wrapping import show
 
 
 def backends() -> None:

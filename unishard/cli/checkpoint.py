@@ -13,8 +13,7 @@ import typer
 
 from unishard.cli.convert import bar, convert
 from unishard.cli.report import plain, value_of
-from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo, emit
+from unishard.cli.wrapping import echo, emit, is_narrow, show, show_blocks
 from unishard.config.describe import count_of
 from unishard.errors import CheckpointError, in_one_line
 

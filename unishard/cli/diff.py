@@ -10,8 +10,7 @@ import typer
 
 from unishard.cli.arguments import formats as formats_like
 from unishard.cli.report import value_of
-from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo
+from unishard.cli.wrapping import echo, is_narrow, show, show_blocks
 
 if TYPE_CHECKING:
     from unishard.formats.comparing import Side

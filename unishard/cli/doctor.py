@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo, emit
+from unishard.cli.wrapping import echo, emit, is_narrow, show, show_blocks
 
 if TYPE_CHECKING:
     from unishard.tools.doctor import Check

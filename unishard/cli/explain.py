@@ -11,8 +11,7 @@ import typer
 
 from unishard.cli import arguments
 from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, own_file, run_ranks
-from unishard.cli.table import is_narrow, show, show_blocks
-from unishard.cli.wrapping import echo, emit
+from unishard.cli.wrapping import echo, emit, is_narrow, show, show_blocks
 from unishard.config.describe import bare
 from unishard.errors import ConfigError
 

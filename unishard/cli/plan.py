@@ -83,7 +83,7 @@ def plan(
 
         emit(page_of(found), end="")
     else:
-        from unishard.tools.plan.text import lines_of
+        from unishard.tools.plan.page import lines_of
 
         for line in lines_of(found):
             echo(line, laid_out=True)

@@ -161,7 +161,7 @@ def _device(name: str | None, memory: str | None) -> Device | None:
     """That of the options, or this machine's own."""
     if name is not None or memory is not None:
         return device_of(name, memory)
-    from unishard.tools.doctor.devices import own_device
+    from unishard.tools.doctor.machine import own_device
 
     own = own_device()
     if own is None:

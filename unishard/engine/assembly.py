@@ -19,7 +19,7 @@ from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.inplace_writes import InplaceWrites
-from unishard.engine.loop.trainable import Trainable
+from unishard.engine.loop.reached_parameters import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.model.compilation import eager_modules

@@ -31,7 +31,7 @@ from unishard.engine.loop.call_order import Phase
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import RoutedCalls
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.loop.trainable import Trainable
+from unishard.engine.loop.reached_parameters import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.config import Communication, Config, expect_config
+from unishard.config import Communication, Config, Precision, expect_config
 from unishard.config.hints.arguments import instead
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory
 from unishard.contract.plan import RunPlan
+from unishard.contract.results import Placement
 from unishard.distributed import devices, process_group
+from unishard.distributed.broadcast import broadcast
+from unishard.distributed.shards import Shard
 from unishard.engine.engine import Engine
-from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.guarded_module import put_in_training_mode
 from unishard.engine.loop.written_parameters import WrittenParameters
-from unishard.engine.model import activation_checkpointing, compilation, dtypes, kept_fp32, materialization
-from unishard.engine.model.dtypes import cast_model
+from unishard.engine.model import activation_checkpointing, compilation, dtypes, materialization
+from unishard.engine.model.dtypes import cast_model, cast_to_compute
 from unishard.engine.model.facts import name_synchronized
+from unishard.engine.model.input_casts import cast_inputs
+from unishard.engine.model.materialization import materialize
 from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.optim import public_optimizer
 from unishard.engine.optim.schedulers import SchedulerFactory
@@ -33,6 +38,62 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 from unishard.observe.expected_memory import ExpectedMemory
+
+# -- Inference without sharding: a full copy of the model on each rank, in `precision.compute` -----
+
+
+class ReplicaAdapter(InferenceAdapter):
+    """A full model on each rank, for strategies that shard only gradients and optimizer state."""
+
+    forward_is_collective = False
+
+    def __init__(
+        self, model: nn.Module, precision: Precision, device: torch.device, casting: Sequence[nn.Module]
+    ) -> None:
+        """Broadcast rank 0's model to every rank. Collective.
+
+        Args:
+            model: Full on rank 0.
+            precision: Its `compute` is the dtype of the copy.
+            device: Where this rank computes.
+            casting: The modules that, like the root, cast floating-point inputs to a 16-bit compute dtype: the units of
+                training.
+        """
+        super().__init__(model, device)
+        for parameter in model.parameters():  # one at a time, so that only one parameter exists in two dtypes
+            materialize([parameter], device)
+            broadcast([parameter])
+            cast_to_compute([parameter], precision)
+        buffers = list(model.buffers())
+        materialize(buffers, device)
+        broadcast(buffers)
+        self._hooks = cast_inputs([model, *casting], precision)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model itself."""
+        return self.module(*args, **kwargs)
+
+    def master_shard(self, parameter: nn.Parameter) -> Shard:
+        """The parameter itself."""
+        return Shard(parameter.shape, parameter.detach())
+
+    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Do nothing: there is one copy."""
+
+    def placement(self) -> Placement:
+        """What this rank holds."""
+        return Placement(
+            engine=type(self.module).__name__,
+            units=(),
+            master_dtypes=frozenset(),
+            master_numel=0,
+            param_bytes=sum(parameter.nbytes for parameter in self.module.parameters()),
+        )
+
+    def close(self) -> None:
+        """Remove the input casts from the model."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def prepare(
@@ -124,7 +185,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
     planned, trains = plan.model, plan.optimizer is not None
     materialization.check(model, train=trains)
     dtypes.set_matmul(planned.precision)
-    kept_fp32.mark(model, planned.kept)
+    dtypes.mark_kept(model, planned.kept)
     PREPARED.update(model.modules())
     cast_model(model, planned.precision, train=trains)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and

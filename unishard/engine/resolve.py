@@ -17,7 +17,7 @@ from unishard.contract.backend import Backend, OptimizerFactory
 from unishard.contract.footprint import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
 from unishard.contract.report import translate
-from unishard.engine.model import activation_checkpointing, compilation, dtypes, input_casts, kept_fp32
+from unishard.engine.model import activation_checkpointing, compilation, dtypes, input_casts
 from unishard.engine.model.facts import description_of, facts_of, freeze_empty, refuse_zero3_of_transformers
 from unishard.engine.model.plain_modules import PlainModules
 from unishard.engine.model.units import shape_of, units_of
@@ -73,7 +73,7 @@ def resolve(
     )
     facts = facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
     freeze_empty(model)
-    kept = kept_fp32.find(model, cfg.precision, train=train)
+    kept = dtypes.find_kept(model, cfg.precision, train=train)
     units = units_of(model, cfg.sharding)
     input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
     recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.contract.entries import NOTHING
-from unishard_deepspeed.keys import top, zero
+from unishard_deepspeed.keys import top
 from unishard_deepspeed.keys.row import Row, Use
 from unishard_deepspeed.keys.values import Takes
 
-ROWS: Mapping[str, Row] = {**top.ROWS, **zero.ROWS}
+ROWS: Mapping[str, Row] = {**top.TOP, **top.ZERO}
 """All that unishard knows of each key, dotted."""
 
 CONSTANTS: Mapping[str, tuple[Any, str]] = {

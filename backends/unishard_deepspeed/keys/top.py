@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard_deepspeed.keys import values as v
-from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, log, refused, removed, same
+from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, log, other, refused, removed, same
 
 _PARALLEL = "splits ranks in other ways than data parallelism; remove it"
 _LOADER = "only affects the DataLoader that deepspeed.initialize makes; use unishard.dataloader"
@@ -158,5 +158,102 @@ _SECTIONS: dict[str, Row] = {
     "progressive_layer_drop": removed(),
 }
 
-ROWS: Mapping[str, Row] = {**_LOOP, **_PRECISION, **_REDUCTION, **_LOGS, **_SECTIONS}
+TOP: Mapping[str, Row] = {**_LOOP, **_PRECISION, **_REDUCTION, **_LOGS, **_SECTIONS}
+"""By dotted key."""
+
+
+# -- The keys of `zero_optimization` in DeepSpeed 0.19.8, one row each -----------------------------
+
+_NVME = "belongs to an optimizer in files, which is not supported; remove it"
+_SWAPS = "how an optimizer in files is read and written; affects only time"
+_TORCH_STEPS = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"
+
+_STAGES: dict[str, Row] = {
+    "stage": decided("sharding.strategy"),
+    "leaf_module": decided("sharding.units"),
+    "leaf_module.classes": decided("sharding.units", v.LEAVES),
+    "leaf_module.names": decided("sharding.units", v.LEAVES),
+    "leaf_module.name_suffixes": decided("sharding.units", v.LEAVES),
+    "reduce_bucket_size": decided("communication.reduce_bucket_size", v.count(1)),
+    "overlap_comm": decided("communication.overlap", v.SWITCH_OR_NULL),
+    "stage3_module_granularity_threshold": decided("sharding.min_unit_params", v.count()),
+    "stage3_max_live_parameters": decided(
+        "sharding.reshard_after_forward and communication.prefetch_bucket_size", v.count(0)
+    ),
+    "stage3_max_reuse_distance": decided("sharding.reshard_after_forward", v.count(0)),
+    "stage3_prefetch_bucket_size": decided("communication.prefetch_bucket_size", v.count(0)),
+    "contiguous_gradients": same(v.SWITCH, True, "gradients are copied into one buffer for each bucket"),
+    "reduce_scatter": same(v.SWITCH, True, "stage 3 reduces to the owner of each shard"),
+    "use_multi_rank_bucket_allreduce": same(v.SWITCH, True, "stages 1 and 2: one collective for each bucket"),
+    "allgather_partitions": same(v.SWITCH, True, "updated parameters are gathered by all-gather"),
+    "allgather_bucket_size": same(v.count(0), 500_000_000, "DeepSpeed's default, elements"),
+    "sub_group_size": same(v.count(0), 1_000_000_000, "DeepSpeed's default, elements updated at once at stage 3"),
+    "compute_grad_norm": refused("step always reports the norm; remove it", v.SWITCH, True, "step reports the norm"),
+    "round_robin_gradients": refused(
+        "corrupts the map from parameters to fp32 master weights (DeepSpeed 0.19.8); remove it",
+        v.SWITCH,
+        False,
+        "corrupts the map from parameters to master weights",
+        "order in which ranks copy gradients; affects only time",
+    ),
+    "ignore_unused_parameters": same(v.SWITCH, True, "unishard leaves parameters without gradient out of the update"),
+    "stage3_param_persistence_threshold": same(v.count(0), 0, "stage 3 shards small parameters too"),
+    "memory_efficient_linear": same(
+        v.SWITCH, False, "replaces the process's F.linear by one that adds a bias after rounding"
+    ),
+    "zero_hpz_partition_size": same(v.count(0), 1, "no second copy of the parameters in smaller groups"),
+    "parameter_alignment": same(v.SWITCH),
+    "override_module_apply": same(v.SWITCH),
+    "log_trace_cache_warnings": same(v.SWITCH),
+    "enable_sanity_checks": same(v.SWITCH),
+    "stage3_model_persistence_threshold": same(v.count(0)),
+    "stage3_use_all_reduce_for_fetch_params": same(v.SWITCH),
+    "stage3_allgather_sequential": same(v.SWITCH),
+    "stage3_gather_16bit_weights_on_model_save": same(v.SWITCH),
+    "zero_quantized_weights": other(v.SWITCH),
+    "zero_quantized_nontrainable_weights": other(v.SWITCH),
+    "zero_quantized_gradients": other(v.SWITCH),
+    "zenflow": refused("changes what the optimizer computes and needs a DeepSpeed optimizer; remove it"),
+    "legacy_stage1": refused(
+        "was removed in DeepSpeed 0.5.9; remove it", v.SWITCH, ignored="was removed in DeepSpeed 0.5.9"
+    ),
+    "elastic_checkpoint": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
+    "load_from_fp32_weights": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
+    "pipeline_loading_checkpoint": refused(OWN_CHECKPOINTS, v.SWITCH, ignored=CHECKPOINTS),
+    "save_muon_momentum_buffer_in_memory": refused(
+        "belongs to NVMe offload of Muon; remove it", v.SWITCH, ignored=CHECKPOINTS
+    ),
+    "stage3_gather_fp16_weights_on_model_save": refused(
+        "is deprecated; write stage3_gather_16bit_weights_on_model_save", v.SWITCH, ignored=CHECKPOINTS
+    ),
+    "mics_shard_size": removed("MiCS has no successor, remove it"),
+    "mics_hierarchical_params_gather": removed("MiCS has no successor, remove it"),
+    "zeropp_loco_param": removed(),
+}
+
+_OFFLOAD: dict[str, Row] = {
+    "cpu_offload": decided("offload.optimizer", v.SWITCH_OR_NULL),
+    "cpu_offload_param": decided("offload.params", v.SWITCH_OR_NULL),
+    "cpu_offload_use_pin_memory": decided("offload.pin_memory", v.SWITCH_OR_NULL),
+    "offload_param.device": decided("offload.params", v.DEVICE),
+    "offload_param.nvme_path": decided("offload.nvme_path", v.PATH),
+    "offload_param.pin_memory": decided("offload.pin_memory", v.SWITCH),
+    "offload_param.buffer_count": same(v.count(0)),
+    "offload_param.buffer_size": same(v.count(0)),
+    "offload_param.max_in_cpu": same(v.count(0)),
+    "offload_optimizer.device": decided("offload.optimizer", v.DEVICE),
+    "offload_optimizer.nvme_path": decided("offload.nvme_path", v.PATH),
+    "offload_optimizer.pin_memory": decided("offload.pin_memory", v.SWITCH),
+    "offload_optimizer.buffer_count": same(v.count(0)),
+    "offload_optimizer.pipeline_read": refused(_NVME, v.SWITCH, ignored=_SWAPS),
+    "offload_optimizer.pipeline_write": refused(_NVME, v.SWITCH, ignored=_SWAPS),
+    "offload_optimizer.fast_init": refused(_NVME, v.SWITCH, ignored=_SWAPS),
+    "offload_optimizer.ratio": refused(_TORCH_STEPS, v.FRACTION),
+    "offload_optimizer.super_offload": refused(
+        _TORCH_STEPS, v.SWITCH, ignored="another way to offload the same; affects only time"
+    ),
+    "offload_optimizer.cpuadam_cores_perc": refused(_TORCH_STEPS, v.FRACTION, ignored="only used with super_offload"),
+}
+
+ZERO: Mapping[str, Row] = {f"zero_optimization.{key}": row for key, row in {**_STAGES, **_OFFLOAD}.items()}
 """By dotted key."""

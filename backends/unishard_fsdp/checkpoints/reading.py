@@ -4,19 +4,97 @@ key.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from unishard.checkpoint import metadata
+from unishard.checkpoint.archives import read_through, require_bounded
+from unishard.checkpoint.files import OutsideFolderError, file_inside, fsync, open_file
 from unishard.checkpoint.manifest import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.contract.checkpoint_format import Contents, optimizer_of
+from unishard.contract.checkpoint_format import Contents, optimizer_of, plain
 from unishard.contract.training_facts import ScheduleFacts
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
-from unishard_fsdp.checkpoints import objects
+
+# The non-tensor values of a torch.distributed.checkpoint directory: numbers and strings, loaded safely from their
+# pickles.
+
+_LARGEST = 1 << 20
+"""Maximum size of a value in bytes; optimizer options are smaller."""
+
+
+def read_objects(folder: Path, prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """Read the plain values whose names have a prefix.
+
+    Returns:
+        The values by their names without the prefix, and the names of values of other types.
+    """
+    index = metadata.read(folder)
+    values: dict[str, Any] = {}
+    skipped: list[str] = []
+    for name, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, BytesStorageMetadata) or not name.startswith(prefix):
+            continue
+        place = index.storage_data.get(MetadataIndex(name))
+        try:
+            values[name.removeprefix(prefix)] = _value(folder, place)
+        except CheckpointError:
+            raise
+        except Exception:  # a damaged or malicious pickle can raise anything
+            skipped.append(name)
+    return values, skipped
+
+
+def _value(folder: Path, place: Any) -> Any:
+    """Load a value, which torch wrote with `torch.save` (torch 2.13, checkpoint/planner_helpers.py)."""
+    if place.length > _LARGEST:
+        raise ValueError("too large for an optimizer option")
+    try:
+        path = file_inside(folder, place.relative_path)
+    except OutsideFolderError as error:
+        raise CheckpointError(f"{folder}: {error}; do not trust this checkpoint, or put the file into it") from None
+    with open_file(path) as file:
+        file.seek(place.offset)
+        record = io.BytesIO(file.read(place.length))
+    for _ in read_through(record, f"{path}: an option of the optimizer"):
+        pass
+    require_bounded(record)
+    value = torch.load(record, weights_only=True)
+    if not plain(value):
+        raise ValueError("not a plain value")
+    return value
+
+
+def add_objects(folder: Path, values: Mapping[str, tuple[tuple[str | int, ...], Any]]) -> None:
+    """Add plain values to a directory that one process wrote.
+
+    Args:
+        folder: The directory.
+        values: By name: the path where torch puts it in nested dictionaries, and the value.
+    """
+    index = metadata.read(folder)
+    path = folder / "__0_1.distcp"
+    at = 0
+    with path.open("wb") as file:
+        for name, (place, value) in values.items():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            length = file.write(buffer.getbuffer())
+            index.state_dict_metadata[name] = BytesStorageMetadata()
+            index.storage_data[MetadataIndex(name)] = metadata.place(path.name, at, length)
+            index.planner_data[name] = place
+            at += length
+    fsync(path)
+    (folder / metadata.FILE).write_bytes(pickle.dumps(index))
+    fsync(folder / metadata.FILE)
+
 
 _MODELS = ("model.", "app.model.", "state_dict.model.", "module.")
 _OPTIMIZERS = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "state_dict.optimizer.", "state_dict.optim.")
@@ -84,7 +162,7 @@ def _add(folder: Path, found: _Found) -> None:
             found.shards[PARAMETERS + name.removeprefix(model)] = tensors.stretch(name)
     if optimizer is not None:
         root = optimizer + "param_groups."
-        values, skipped = objects.read(folder, root)
+        values, skipped = read_objects(folder, root)
         # Learning rates may be tensors with one element.
         numbers = [name for name in tensors if name.startswith(root) and tensors.shapes[name].numel() == 1]
         values |= {name.removeprefix(root): tensors.full(name).item() for name in numbers}

@@ -10,7 +10,7 @@ import torch
 from unishard.checkpoint.writing import write as write_tensors
 from unishard.contract.checkpoint_format import Advance, Contents, plain
 from unishard.contract.training_facts import GroupRecord
-from unishard_fsdp.checkpoints import objects
+from unishard_fsdp.checkpoints import reading
 
 _GROUPS = "optim.param_groups"
 
@@ -29,7 +29,7 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
         values: dict[str, tuple[tuple[str | int, ...], Any]] = {}
         for index, group in enumerate(contents.optimizer.groups):
             values |= _values(index, group, defaults)
-        objects.add(folder, values)
+        reading.add_objects(folder, values)
     return tuple(notes)
 
 

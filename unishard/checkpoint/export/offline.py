@@ -63,7 +63,7 @@ def _assets_of(folder: Path, shards: Mapping[str, LazyShard]) -> Assets:
             f"{path}: transformers cannot build a model from it ({reason}); give the model's config.json"
         ) from error
     model.config._name_or_path = str(folder)
-    return pretrained.assets_of(model, shards)
+    return pretrained.transformers_assets(model, shards)
 
 
 def export_checkpoint(

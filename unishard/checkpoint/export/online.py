@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.checkpoint.export.assets import tokenizer_files
-from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.export.plan import Layout, lay_out
+from unishard.checkpoint.export.pretrained import assets_of
 from unishard.checkpoint.export.writing import Advance, problem_with, write
 from unishard.checkpoint.files import path_of
 from unishard.distributed.on_ranks import ranks_of

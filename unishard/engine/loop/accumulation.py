@@ -26,7 +26,7 @@ from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items, LossKind
-from unishard.engine.loop.reached_parameters import ReachedParameters
+from unishard.engine.loop.reached_parameters import ReachedParameters, Trainable
 from unishard.engine.loop.script_checks import (
     AddedModules,
     EditedGradients,
@@ -35,7 +35,6 @@ from unishard.engine.loop.script_checks import (
     warn_if_divided,
     warn_if_mean,
 )
-from unishard.engine.loop.trainable import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale

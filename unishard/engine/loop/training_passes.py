@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from unishard.data import position
-from unishard.data.epochs import Epochs
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import ranks_with_same
-from unishard.data.position import LoaderPass, Position
+from unishard.data.position import Epochs, LoaderPass, Position
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.errors import ContractError
 

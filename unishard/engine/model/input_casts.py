@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from unishard.config import Precision
 from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.nested_tensors import cast, tensors_in
-from unishard.engine.model.kept_fp32 import holds_all, modules_kept
+from unishard.engine.model.dtypes import all_kept, modules_kept
 from unishard.errors import ConfigError, Problem
 
 _CHECKED = 4
@@ -76,7 +76,7 @@ def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableH
         handles.append(module.register_forward_pre_hook(casts.up, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(casts.back))
     # Before the module's other hooks, so that the engine's hooks get the cast inputs.
-    for module in (root, *(unit for unit in units if not holds_all(unit))) if cfg.cast_inputs else ():
+    for module in (root, *(unit for unit in units if not all_kept(unit))) if cfg.cast_inputs else ():
         handles.append(
             module.register_forward_pre_hook(_Cast(module, cfg, root=module is root), prepend=True, with_kwargs=True)
         )

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Optimizer, Scheduler
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
-from unishard.engine.model.kept_fp32 import holds
+from unishard.engine.model.dtypes import is_kept
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 from unishard.errors import ConfigError, Problem
@@ -61,7 +61,7 @@ def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) ->
     others: list[dict[str, Any]] = []
     kept: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        places = [at for at, parameter in enumerate(group["params"]) if holds(parameter)]
+        places = [at for at, parameter in enumerate(group["params"]) if is_kept(parameter)]
         if 0 < len(places) < len(group["params"]):
             _refuse_with(scheduler)
             kept.append(_only(group, places))

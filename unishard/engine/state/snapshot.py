@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.checkpoint import manifest
-from unishard.checkpoint.export.models import assets_of
+from unishard.checkpoint.export.pretrained import assets_of
 from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack

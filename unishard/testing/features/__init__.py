@@ -1,6 +1,4 @@
-"""All features that are compared with plain torch, by area: one file per area, whose cells run in the same
-processes.
-"""
+"""All features that are compared with plain torch, by area, whose cells run in the same processes."""
 
 from __future__ import annotations
 
@@ -10,33 +8,28 @@ from unishard.testing.cells import Feature
 from unishard.testing.features import (
     access,
     accumulation,
-    activation_checkpointing,
     combinations,
     conditional,
-    evaluation,
     lora,
     models,
-    offload,
     optimizers,
-    plain,
-    precision,
-    sharding,
+    settings,
 )
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
 AREAS: Mapping[str, tuple[Feature, ...]] = {
-    "plain": plain.FEATURES,
+    "plain": settings.PLAIN,
     "accumulation": accumulation.FEATURES,
     "access": access.FEATURES,
     "optimizers": optimizers.FEATURES,
     "lora": lora.FEATURES,
-    "evaluation": evaluation.FEATURES,
-    "sharding": sharding.FEATURES,
-    "offload": offload.FEATURES,
-    "precision": precision.FEATURES,
+    "evaluation": settings.EVALUATION,
+    "sharding": settings.SHARDING,
+    "offload": settings.OFFLOAD,
+    "precision": settings.PRECISION,
     "models": models.FEATURES,
-    "recomputation": activation_checkpointing.FEATURES,
+    "recomputation": settings.RECOMPUTATION,
     "units": conditional.FEATURES,
     "combinations": combinations.FEATURES,
 }

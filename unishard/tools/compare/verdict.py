@@ -11,8 +11,8 @@ from unishard.contract.tolerances import TOLERANCES
 from unishard.errors import BackendError
 from unishard.tools.compare import modules
 from unishard.tools.compare.distance import Distance, Divergence, distance_to, first_divergence, relative
-from unishard.tools.compare.golden import ComparedRun
 from unishard.tools.compare.modules import Located
+from unishard.tools.compare.records import ComparedRun
 
 # -- Why two runs differ, found from how their curves differ and from their configs. Pure ----------
 # The first loss and the first norm are of the same weights, so what differs there is the data, the weights, the dtype,

@@ -12,12 +12,10 @@ from unishard.config.topology import Topology, rendezvous
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.tested_versions import tested
 from unishard.errors import ConfigError
-from unishard.tools.doctor import engines
 from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.devices import devices
 from unishard.tools.doctor.local_ranks import local_ranks
-from unishard.tools.doctor.machine import disk, machine
-from unishard.tools.doctor.packages import packages, python
+from unishard.tools.doctor.machine import devices, disk, machine
+from unishard.tools.doctor.packages import backends, found, packages, probes, python
 
 
 def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator[Check]:
@@ -28,7 +26,7 @@ def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator
         directory: Its disk is measured.
     """
     yield python()
-    usable, unreadable = engines.found()
+    usable, unreadable = found()
     needed = {"torch": "torch"} | {package: extra for backend in usable for package, extra in backend.requires.items()}
     lines = list(packages(tested(usable), needed))
     yield from lines
@@ -39,8 +37,8 @@ def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator
         if line.name in needed and (line.status == Status.FAIL or line.details["version"] is None)
     }
     yield from unreadable
-    yield from engines.backends(usable, unusable)
-    yield from engines.probes(
+    yield from backends(usable, unusable)
+    yield from probes(
         {"unishard": CORE_PRIVATE_API} | {backend.name: backend.private_api for backend in usable}, unusable
     )
     if "torch" not in unusable:

@@ -13,8 +13,7 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider
 
 from unishard.config.hints.names import METHODS, PACKAGE
 from unishard.errors import UnishardError
-from unishard.tools.migrate.configuring import config_of
-from unishard.tools.migrate.facts import CLIPS, ScriptFacts, argument, code, target_of
+from unishard.tools.migrate.facts import CLIPS, ScriptFacts, argument, code, config_of, target_of
 
 _RENAMED = {"is_main_process": "is_main", "num_processes": "world_size", "process_index": "rank", "reduce": "mean"}
 _SAME = dict.fromkeys(("backward", "device", "gather_for_metrics", "print")) | _RENAMED

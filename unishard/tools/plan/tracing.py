@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unishard.config import Config
-from unishard.engine.model import activation_checkpointing, kept_fp32
+from unishard.engine.model import activation_checkpointing, dtypes
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.units import shape_of
@@ -119,7 +119,7 @@ def trace(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
     activation_checkpointing.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
-    kept_fp32.mark(model, kept_fp32.find(model, cfg.precision, train=False).names)
+    dtypes.mark_kept(model, dtypes.find_kept(model, cfg.precision, train=False).names)
     with fake:
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:

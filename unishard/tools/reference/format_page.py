@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from unishard.config import Config, leaves
 from unishard.contract import registry
@@ -13,7 +14,24 @@ from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit, Rule
 from unishard.formats import catalog
 from unishard.formats.format import Format
-from unishard.tools.reference.markdown import code, table
+
+# -- Markdown tables and values of the generated pages ---------------------------------------------
+
+
+def code(value: Any) -> str:
+    """Format a value as inline code."""
+    return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.split()).replace("|", "\\|")
+
 
 _TOP = """\
 # Configs of other tools, key by key

@@ -21,8 +21,7 @@ from unishard.contract.rules import Fit, Rule
 from unishard.contract.training_facts import Facts
 from unishard.errors import UnishardError
 from unishard.formats import NAMES
-from unishard.tools.reference.format_page import formats_page, overview
-from unishard.tools.reference.markdown import code, table
+from unishard.tools.reference.format_page import code, formats_page, overview, table
 
 # Renders the private names of each engine as a section of docs/engines.md; the rest of that page is hand-written.
 

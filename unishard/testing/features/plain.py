@@ -1,8 +1,0 @@
-"""The loop of the README, in every strategy, with and without accumulation and clipping."""
-
-from __future__ import annotations
-
-from unishard.testing.cells import Feature
-from unishard.testing.models import MODELS
-
-FEATURES = (Feature("plain", "the loop of the README", models=MODELS),)
