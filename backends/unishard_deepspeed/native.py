@@ -10,8 +10,8 @@ from typing import Any
 
 from unishard.contract.rules import Fit
 from unishard.errors import Problem
+from unishard_deepspeed.keys import ROWS
 from unishard_deepspeed.keys.row import Row, Use
-from unishard_deepspeed.keys.table import ROWS
 
 BLOCKS = [
     *dict.fromkeys(

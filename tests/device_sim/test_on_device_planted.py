@@ -17,7 +17,7 @@ from unishard.checkpoint.saving import Background
 from unishard.data import batches
 from unishard.distributed.host_numbers import HostRead
 from unishard.testing import run_ranks
-from unishard_fsdp.host_optimizer import HostCopies
+from unishard_fsdp.fsdp_adapter import HostCopies
 
 DEVICE = torch.device("cuda", 0)
 TIMES = int(os.environ.get("DEVICE_SIM_TIMES", "1"))

@@ -14,8 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import unishard
-from unishard.checkpoint.export.offline import export_checkpoint
-from unishard.checkpoint.export.online import export
+from unishard.checkpoint.export.offline import export, export_checkpoint
 from unishard.cli import app
 from unishard.errors import CheckpointError
 

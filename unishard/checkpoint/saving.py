@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.checkpoint import directory, finding, manifest, ownership, shared_folder
+from unishard.checkpoint import directory, finding, manifest, ownership
 from unishard.checkpoint.files import fsync
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
@@ -129,13 +129,13 @@ def save(
     beside = snapshot.run or "" if snapshot.other_run_present else ""
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step, beside))
     try:
-        shared_folder.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
+        ownership.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
         written = write(temporary, snapshot.shards, ties=snapshot.ties, group=group, advance=advance, cache=cache)
 
         def finish() -> Path:
             assert written is not None
-            shared_folder.unmark(temporary)
-            shared_folder.require_complete(temporary, written.files)
+            ownership.unmark(temporary)
+            ownership.require_complete(temporary, written.files)
             files = _write_assets(temporary, snapshot.assets)
             directory.write_manifest(temporary, _manifest(snapshot, written, files, finding.next_commit(root)))
             ownership.confirm(root)  # a save may take long

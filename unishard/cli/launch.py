@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName, own_file
-from unishard.cli.saving import save
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName, own_file, save
 from unishard.cli.script_runs import ScriptLast
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config

@@ -105,7 +105,7 @@ def _write(config: Path, found: Plan) -> None:
     Raises:
         ConfigError: There is none.
     """
-    from unishard.cli.saving import save
+    from unishard.cli.arguments import save
     from unishard.config.loading.editing import check_text, edit
 
     recommendation = found.recommendation

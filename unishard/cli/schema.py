@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from unishard.cli.arguments import Output
-from unishard.cli.saving import save
+from unishard.cli.arguments import Output, save
 from unishard.cli.wrapping import echo, emit
 
 

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli import arguments
-from unishard.cli.arguments import ConfigFile, own_file
-from unishard.cli.saving import save
+from unishard.cli.arguments import ConfigFile, own_file, save
 from unishard.errors import ConfigError
 
 

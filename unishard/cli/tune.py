@@ -16,9 +16,9 @@ from unishard.cli.arguments import (
     ScriptArguments,
     ScriptIsModule,
     device_of,
+    save,
     strategy_lists,
 )
-from unishard.cli.saving import save
 from unishard.cli.script_runs import (
     AsJson,
     Backends,

@@ -6,14 +6,15 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from unishard.errors import printable
+from unishard.errors import RenamedFieldWarning, printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -264,3 +265,42 @@ def _colored(cell: str) -> Text:
     from rich.text import Text
 
     return Text(cell, style=FIT_STYLES.get(cell.partition(":")[0], ""), overflow="fold")
+
+
+# -- Warnings about renamed fields, as one plain line each instead of Python's two with a source path --
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Collect the notes about renamed fields while something runs, each once; other warnings are shown as always."""
+    notes: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RenamedFieldWarning)
+        show = warnings.showwarning
+
+        def keep(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if not issubclass(category, RenamedFieldWarning):
+                show(message, category, filename, lineno, file, line)
+            elif str(message) not in notes:
+                notes.append(str(message))
+
+        warnings.showwarning = keep
+        yield notes
+
+
+@contextmanager
+def plain_notes() -> Iterator[None]:
+    """Write the notes about renamed fields to stderr, one line each."""
+    with collected() as notes:
+        try:
+            yield
+        finally:
+            for note in notes:
+                echo(f"warning: {note}", err=True)

@@ -66,7 +66,7 @@ class ModelPlan:
     compiled: Sequence[Unit]
     compile: Compile
     plain: Any
-    """What its modules were before: `unishard.engine.model.plain_modules.PlainModules`."""
+    """What its modules were before: `unishard.engine.model.facts.PlainModules`."""
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.distributed import devices
+from unishard.distributed import process_group
 from unishard.distributed.process_group import host_group
 
 
@@ -36,7 +36,7 @@ def _start(numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> Callab
     if dist.get_world_size() == 1:
         return lambda: list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    group = None if devices.of_numbers().type == "cpu" else host_group()
+    group = None if process_group.of_numbers().type == "cpu" else host_group()
     work = dist.all_reduce(tensor, operation, group=group, async_op=True)
 
     def wait() -> list[int]:

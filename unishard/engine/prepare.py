@@ -18,7 +18,7 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement
-from unishard.distributed import devices, process_group
+from unishard.distributed import process_group
 from unishard.distributed.broadcast import broadcast
 from unishard.distributed.shards import Shard
 from unishard.engine.engine import Engine
@@ -26,10 +26,9 @@ from unishard.engine.loop.guarded_module import put_in_training_mode
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.model import activation_checkpointing, compilation, dtypes, materialization
 from unishard.engine.model.dtypes import cast_model, cast_to_compute
-from unishard.engine.model.facts import name_synchronized
+from unishard.engine.model.facts import PREPARED, name_synchronized
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.materialization import materialize
-from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.optim import public_optimizer
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.resolve import Fingerprint, fingerprint_of, resolve
@@ -197,7 +196,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
         public_optimizer.mark(model)
         put_in_training_mode(model, plan.topology.rank)
         name_synchronized(model, plan.topology, process_group.device_of(plan.topology))
-        devices.use_host_cores(planned.offload, plan.topology)
+        process_group.use_host_cores(planned.offload, plan.topology)
     written = WrittenParameters(model, casting) if trains and not plan.guard.full_weights else None
     if plan.engine is not None:
         return plan.backend.build(model, plan), written

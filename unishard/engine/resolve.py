@@ -18,8 +18,13 @@ from unishard.contract.footprint import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
 from unishard.contract.report import translate
 from unishard.engine.model import activation_checkpointing, compilation, dtypes, input_casts
-from unishard.engine.model.facts import description_of, facts_of, freeze_empty, refuse_zero3_of_transformers
-from unishard.engine.model.plain_modules import PlainModules
+from unishard.engine.model.facts import (
+    PlainModules,
+    description_of,
+    facts_of,
+    freeze_empty,
+    refuse_zero3_of_transformers,
+)
 from unishard.engine.model.units import shape_of, units_of
 from unishard.engine.optim import optimizers
 from unishard.engine.optim.builder import OptimizerSetup

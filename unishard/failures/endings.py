@@ -70,6 +70,11 @@ def naming_causes() -> Iterator[None]:
 
 def names_causes(cls: C) -> C:
     """Run each public method of a class, also the inherited ones, in a block of `naming_causes`."""
+    return wrap_methods(cls, _naming)
+
+
+def wrap_methods(cls: C, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> C:
+    """Replace each public method of a class, also the inherited ones, but no generator."""
     for name in dir(cls):
         method = getattr(cls, name)
         if (
@@ -77,7 +82,7 @@ def names_causes(cls: C) -> C:
             and not inspect.isgeneratorfunction(method)
             and (name == "__call__" or not name.startswith("_"))
         ):
-            setattr(cls, name, _naming(method))
+            setattr(cls, name, wrapped(method))
     return cls
 
 

@@ -72,9 +72,7 @@ class _Hook:
         """Write an error of this rank; in one line if another rank has raised the same before."""
         own = f"raised {headline(error)}"
         self.line.end(own, RAISED)
-        leader = next(
-            ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank
-        )
+        leader = self._first_with(own)
         if leader.rank != self.line.rank:
             self._write_after(leader, f"raised the same error as rank {leader.rank}: {type(error).__name__}")
             return
@@ -107,14 +105,17 @@ class _Hook:
         """Write an error of all ranks on the first one that ends with it."""
         own = f"raised RankMismatchError: {error}"
         self.line.end(own, FOLLOWED)
-        leader = next(
-            ending for ending in self.line.endings.values() if ending.text == own or ending.rank == self.line.rank
-        )
+        leader = self._first_with(own)
         if leader.rank != self.line.rank:
             self._write_after(leader, f"ended for the same reason as rank {leader.rank}")
             return
         self._write(text)
         self.line.printed()
+
+    def _first_with(self, text: str) -> Ending:
+        """The ending of the first rank that ends with this text: this one's, if no other does."""
+        endings = self.line.endings.values()
+        return next(ending for ending in endings if ending.text == text or ending.rank == self.line.rank)
 
     def _because(self, cause: str) -> str:
         place, unit, first = self.line.place(), self.line.unit(), self.line.first()

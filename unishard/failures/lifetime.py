@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from unishard.config.topology import Topology, forgotten_srun, life, rendezvous, store_of_launcher
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.distributed import devices, serving
+from unishard.distributed import process_group, serving
 from unishard.distributed.process_group import TIMEOUT, forget_groups
 from unishard.errors import RankMismatchError
 from unishard.failures import excepthook, launcher, monitor_client, prelaunch_errors, second_signal
@@ -209,7 +209,7 @@ connections, which the others notice in a collective at once and not only throug
 _GROUPS = 3
 """The default group, the one for the host, and the one of saves in the background."""
 _OTHERS = 512
-"""Files, devices, libraries, data loaders."""
+"""Files, process_group, libraries, data loaders."""
 _VARIABLE = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -260,7 +260,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
         launcher.watch()
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
-        devices.use(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
+        process_group.use(process_group.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
     if started:
         if patience is not None:
             join_group(TIMEOUT, patience)
@@ -287,7 +287,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     _note_start()
     if cuda and topology.world_size > 1:
         with monitor_client.asking():
-            devices.refuse_shared(torch.cuda.current_device())
+            process_group.refuse_shared(torch.cuda.current_device())
     return topology
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unishard.checkpoint import shared_folder
+from unishard.checkpoint import ownership
 from unishard.checkpoint.export.plan import ExportedTensor, File
 from unishard.checkpoint.files import fsync
 from unishard.distributed.on_ranks import Ranks
@@ -167,7 +167,7 @@ def write(
     """
     draft = Path(ranks.each(lambda: _begin(folder, files, overwrite) if ranks.rank == 0 else "")[0])
     try:
-        shared_folder.require_shared(draft, ranks, folder, "the folder of an export")
+        ownership.require_shared(draft, ranks, folder, "the folder of an export")
         held = ranks.each(lambda: _held(shards, files))
         ranks.each(lambda: _refuse_gaps(shards, held) if ranks.rank == 0 else None)
         ranks.each(lambda: _fill(draft, folder, shards, files, held, ranks.rank, advance))
@@ -267,7 +267,7 @@ def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
 
 def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes], overwrite: bool) -> None:
     with _os_errors(folder):
-        shared_folder.unmark(draft)
+        ownership.unmark(draft)
         for name, data in others.items():
             path = draft / name
             path.parent.mkdir(parents=True, exist_ok=True)

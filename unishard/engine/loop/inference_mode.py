@@ -7,7 +7,6 @@ inference mode can never be part of a graph again, so that the training after an
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import replace_tensors
+from unishard.failures.endings import wrap_methods
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,15 +51,7 @@ def with_inference_as_no_grad(cls: C) -> C:
     """Run each public method of a class, also the inherited ones, in a block of `as_no_grad`, with arguments that can
     be written to.
     """
-    for name in dir(cls):
-        method = getattr(cls, name)
-        if (
-            inspect.isfunction(method)
-            and not inspect.isgeneratorfunction(method)
-            and (name == "__call__" or not name.startswith("_"))
-        ):
-            setattr(cls, name, _as_no_grad(method))
-    return cls
+    return wrap_methods(cls, _as_no_grad)
 
 
 def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 
 from unishard.checkpoint import directory, finding, ownership
-from unishard.checkpoint.export.online import export
+from unishard.checkpoint.export.offline import export
 from unishard.checkpoint.files import path_of
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.saving import Background, Retention, save, without_collections

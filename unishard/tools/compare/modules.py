@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from unishard.contract.tolerances import Tolerance
-from unishard.tools.compare.distance import relative
-from unishard.tools.compare.records import lines_in
+from unishard.tools.compare.records import lines_in, relative
 
 FILE = "modules.jsonl"
 """Its name beside `log.jsonl`."""

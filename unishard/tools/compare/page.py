@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from textwrap import wrap
 
-from unishard.tools.compare.distance import Distance, distance_to
 from unishard.tools.compare.measuring import Measured
-from unishard.tools.compare.records import Course
+from unishard.tools.compare.records import Course, Distance, distance_to
 
 # -- The table of `unishard compare`, in 80 columns ------------------------------------------------
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from unishard.contract.tolerances import TOLERANCES
 from unishard.errors import BackendError
 from unishard.tools.compare import modules
-from unishard.tools.compare.distance import Distance, Divergence, distance_to, first_divergence, relative
 from unishard.tools.compare.modules import Located
-from unishard.tools.compare.records import ComparedRun
+from unishard.tools.compare.records import ComparedRun, Distance, Divergence, distance_to, first_divergence, relative
 
 # -- Why two runs differ, found from how their curves differ and from their configs. Pure ----------
 # The first loss and the first norm are of the same weights, so what differs there is the data, the weights, the dtype,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from unishard.config.describe import count_of
 from unishard.config.topology import Topology, rendezvous, store_of_launcher
-from unishard.distributed import devices, serving
+from unishard.distributed import process_group, serving
 from unishard.tools.doctor.check import Check, Status, one_line
 
 _TIMEOUT = timedelta(seconds=60)
@@ -100,8 +100,8 @@ def _measured(topology: Topology, seconds: float) -> Iterator[Check | None]:
     yield _versions(hosts, _gathered(_own_versions()))
     yield _collectives("gloo", torch.device("cpu"), _GLOO_BYTES, None)
     if torch.cuda.is_available():
-        index = devices.choose(topology, shared=True)
-        everyone = devices.of_everyone(index)
+        index = process_group.choose(topology, shared=True)
+        everyone = process_group.of_everyone(index)
         own = len(set(everyone)) == len(everyone)
         yield _over_nccl(index) if own else Check("nccl", Status.OK, "not measured: ranks share a device")
     yield _links(hosts)
