@@ -21,10 +21,8 @@ from torch.overrides import TorchFunctionMode
 from unishard.config.topology import Topology
 from unishard.distributed.process_group import device_of
 from unishard.errors import BackendError
-from unishard_deepspeed.oldest import OLDEST, require_version
+from unishard_deepspeed.oldest import require_version
 from unishard_deepspeed.private.building import compile_nothing, leave_process_group
-
-__all__ = ["OLDEST", "load", "quiet", "require_files"]
 
 _EXPECTED = (
     # For every torch optimizer except Adam, AdamW and Adagrad; unishard's suite tests them.

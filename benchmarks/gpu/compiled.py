@@ -12,8 +12,8 @@ import torch
 import unishard
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, tokens, train
+from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import run_ranks
-from unishard.testing.cells import TOLERANCES
 from unishard.testing.models import llama
 
 _LAYERS = 12

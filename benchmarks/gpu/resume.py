@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import full_size
+from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import resuming
-from unishard.testing.cells import TOLERANCES
 from unishard.testing.resuming import Pair, ResumedRun
 
 

@@ -75,7 +75,7 @@ def save(
     """Save as rank 0 does, with two small files in place of the tensors; as earlier versions did, where no run is
     named."""
     directory.clean(root)
-    beside = run if any(found.name == directory.name_of(step) for found in directory.checkpoints(root)) else ""
+    beside = run if any(found.name == finding.name_of(step) for found in finding.checkpoints(root)) else ""
     folder = directory.begin(root, step, beside)
     for name in ("one", "two"):
         (folder / name).write_bytes(content)

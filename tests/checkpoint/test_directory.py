@@ -35,7 +35,7 @@ def former(root: Path) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    return [found.step for found in directory.checkpoints(root)]
+    return [found.step for found in finding.checkpoints(root)]
 
 
 def content(folder: Path) -> bytes:
@@ -88,19 +88,19 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(step: int, kept: int, tm
         root = Path(shutil.copytree(template, tmp_path / str(at)))
         if not dies(at, lambda root=root: save(root, step, b"new", keep_last=2, written=stamp(45))):
             break
-        found = directory.latest(root)
+        found = finding.latest(root)
         assert found is not None
         seen.add((manifest.read(found).step, content(found)))
-        for each in directory.checkpoints(root):
+        for each in finding.checkpoints(root):
             assert content(each.path) == b"old" or each.step == step
         assert {kept, step} & set(FORMER) <= set(steps(root)), "only what retention does not want has gone"
         save(root, 50, b"next", keep_last=2)
-        assert directory.incomplete(root) == []
+        assert finding.incomplete(root) == []
         assert sorted(path.name for path in root.iterdir()) == [
             "latest",
-            *(directory.name_of(each) for each in steps(root)),
+            *(finding.name_of(each) for each in steps(root)),
         ]
-        assert content(directory.latest(root)) == b"next"
+        assert content(finding.latest(root)) == b"next"
     assert at >= 40, "so many moments to be killed at"
     assert seen == {(30, b"old"), (step, b"new")}
 
@@ -115,10 +115,10 @@ def test_a_kill_while_cleaning_up_leaves_the_old_checkpoint(tmp_path: Path) -> N
         assert steps(root) == [10, 20, 30]
         survived = not dies(at, lambda root=root: directory.clean(root))
         assert steps(root) == [10, 20, 30]
-        assert content(directory.latest(root)) == b"old"
+        assert content(finding.latest(root)) == b"old"
         if survived:
-            assert directory.latest(root) == root / "step-00000030"
-            assert directory.incomplete(root) == []
+            assert finding.latest(root) == root / "step-00000030"
+            assert finding.incomplete(root) == []
             return
     raise AssertionError("it never ended")
 
@@ -150,11 +150,11 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
 
 
 def test_latest_is_what_was_committed_last(tmp_path: Path) -> None:
-    assert directory.latest(tmp_path / "nowhere") is None
+    assert finding.latest(tmp_path / "nowhere") is None
     former(tmp_path)
     assert (tmp_path / "latest").read_text() == "step-00000030\n"
     save(tmp_path, 15, written=stamp(50))
-    assert directory.latest(tmp_path) == tmp_path / "step-00000015", (
+    assert finding.latest(tmp_path) == tmp_path / "step-00000015", (
         "the run went back to step 10, and goes on from there"
     )
 
@@ -165,13 +165,13 @@ def test_a_file_latest_that_is_not_so_misleads_nobody(said: str | None, tmp_path
     (tmp_path / "latest").unlink()
     if said is not None:
         (tmp_path / "latest").write_bytes(said.encode(errors="surrogateescape"))
-    assert directory.latest(tmp_path) == tmp_path / "step-00000030"
+    assert finding.latest(tmp_path) == tmp_path / "step-00000030"
 
 
 def test_a_clock_that_went_back_does_not_hide_a_checkpoint(tmp_path: Path) -> None:
     former(tmp_path)
     save(tmp_path, 40, written=stamp(5))
-    assert directory.latest(tmp_path) == tmp_path / "step-00000040"
+    assert finding.latest(tmp_path) == tmp_path / "step-00000040"
 
 
 def test_latest_is_the_last_commit_whatever_the_clock_and_the_pointer_say(tmp_path: Path) -> None:
@@ -182,10 +182,10 @@ def test_latest_is_the_last_commit_whatever_the_clock_and_the_pointer_say(tmp_pa
     shutil.rmtree(tmp_path / "step-00000020")
     pointer = (tmp_path / "latest").read_text()
     newest = save(tmp_path, 20, run="a" * 8)
-    assert directory.latest(tmp_path) == newest
+    assert finding.latest(tmp_path) == newest
     (tmp_path / "latest").write_text(pointer)
-    assert directory.latest(tmp_path) == newest
-    assert save(tmp_path, 21, keep_last=2, run="a" * 8) == directory.latest(tmp_path)
+    assert finding.latest(tmp_path) == newest
+    assert save(tmp_path, 21, keep_last=2, run="a" * 8) == finding.latest(tmp_path)
     assert steps(tmp_path) == [20, 21], "the branch that was abandoned is older"
 
 
@@ -196,7 +196,7 @@ def test_what_earlier_versions_saved_is_older_than_any_commit_with_a_number(tmp_
     newest = save(tmp_path, 25, run="0" * 8, written=stamp(1))
     for pointer in ("step-00000030\n", "step-00000010\n", "step-00000025\n"):
         (tmp_path / "latest").write_text(pointer)
-        assert directory.latest(tmp_path) == newest
+        assert finding.latest(tmp_path) == newest
 
 
 def test_runs_with_the_same_steps_stand_beside_each_other(tmp_path: Path) -> None:
@@ -206,36 +206,36 @@ def test_runs_with_the_same_steps_stand_beside_each_other(tmp_path: Path) -> Non
         save(tmp_path, step, b"one", run=one)
     for step in FORMER:
         newest = save(tmp_path, step, b"other", keep_last=1, run=other)
-    assert [found.name for found in directory.checkpoints(tmp_path)] == [
+    assert [found.name for found in finding.checkpoints(tmp_path)] == [
         "step-00000010",
         "step-00000020",
         "step-00000030",
     ]
-    assert directory.latest(tmp_path) == newest
+    assert finding.latest(tmp_path) == newest
     save(tmp_path, 20, b"again", run=other)
     assert content(tmp_path / "step-00000020") == b"one"
-    assert content(directory.locate(tmp_path, 20)) == b"again"
-    assert directory.locate(tmp_path, "step-00000020-bbbbbbbb").name == "step-00000020-bbbbbbbb"
+    assert content(finding.locate(tmp_path, 20)) == b"again"
+    assert finding.locate(tmp_path, "step-00000020-bbbbbbbb").name == "step-00000020-bbbbbbbb"
     last = save(tmp_path, 40, keep_last=1, run=one)
-    assert [found.name for found in directory.checkpoints(tmp_path)] == [
+    assert [found.name for found in finding.checkpoints(tmp_path)] == [
         "step-00000020-bbbbbbbb",
         "step-00000030",
         "step-00000040",
     ]
-    assert directory.latest(tmp_path) == last
+    assert finding.latest(tmp_path) == last
 
 
 def test_a_kill_while_a_step_beside_another_run_is_replaced_leaves_both(tmp_path: Path) -> None:
     save(tmp_path, 10, b"one", run="a" * 8)
     beside = save(tmp_path, 10, b"other", run="b" * 8)
     beside.rename(tmp_path / f".old-{beside.name}-{'0' * 32}")
-    assert [(found.step, content(found.path)) for found in directory.checkpoints(tmp_path)] == [
+    assert [(found.step, content(found.path)) for found in finding.checkpoints(tmp_path)] == [
         (10, b"one"),
         (10, b"other"),
     ]
     directory.clean(tmp_path)
     assert content(beside) == b"other"
-    assert directory.incomplete(tmp_path) == []
+    assert finding.incomplete(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_retention_keeps_the_best_of_the_run(best: str, kept: list[int], first: 
     assert steps(tmp_path) == [5, *kept]
     found = finding.best(tmp_path, best)
     assert found is not None
-    assert found.name == directory.name_of(first)
+    assert found.name == finding.name_of(first)
     assert finding.best(tmp_path / "nowhere", best) is None
 
 
@@ -307,7 +307,7 @@ def test_cleaning_touches_nothing_of_others(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     directory.clean(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-    assert directory.incomplete(tmp_path) == ["step-00000010"]
+    assert finding.incomplete(tmp_path) == ["step-00000010"]
 
 
 def test_a_folder_without_a_manifest_gives_way(tmp_path: Path) -> None:
@@ -326,8 +326,8 @@ def test_what_has_no_manifest_is_not_committed(tmp_path: Path) -> None:
 def test_what_is_meant_is_found(tmp_path: Path) -> None:
     former(tmp_path)
     for which, step in (("latest", 30), (20, 20), ("20", 20), ("step-00000010", 10), ("step-10", 10)):
-        assert directory.locate(tmp_path, which) == tmp_path / directory.name_of(step)
-    assert directory.locate(tmp_path / "step-00000010") == tmp_path / "step-00000010"
+        assert finding.locate(tmp_path, which) == tmp_path / finding.name_of(step)
+    assert finding.locate(tmp_path / "step-00000010") == tmp_path / "step-00000010"
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_what_is_not_there_is_told(where: str, which: str | int, message: str, t
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / ".metadata").touch()
     with pytest.raises(CheckpointError, match=message):
-        directory.locate(tmp_path / where, which)
+        finding.locate(tmp_path / where, which)
 
 
 def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
@@ -361,4 +361,4 @@ def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot create a checkpoint here"):
         directory.begin(tmp_path / "file" / "below", 1)
     with pytest.raises(CheckpointError, match=r"cannot be read"):
-        directory.checkpoints(tmp_path / "file")
+        finding.checkpoints(tmp_path / "file")

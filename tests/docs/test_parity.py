@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from unishard.contract.tolerances import TOLERANCES, Tolerance
 from unishard.testing import conformance, parity
-from unishard.testing.cells import TOLERANCES, Tolerance
 from unishard.testing.conformance import Deviation, Refusal
 from unishard.testing.features import FEATURES
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import resuming_page
-from unishard.testing.cells import STRATEGIES, TOLERANCES
-from unishard.testing.resuming import BACKENDS, Resumption, every_pair
+from unishard.testing.cells import BACKENDS, STRATEGIES
+from unishard.testing.resuming import Resumption, every_pair
 
 PAGE = Path(__file__).parents[2] / "docs/resuming.md"
 KINDS = [f"{backend} {strategy}" for backend, strategy in product(BACKENDS, STRATEGIES)]

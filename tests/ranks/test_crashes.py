@@ -19,7 +19,7 @@ from harness.faults import Event, Interception, flip, killing, truncate
 from harness.training import ADAMW, config, curve, everyones, losses_of, my_rank, own_share, prepare, train
 from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
 
-from unishard.checkpoint import directory, finding
+from unishard.checkpoint import finding
 from unishard.checkpoint.saving import save
 from unishard.testing import RankFailure, run_ranks
 
@@ -138,7 +138,7 @@ def resumed(roots):
         with prepare(cfg) as engine:
             begun = engine.load(root)
             engine.save(root)
-            left = directory.incomplete(Path(root))
+            left = finding.incomplete(Path(root))
             losses = curve(train(engine, everyones(begun.step, UPDATES, world=2))).losses
             answers.append((begun, left, losses))
     return answers

@@ -19,10 +19,10 @@ from unishard.checkpoint.directory import write_manifest
 from unishard.checkpoint.files import fsync, open_file
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
 from unishard.checkpoint.manifest import OPTIMIZER, PARAMETERS, parameter_of
+from unishard.checkpoint.planning import Written
 from unishard.checkpoint.saving import summary_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import require_sound, verified
-from unishard.checkpoint.writing import Written
 from unishard.checkpoint.writing import write as write_tensors
 from unishard.contract import registry
 from unishard.contract.checkpoint_format import Advance, CheckpointFormat, Contents

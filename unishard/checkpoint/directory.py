@@ -30,38 +30,18 @@ from unishard.checkpoint.finding import (
     LATEST,
     LEFT_OVER,
     STEP,
-    FoundCheckpoint,
     age_of,
     checkpoints,
     entries,
     header_of,
-    incomplete,
     is_checkpoint,
     latest,
-    locate,
     name_of,
     ranked,
     set_aside,
 )
 from unishard.checkpoint.manifest import Manifest
 from unishard.errors import CheckpointError
-
-__all__ = [
-    "LATEST",
-    "FoundCheckpoint",
-    "begin",
-    "checkpoints",
-    "clean",
-    "commit",
-    "discard",
-    "incomplete",
-    "is_checkpoint",
-    "latest",
-    "locate",
-    "name_of",
-    "prune",
-    "write_manifest",
-]
 
 
 def begin(root: Path, step: int, beside: str = "") -> Path:

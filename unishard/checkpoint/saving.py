@@ -23,7 +23,8 @@ from unishard.checkpoint.files import fsync
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.writing import Written, write
+from unishard.checkpoint.planning import Written
+from unishard.checkpoint.writing import write
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import is_shared, on_first, ranks_of
 from unishard.distributed.shards import LazyShard

@@ -38,8 +38,6 @@ from unishard.distributed.on_ranks import share
 from unishard.distributed.shards import LazyShard, norm_of
 from unishard.errors import CheckpointError
 
-__all__ = ["Written", "write"]
-
 CHUNK = 1 << 24
 """Bytes of a chunk. A reader always reads entire chunks."""
 

@@ -245,8 +245,6 @@ def _need(count: int) -> str:
     return f"{count} needs" if count == 1 else f"{count} need"
 
 
-__all__ = ["ReportForm", "plain", "value_of", "write_report"]
-
 _ORDER = (Fit.EXACT, Fit.EQUIVALENT, Fit.IGNORED, Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
 """In the counts."""
 

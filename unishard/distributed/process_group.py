@@ -204,8 +204,6 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-__all__ = ["TIMEOUT", "agree", "borrow_group", "device_of", "forget_groups", "give_back", "host_group"]
-
 TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives, over gloo and NCCL; when it expires, torch ends the process with its own report."""
 

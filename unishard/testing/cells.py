@@ -17,14 +17,12 @@ from torch import nn
 import unishard
 from unishard.config import Config
 from unishard.config.nested import merge
-from unishard.contract.tolerances import TOLERANCES, Tolerance
+from unishard.contract.tolerances import Tolerance
 from unishard.testing import oracle
 from unishard.testing.models import MODELS, TestModel, batch_of
 from unishard.testing.oracle import Curve
 
 # -- How far an engine may deviate from plain torch, and where upstream limitations exceed that ----
-
-__all__ = ["GAPS", "TOLERANCES", "KnownGap", "Tolerance"]
 
 
 class KnownGap(NamedTuple):

@@ -17,19 +17,9 @@ import torch
 
 import unishard
 from unishard.config import Config
+from unishard.contract.tolerances import TOLERANCES, Tolerance
 from unishard.errors import UnishardError
-from unishard.testing.cells import (
-    CLIP,
-    GAPS,
-    STRATEGIES,
-    TOLERANCES,
-    Cell,
-    KnownGap,
-    Tolerance,
-    config_of,
-    micro_batches,
-    windows,
-)
+from unishard.testing.cells import CLIP, GAPS, STRATEGIES, Cell, KnownGap, config_of, micro_batches, windows
 from unishard.testing.features import AREAS, FEATURES, area_of
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve

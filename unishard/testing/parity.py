@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from unishard.contract.tolerances import TOLERANCES, Tolerance
 from unishard.testing import conformance
-from unishard.testing.cells import BACKENDS, STEPS, TOLERANCES, Cell, Tolerance
+from unishard.testing.cells import BACKENDS, STEPS, Cell
 from unishard.testing.conformance import Deviation, Refusal
 from unishard.testing.features import AREAS, FEATURES
-
-__all__ = ["BACKENDS", "Failure", "Figures", "page", "write"]
 
 _FIELDS = ("first_losses", "losses", "first_norm", "norms")
 _READING = """\

@@ -16,23 +16,10 @@ import unishard
 from unishard.checkpoint import manifest
 from unishard.config import Config
 from unishard.config.nested import merge
-from unishard.testing.cells import BACKENDS, STRATEGIES, TOLERANCES
+from unishard.contract.tolerances import TOLERANCES
+from unishard.testing.cells import BACKENDS, STRATEGIES
 from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks
-
-__all__ = [
-    "AFTER",
-    "BACKENDS",
-    "BEFORE",
-    "WORLDS",
-    "Pair",
-    "ResumedRun",
-    "Resumption",
-    "every_pair",
-    "holds",
-    "measure",
-    "spanning_pairs",
-]
 
 WORLDS = (1, 2, 4)
 BEFORE, AFTER = 5, 20

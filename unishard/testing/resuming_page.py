@@ -12,19 +12,9 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
-from unishard.testing.cells import STRATEGIES, TOLERANCES
-from unishard.testing.resuming import (
-    AFTER,
-    BACKENDS,
-    BEFORE,
-    WORLDS,
-    Pair,
-    ResumedRun,
-    Resumption,
-    every_pair,
-    holds,
-    measure,
-)
+from unishard.contract.tolerances import TOLERANCES
+from unishard.testing.cells import BACKENDS, STRATEGIES
+from unishard.testing.resuming import AFTER, BEFORE, WORLDS, Pair, ResumedRun, Resumption, every_pair, holds, measure
 
 _PRECISIONS = ("fp32", "bf16")
 

@@ -11,8 +11,9 @@ import time
 from soak.life import Lived, live
 from soak.plan import WORLDS, Life, Segment, draw
 from soak.usage import WARM, grown
+from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import run_ranks
-from unishard.testing.cells import BACKENDS, TOLERANCES
+from unishard.testing.cells import BACKENDS
 
 UPDATES, LIVES = 2000, 8
 LOSSES = TOLERANCES["fp32"].losses

@@ -291,8 +291,6 @@ def plot(one: TrainingCurve, other: TrainingCurve, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-__all__ = ["DemoError", "run_demo"]
-
 BACKENDS = ("fsdp", "deepspeed")
 TOLERANCE = 1e-4
 _PACKAGES = ("torch", "transformers", "deepspeed", "matplotlib")
