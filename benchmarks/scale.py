@@ -29,7 +29,7 @@ from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, Result
 from unishard.distributed import process_group
 from unishard.distributed.shards import LazyShard
-from unishard.failures import collective_check
+from unishard.failures import call_log
 from unishard.failures.monitor_server import MonitorServer, _Link
 from unishard.failures.verdict import Judgement
 
@@ -127,7 +127,7 @@ def watch(world: int) -> Row:
         "arrive: bytes of the monitor": sent,
         "late rank: server, s": still,
         "late rank: judgements": len(judged),
-        "desync: messages a rank": sum(map(len, collective_check._rounds(world))),
+        "desync: messages a rank": sum(map(len, call_log._rounds(world))),
     }
 
 

@@ -17,15 +17,8 @@ from unishard.config import Precision
 from unishard.distributed.host_numbers import HostRead
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError
-from unishard_fsdp import options
+from unishard_fsdp import gathering, options
 from unishard_fsdp.adapter import TorchAdapter
-from unishard_fsdp.gathering import (
-    RootFirst,
-    UngatheredEmbeddings,
-    UnshardedModules,
-    gathering_in_generate,
-    sharded_read,
-)
 from unishard_fsdp.parameter_usage import ConditionalParameters, GatheredLeaves, ToggledParameters
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.groups import forget_states
@@ -147,14 +140,14 @@ class FSDPAdapter(TorchAdapter):
         self._conditional = conditional
         self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
         self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
-        self._embeddings = UngatheredEmbeddings(embeddings)
+        self._embeddings = gathering.UngatheredEmbeddings(embeddings)
         if conditional.parameters:
             from unishard_fsdp.private.conditional import fill_unused
 
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
-        self._root_first = RootFirst(module, self._look_at_frozen)
-        self._unsharded = UnshardedModules(module)
+        self._root_first = gathering.RootFirst(module, self._look_at_frozen)
+        self._unsharded = gathering.UnshardedModules(module)
         # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13,
         # _fully_shard/_fsdp_state.py).
         self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), precision)
@@ -206,13 +199,13 @@ class FSDPAdapter(TorchAdapter):
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A shard, which is a DTensor, was used with a full tensor."""
-        return sharded_read(error, self._units())
+        return gathering.sharded_read(error, self._units())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run `generate` with the root's parameters gathered."""
         self._look_at_frozen()
         self._root_first.forget()
-        with gathering_in_generate(self.module):
+        with gathering.gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
 
     def _look_at_frozen(self) -> None:

@@ -7,26 +7,7 @@ from collections.abc import Mapping
 from unishard.contract.field_rows import exact, row
 from unishard.contract.loop_rules import NOT_FP16, complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
-from unishard_fsdp.settings import (
-    MIXED,
-    casts_inputs,
-    compute_dtypes,
-    for_forms,
-    form_of,
-    gathering,
-    has_strategy,
-    is_form,
-    may_wait,
-    mesh,
-    offload,
-    only_optimizer,
-    prefetch,
-    reduce_dtypes,
-    timing,
-    waits,
-    within_group,
-    zero_redundancy,
-)
+from unishard_fsdp import settings
 
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
 _NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
@@ -51,41 +32,41 @@ _OWN: Mapping[str, Rule] = {
         ),
         unless(
             "shard_optimizer with native.fsdp.zero_redundancy_optimizer",
-            zero_redundancy,
+            settings.zero_redundancy,
             "ZeroRedundancyOptimizer: each rank steps some full parameters and broadcasts them",
         ),
         When(
             "shard_optimizer",
-            has_strategy("shard_optimizer"),
+            settings.has_strategy("shard_optimizer"),
             Fit.EQUIVALENT,
             "parameters are sharded between steps and gathered once a step; reduce-scatter on the last micro-batch",
         ),
         When(
             "shard_grad_op",
-            has_strategy("shard_grad_op"),
+            settings.has_strategy("shard_grad_op"),
             Fit.EQUIVALENT,
             "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; "
             "FSDP's SHARD_GRAD_OP is full_shard with reshard_after_forward: false",
         ),
         unless(
             "hybrid_shard",
-            has_strategy("hybrid_shard"),
+            settings.has_strategy("hybrid_shard"),
             "full_shard in each group; gradient shards are all-reduced over the groups on the last micro-batch",
         ),
         When(
             "hybrid_shard_grad_op",
-            has_strategy("hybrid_shard_grad_op"),
+            settings.has_strategy("hybrid_shard_grad_op"),
             Fit.EQUIVALENT,
             "shard_grad_op in each group; gradient shards are all-reduced over the groups on the last micro-batch",
         ),
-        to=timing,
+        to=settings.timing,
     ),
     "sharding.group_size": row(
         Fit.EXACT,
         "fully_shard(mesh=...)",
         "ranks in a row form a group; where one group holds all ranks, the mesh has one axis as without groups",
         unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),
-        to=mesh,
+        to=settings.mesh,
     ),
     "sharding.reshard_after_forward": row(
         Fit.EXACT,
@@ -93,24 +74,28 @@ _OWN: Mapping[str, Rule] = {
         "of the units; the root and, with prefetching, the last unit are kept from forward to backward",
         unless(
             "strategy is not full_shard",
-            lambda cfg: not within_group("full_shard")(cfg),
+            lambda cfg: not settings.within_group("full_shard")(cfg),
             "only full_shard gathers twice",
         ),
-        to=lambda cfg, topology: gathering(cfg, topology) if form_of(cfg) == "fully_shard" else {},
+        to=lambda cfg, topology: settings.gathering(cfg, topology) if settings.form_of(cfg) == "fully_shard" else {},
     ),
     "sharding.units": row(
         Fit.EXACT,
         "fully_shard on each module",
         "one all-gather and one reduce-scatter a unit; the rest is the root's",
         unless(
-            "DistributedDataParallel", is_form("DistributedDataParallel"), "nothing is gathered; DDP reduces in buckets"
+            "DistributedDataParallel",
+            settings.is_form("DistributedDataParallel"),
+            "nothing is gathered; DDP reduces in buckets",
         ),
-        unless("replicate", is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
-        to=for_forms(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
+        unless(
+            "replicate", settings.is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"
+        ),
+        to=settings.for_forms(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
     ),
     "sharding.min_unit_params": exact(
         "which modules fully_shard is called on",
-        to=for_forms(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
+        to=settings.for_forms(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
     ),
     "sharding.conditional_modules": row(
         Fit.EXACT,
@@ -119,19 +104,21 @@ _OWN: Mapping[str, Rule] = {
         unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
         When(
             "DistributedDataParallel",
-            is_form("DistributedDataParallel"),
+            settings.is_form("DistributedDataParallel"),
             Fit.EQUIVALENT,
             "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets "
             "which parameters the earlier ones used",
         ),
-        unless("replicate", is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"),
+        unless(
+            "replicate", settings.is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"
+        ),
         to=lambda cfg, topology: {"conditional_modules": cfg.sharding.conditional_modules},
     ),
     "precision.compute": row(
         Fit.EXACT,
         "MixedPrecisionPolicy(param_dtype=...)",
         "the optimizer steps the master weights; gathering makes copies in this dtype",
-        to=for_forms(MIXED, compute_dtypes),
+        to=settings.for_forms(settings.MIXED, settings.compute_dtypes),
     ),
     "precision.master": Rule(
         Fit.EXACT,
@@ -144,11 +131,11 @@ _OWN: Mapping[str, Rule] = {
         "the sum over the ranks is taken in this dtype",
         When(
             "another dtype than accumulate with no_shard or shard_optimizer",
-            lambda cfg: may_wait(cfg) and not waits(cfg),
+            lambda cfg: settings.may_wait(cfg) and not settings.waits(cfg),
             Fit.EQUIVALENT,
             "reduced every micro-batch, because FSDP2 accumulates unreduced gradients in this dtype",
         ),
-        to=for_forms(MIXED, reduce_dtypes),
+        to=settings.for_forms(settings.MIXED, settings.reduce_dtypes),
     ),
     "precision.accumulate": row(
         Fit.EXACT,
@@ -156,7 +143,7 @@ _OWN: Mapping[str, Rule] = {
         "a gradient has the dtype of its parameter, the master weight",
         unless(
             "not that of master, with no_shard or shard_optimizer and reduce in the same",
-            lambda cfg: cfg.precision.accumulate != cfg.precision.master and waits(cfg),
+            lambda cfg: cfg.precision.accumulate != cfg.precision.master and settings.waits(cfg),
             "FSDP2 accumulates in the reduce dtype until the last micro-batch (torch 2.13)",
         ),
         When(
@@ -170,7 +157,7 @@ _OWN: Mapping[str, Rule] = {
     "precision.cast_inputs": done_by_unishard(
         "hooks cast; MixedPrecisionPolicy(cast_forward_inputs=True) only for the root, and only if all of its inputs "
         "are cast"
-    )._replace(to=for_forms(MIXED, casts_inputs)),
+    )._replace(to=settings.for_forms(settings.MIXED, settings.casts_inputs)),
     "precision.keep_fp32": done_by_unishard(
         "kept units have their own policy; other kept parameters are gathered in fp32 beside those of their unit"
     ),
@@ -200,7 +187,7 @@ _OWN: Mapping[str, Rule] = {
         When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
         When(
             "cpu with native.fsdp.zero_redundancy_optimizer",
-            zero_redundancy,
+            settings.zero_redundancy,
             Fit.UNSUPPORTED,
             "DistributedDataParallel has no offload; remove native.fsdp.zero_redundancy_optimizer",
         ),
@@ -212,7 +199,7 @@ _OWN: Mapping[str, Rule] = {
         ),
         When(
             "cpu without offload.params: cpu",
-            only_optimizer,
+            settings.only_optimizer,
             Fit.EQUIVALENT,
             "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state "
             "lies in host memory, the fp32 parts lie on the device as well",
@@ -223,7 +210,7 @@ _OWN: Mapping[str, Rule] = {
         "CPUOffloadPolicy(pin_memory=...), or of the host copies",
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
         unless("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none"),
-        to=for_forms(("fully_shard",), offload),
+        to=settings.for_forms(("fully_shard",), settings.offload),
     ),
     "offload.nvme_path": exact(
         "none",
@@ -237,11 +224,11 @@ _OWN: Mapping[str, Rule] = {
         "4 bytes an element; DDP's first bucket has 1 MiB",
         When(
             "fully_shard or replicate",
-            is_form(*MIXED),
+            settings.is_form(*settings.MIXED),
             Fit.EQUIVALENT,
             "the gradients of a unit are reduced together, whatever its size",
         ),
-        to=for_forms(
+        to=settings.for_forms(
             ("DistributedDataParallel",),
             lambda cfg: {"bucket_cap_mb": cfg.communication.reduce_bucket_size * 4 / 2**20},
         ),
@@ -253,10 +240,10 @@ _OWN: Mapping[str, Rule] = {
         "unit remains",
         unless(
             "strategy is not full_shard",
-            lambda cfg: not within_group("full_shard")(cfg),
+            lambda cfg: not settings.within_group("full_shard")(cfg),
             "only full_shard gathers unit by unit",
         ),
-        to=for_forms(("fully_shard",), prefetch),
+        to=settings.for_forms(("fully_shard",), settings.prefetch),
     ),
     "communication.overlap": row(
         Fit.EXACT,

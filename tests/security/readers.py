@@ -32,7 +32,8 @@ from unishard.formats import catalog, translate
 from unishard.formats.surveying import survey
 from unishard.observe.destinations.jsonl import JsonLines
 from unishard.tools.compare.modules import modules_in
-from unishard.tools.compare.records import Course, middle, read_golden, read_records
+from unishard.tools.compare.records import Course, middle, read_records
+from unishard.tools.compare.verdict import read_golden
 from unishard.tools.plan import model
 from unishard.tools.plan.model import PlannedModel
 
@@ -183,12 +184,12 @@ _SHAPE = ModelShape((ParameterShape("a", (3, 5), "float32", True, 0),), (), ("Bl
 
 
 def _cached(folder: Path) -> Path:
-    model.shape(["a"], lambda: _SHAPE)
-    return next(model.folder().glob("*.json"))
+    model.cached_shape(["a"], lambda: _SHAPE)
+    return next(model.cache_folder().glob("*.json"))
 
 
 def _read_cache(path: Path) -> None:
-    assert model.shape(["a"], lambda: _SHAPE) == _SHAPE
+    assert model.cached_shape(["a"], lambda: _SHAPE) == _SHAPE
     if path.is_file():  # what was stored again
         path.unlink()
 

@@ -123,7 +123,7 @@ def test_the_page_has_pictures_and_needs_nothing_from_elsewhere() -> None:
 def test_the_report_is_printed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text("backend: fsdp\n")
     monkeypatch.setattr(
-        compare, "run_all", lambda cfg, task, rows, *_: [Measured(row, working(4, 2), 1.0) for row in rows]
+        compare.script_runs, "run_all", lambda cfg, task, rows, *_: [Measured(row, working(4, 2), 1.0) for row in rows]
     )
     page = run("compare", "c.yaml", "--report", "html", "--steps", "2", "-m", "x")
     assert page.stdout.startswith("<!doctype html>")

@@ -14,7 +14,7 @@ from unishard.cli import parity
 from unishard.errors import ConfigError
 from unishard.tools.compare.candidates import Variant
 from unishard.tools.compare.measuring import Measured, Task
-from unishard.tools.compare.records import facts_of, golden_text, read_golden
+from unishard.tools.compare.verdict import facts_of, golden_text, read_golden
 
 RECORDS = tuple({"step": step, "loss": 2.0 / step, "grad_norm": 1.0, "lr": 0.1, "samples": 8} for step in range(1, 5))
 
@@ -51,7 +51,7 @@ def gives(monkeypatch: pytest.MonkeyPatch, config: Path):
             text = "".join(json.dumps(line) + "\n" for line in lines)
             return [Measured(row, records, 1.0, failure, text) for row in rows]
 
-        monkeypatch.setattr(parity, "run_all", run_all)
+        monkeypatch.setattr(parity.script_runs, "run_all", run_all)
 
     return give
 
@@ -120,14 +120,14 @@ def test_what_to_type_where_modules_are_not_known(gives) -> None:
 
 def test_between_engines_both_run_again(gives, monkeypatch: pytest.MonkeyPatch) -> None:
     gives()
-    same = parity.run_all
+    same = parity.script_runs.run_all
 
     def run_all(cfg: unishard.Config, task: Task, rows: list[Variant], *rest: object) -> list[Measured]:
         one, *others = same(cfg, task, rows, *rest)
         first = tuple(record | {"grad_norm": 2.0} for record in one.records)
         return [replace(one, records=first, modules=one.modules.replace("1.0", "3.0", 1)), *others]
 
-    monkeypatch.setattr(parity, "run_all", run_all)
+    monkeypatch.setattr(parity.script_runs, "run_all", run_all)
     said = " ".join(run("parity", "c.yaml", "--set", "compile=per_block", "-m", "x").stdout.split())
     assert asked == [(2, 20, ()), (2, 1, (1,))]
     assert "first module that differs: a, in the forward of step 1" in said

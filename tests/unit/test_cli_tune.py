@@ -55,7 +55,7 @@ def gives(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 for row in rows
             ]
 
-        monkeypatch.setattr(tune, "run_all", run_all)
+        monkeypatch.setattr(tune.script_runs, "run_all", run_all)
         return asked
 
     return give

@@ -23,23 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from unishard.checkpoint import lease
+from unishard.checkpoint import finding, lease
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.files import fsync
-from unishard.checkpoint.finding import (
-    LATEST,
-    LEFT_OVER,
-    STEP,
-    age_of,
-    checkpoints,
-    entries,
-    header_of,
-    is_checkpoint,
-    latest,
-    name_of,
-    ranked,
-    set_aside,
-)
 from unishard.checkpoint.manifest import Manifest
 from unishard.errors import CheckpointError
 
@@ -55,7 +41,7 @@ def begin(root: Path, step: int, beside: str = "") -> Path:
     Raises:
         CheckpointError: It cannot be created.
     """
-    temporary = root / _hidden("tmp", name_of(step, beside))
+    temporary = root / _hidden("tmp", finding.name_of(step, beside))
     with _os_errors(root, "cannot create a checkpoint here", "choose a writable folder"):
         root.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -98,9 +84,9 @@ def commit(temporary: Path, root: Path, step: int, beside: str = "") -> Path:
     Raises:
         CheckpointError: It has no manifest, or cannot be renamed.
     """
-    if not is_checkpoint(temporary):
+    if not finding.is_checkpoint(temporary):
         raise CheckpointError(f"{temporary}: has no {manifests.FILE}; write the manifest before the commit")
-    final = root / name_of(step, beside)
+    final = root / finding.name_of(step, beside)
     with _os_errors(root, f"cannot rename the checkpoint of step {step}", "earlier checkpoints are unchanged"):
         fsync(temporary)
         if os.path.lexists(final):
@@ -108,7 +94,7 @@ def commit(temporary: Path, root: Path, step: int, beside: str = "") -> Path:
         temporary.rename(final)
         fsync(root)
         _point(root, final.name)
-    for old in set_aside(root):
+    for old in finding.set_aside(root):
         if old.name == final.name:
             discard(old.path)
     return final
@@ -142,16 +128,18 @@ def prune(
     Raises:
         CheckpointError: A checkpoint cannot be deleted.
     """
-    own = header_of(keep)
+    own = finding.header_of(keep)
     if keep_last is None or own is None:
         return []
     ages = {
         found: age
-        for found in checkpoints(root)
-        if (age := age_of(found)) is not None and (header := header_of(found.path)) and header.run == own.run
+        for found in finding.checkpoints(root)
+        if (age := finding.age_of(found)) is not None
+        and (header := finding.header_of(found.path))
+        and header.run == own.run
     }
     order = sorted(ages, key=lambda found: ages[found])
-    kept = {keep, latest(root), *(found.path for found in ranked(ages, best)[: keep_best or 0])}
+    kept = {keep, finding.latest(root), *(found.path for found in finding.ranked(ages, best)[: keep_best or 0])}
     deleted = []
     for found in order[: max(0, len(order) - keep_last)]:
         if found.path not in kept and not (keep_every and found.step % keep_every == 0):
@@ -167,9 +155,9 @@ def discard(folder: Path) -> None:
         CheckpointError: It cannot be deleted.
     """
     with _os_errors(folder, "cannot be deleted", "delete it manually"):
-        left_over = LEFT_OVER.fullmatch(folder.name)
+        left_over = finding.LEFT_OVER.fullmatch(folder.name)
         name = left_over["name"] if left_over else folder.name
-        if STEP.fullmatch(name or "") and not folder.name.startswith(".trash-"):
+        if finding.STEP.fullmatch(name or "") and not folder.name.startswith(".trash-"):
             folder = folder.rename(folder.with_name(_hidden("trash", name)))
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
@@ -191,15 +179,15 @@ def clean(root: Path, *, owns: bool = True) -> None:
     Raises:
         CheckpointError: Something cannot be deleted.
     """
-    for old in set_aside(root) if owns else ():
+    for old in finding.set_aside(root) if owns else ():
         final = root / old.name
-        if not is_checkpoint(final):
+        if not finding.is_checkpoint(final):
             if os.path.lexists(final):
                 discard(final)
             with _os_errors(old.path, f"cannot be renamed to {final.name}", "rename it manually"):
                 old.path.rename(final)
-    for entry in entries(root):
-        if LEFT_OVER.fullmatch(entry) and (
+    for entry in finding.entries(root):
+        if finding.LEFT_OVER.fullmatch(entry) and (
             owns or (entry.startswith(".tmp-") and entry[-32:].startswith(lease.token()))
         ):
             discard(root / entry)
@@ -219,7 +207,7 @@ def _write(path: Path, text: str) -> None:
 def _point(root: Path, name: str) -> None:
     draft = root / _hidden("latest")
     _write(draft, name + "\n")
-    draft.replace(root / LATEST)
+    draft.replace(root / finding.LATEST)
     fsync(root)
 
 

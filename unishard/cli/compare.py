@@ -7,51 +7,34 @@ from typing import Annotated
 
 import typer
 
+from unishard.cli import script_runs
 from unishard.cli.arguments import ConfigFile, Overrides, Report, ScriptArguments, ScriptIsModule
-from unishard.cli.script_runs import (
-    AsJson,
-    Backends,
-    ModelName,
-    OptionalScript,
-    Out,
-    Processes,
-    Rounds,
-    ScriptLast,
-    SeqLen,
-    Steps,
-    Strategies,
-    Timeout,
-    folder_of,
-    given,
-    run_all,
-    script_or_model,
-)
 from unishard.cli.wrapping import echo, emit
 
-Command = ScriptLast
+Command = script_runs.ScriptLast
 
 
 def compare(
     config: ConfigFile,
-    script: OptionalScript = None,
+    script: script_runs.OptionalScript = None,
     arguments: ScriptArguments = None,
     module: ScriptIsModule = False,
-    model: ModelName = None,
-    seq_len: SeqLen = 4096,
-    backends: Backends = None,
-    strategies: Strategies = None,
-    steps: Steps = 20,
-    rounds: Rounds = 2,
+    model: script_runs.ModelName = None,
+    seq_len: script_runs.SeqLen = 4096,
+    backends: script_runs.Backends = None,
+    strategies: script_runs.Strategies = None,
+    steps: script_runs.Steps = 20,
+    rounds: script_runs.Rounds = 2,
     peak_tflops: Annotated[
         float | None,
         typer.Option("--peak-tflops", min=1e-6, metavar="N", help="Peak of one device, for MFU. [default: as known]"),
     ] = None,
-    processes_per_node: Processes = None,
+    processes_per_node: script_runs.Processes = None,
     set_: Overrides = None,
-    timeout: Timeout = 600,
-    out: Out = None,
+    timeout: script_runs.Timeout = 600,
+    out: script_runs.Out = None,
     report: Report = "text",
-    as_json: AsJson = False,
+    as_json: script_runs.AsJson = False,
 ) -> None:
     """Measure a script on each engine and strategy.
 
@@ -67,11 +50,13 @@ def compare(
     from unishard.tools.compare.measuring import Task
     from unishard.tools.compare.page import distances, lines_of
 
-    cfg, changes, _ = given(config, set_, processes_per_node)
+    cfg, changes, _ = script_runs.given(config, set_, processes_per_node)
     rows = candidates_of(cfg, backends, strategies)
-    task = Task(config, script_or_model(script, arguments, module, model, seq_len), steps, timeout, rounds=rounds)
-    with folder_of(out) as folder:
-        found = run_all(cfg, task, rows, changes, folder)
+    task = Task(
+        config, script_runs.script_or_model(script, arguments, module, model, seq_len), steps, timeout, rounds=rounds
+    )
+    with script_runs.folder_of(out) as folder:
+        found = script_runs.run_all(cfg, task, rows, changes, folder)
     if as_json:
         pairs = zip(found, distances(found), strict=True)
         form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}

@@ -9,20 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unishard.cli import script_runs
 from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName, save
-from unishard.cli.script_runs import (
-    AsJson,
-    Backends,
-    Out,
-    Processes,
-    ScriptLast,
-    Steps,
-    Timeout,
-    folder_of,
-    given,
-    run_all,
-    script_of,
-)
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.errors import BackendError, UnishardError
@@ -31,8 +19,7 @@ if TYPE_CHECKING:
     from unishard.tools.compare.candidates import Variant
     from unishard.tools.compare.measuring import Measured
     from unishard.tools.compare.modules import Located
-    from unishard.tools.compare.records import ComparedRun
-    from unishard.tools.compare.verdict import Verdict
+    from unishard.tools.compare.verdict import ComparedRun, Verdict
 
 
 # -- Runs again to find the first module that differs, for `unishard parity` -----------------------
@@ -96,7 +83,7 @@ def _located(last: int, rows: Sequence[Variant], golden: Path | None, cfg: Confi
     return result
 
 
-Command = ScriptLast
+Command = script_runs.ScriptLast
 
 DIFFERENT = 1
 """Exit status when values differ; 2 means an error."""
@@ -120,13 +107,13 @@ def parity(
             "write]",
         ),
     ] = None,
-    backends: Backends = None,
-    steps: Steps = 20,
-    processes_per_node: Processes = None,
+    backends: script_runs.Backends = None,
+    steps: script_runs.Steps = 20,
+    processes_per_node: script_runs.Processes = None,
     set_: Overrides = None,
-    timeout: Timeout = 600,
-    out: Out = None,
-    as_json: AsJson = False,
+    timeout: script_runs.Timeout = 600,
+    out: script_runs.Out = None,
+    as_json: script_runs.AsJson = False,
 ) -> None:
     """Check that a script gives the same losses and norms.
 
@@ -139,12 +126,12 @@ def parity(
     """
     from unishard.tools.compare.candidates import candidates_of
     from unishard.tools.compare.measuring import Task
-    from unishard.tools.compare.records import ComparedRun, Course, facts_of, golden_text, read_golden
-    from unishard.tools.compare.verdict import lines_of, verdict_of
+    from unishard.tools.compare.records import Course
+    from unishard.tools.compare.verdict import ComparedRun, facts_of, golden_text, lines_of, read_golden, verdict_of
 
     if golden is not None and write_golden is not None:
         raise UnishardError("--golden compares with a file and --write-golden writes one; give one of them")
-    cfg, changes, _ = given(config, set_, processes_per_node)
+    cfg, changes, _ = script_runs.given(config, set_, processes_per_node)
     expected = None if golden is None else read_golden(golden)
     one_engine = golden is not None or write_golden is not None
     rows = candidates_of(cfg, backends or (cfg.backend if one_engine else None), None)
@@ -152,11 +139,11 @@ def parity(
         raise UnishardError("--backends: a golden file is of one engine's run; give one")
     if not one_engine and len(rows) < 2:
         raise UnishardError("--backends: one engine has nothing to be compared with; give two, or --golden FILE")
-    task = Task(config, script_of(script, arguments, module), steps, timeout)
+    task = Task(config, script_runs.script_of(script, arguments, module), steps, timeout)
     if write_golden is not None and modules:
         task = task._replace(module_steps=tuple(range(1, steps + 1)))
-    with folder_of(out) as folder:
-        measured = list(run_all(cfg, task, rows, changes, folder))
+    with script_runs.folder_of(out) as folder:
+        measured = list(script_runs.run_all(cfg, task, rows, changes, folder))
         for row in measured:
             if row.failure:
                 raise BackendError(f"{row.candidate}: {row.failure}")
@@ -172,7 +159,7 @@ def parity(
         if modules is not False:
 
             def again(chosen: Sequence[Variant], steps: tuple[int, ...]) -> Iterable[Measured]:
-                return run_all(
+                return script_runs.run_all(
                     cfg, task._replace(steps=steps[-1], module_steps=steps), chosen, changes, folder / "modules"
                 )
 

@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import (
-    ConfigFile,
-    DeviceName,
-    MemorySize,
-    Overrides,
-    Ranks,
-    RanksPerNode,
-    Report,
-    device_of,
-    note_ranks,
-    own_file,
-    run_ranks,
-)
+from unishard.cli import arguments
 from unishard.cli.wrapping import echo, emit
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
@@ -30,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: ConfigFile,
+    config: arguments.ConfigFile,
     model: Annotated[
         str,
         typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory."),
     ],
-    world_size: Ranks = None,
-    gpus_per_node: RanksPerNode = None,
-    device: DeviceName = None,
-    memory: MemorySize = None,
+    world_size: arguments.Ranks = None,
+    gpus_per_node: arguments.RanksPerNode = None,
+    device: arguments.DeviceName = None,
+    memory: arguments.MemorySize = None,
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample.")] = 4096,
     no_activations: Annotated[
         bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")
     ] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the file.")] = False,
-    set_: Overrides = None,
-    report: Report = "text",
+    set_: arguments.Overrides = None,
+    report: arguments.Report = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a config needs before it runs.
@@ -63,13 +51,13 @@ def plan(
         raise typer.BadParameter(
             "--write edits the file, which --set does not; write the overrides into the file first: unishard set"
         )
-    target = device_of(device, memory)
+    target = arguments.device_of(device, memory)
     if write and target is None:
         raise typer.BadParameter("--write needs --device or --memory, by which to choose")
-    with own_file(config):
+    with arguments.own_file(config):
         cfg, origins = read(config, set_ or ())
     try:
-        ranks = run_ranks(cfg, world_size, gpus_per_node)
+        ranks = arguments.run_ranks(cfg, world_size, gpus_per_node)
         topology = _on_nodes(ranks.topology, gpus_per_node or cfg.launch.processes_per_node)
         found = make_plan(
             cfg, PlannedModel(model, cfg), topology, target, seq_len=seq_len, activations=not no_activations
@@ -89,7 +77,7 @@ def plan(
             echo(line, laid_out=True)
     if write:
         _write(config, found)
-    note_ranks(ranks)
+    arguments.note_ranks(ranks)
 
 
 def _on_nodes(topology: Topology, per_node: int | None) -> Topology:

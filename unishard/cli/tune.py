@@ -8,35 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import (
-    ConfigFile,
-    DeviceName,
-    MemorySize,
-    Overrides,
-    ScriptArguments,
-    ScriptIsModule,
-    device_of,
-    save,
-    strategy_lists,
-)
-from unishard.cli.script_runs import (
-    AsJson,
-    Backends,
-    ModelName,
-    OptionalScript,
-    Out,
-    Processes,
-    Rounds,
-    ScriptLast,
-    SeqLen,
-    Steps,
-    Timeout,
-    folder_of,
-    given,
-    ranks_here,
-    run_all,
-    script_or_model,
-)
+from unishard.cli import arguments as shared
+from unishard.cli import script_runs
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.config.batch_sizes import check_batch
@@ -48,34 +21,36 @@ if TYPE_CHECKING:
     from unishard.tools.compare.tuning import Tuned
     from unishard.tools.plan.devices import Device
 
-Command = ScriptLast
+Command = script_runs.ScriptLast
 
 
 def tune(
-    config: ConfigFile,
-    script: OptionalScript = None,
-    arguments: ScriptArguments = None,
-    module: ScriptIsModule = False,
-    model: ModelName = None,
-    seq_len: SeqLen = 4096,
-    device: DeviceName = None,
-    memory: MemorySize = None,
-    backends: Backends = None,
+    config: shared.ConfigFile,
+    script: script_runs.OptionalScript = None,
+    arguments: shared.ScriptArguments = None,
+    module: shared.ScriptIsModule = False,
+    model: script_runs.ModelName = None,
+    seq_len: script_runs.SeqLen = 4096,
+    device: shared.DeviceName = None,
+    memory: shared.MemorySize = None,
+    backends: script_runs.Backends = None,
     strategies: Annotated[
         str | None,
-        typer.Option("--strategies", metavar="A,B", help="Strategies. [default: all]", autocompletion=strategy_lists),
+        typer.Option(
+            "--strategies", metavar="A,B", help="Strategies. [default: all]", autocompletion=shared.strategy_lists
+        ),
     ] = None,
     most: Annotated[int, typer.Option("--most", min=2, metavar="N", help="How many candidates to measure.")] = 8,
-    steps: Steps = 20,
-    rounds: Rounds = 1,
-    processes_per_node: Processes = None,
-    set_: Overrides = None,
-    timeout: Timeout = 600,
-    out: Out = None,
+    steps: script_runs.Steps = 20,
+    rounds: script_runs.Rounds = 1,
+    processes_per_node: script_runs.Processes = None,
+    set_: shared.Overrides = None,
+    timeout: script_runs.Timeout = 600,
+    out: script_runs.Out = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the best into the file, with the reasons as a comment.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: script_runs.AsJson = False,
 ) -> None:
     """Find the fastest config on this machine.
 
@@ -94,9 +69,9 @@ def tune(
         raise UnishardError(
             "--write edits the file, which --set does not; write the overrides into the file first: unishard set"
         )
-    cfg, changes, origins = given(config, set_, processes_per_node)
-    what = script_or_model(script, arguments, module, model, seq_len)
-    ranks = ranks_here(cfg)
+    cfg, changes, origins = script_runs.given(config, set_, processes_per_node)
+    what = script_runs.script_or_model(script, arguments, module, model, seq_len)
+    ranks = script_runs.ranks_here(cfg)
     rest = f"; launch.nodes is {cfg.launch.nodes}, but only this host is measured" if cfg.launch.max_nodes > 1 else ""
     echo(f"note: for {ranks}{rest}", err=True)
     try:
@@ -109,8 +84,8 @@ def tune(
     trials = _trials(cfg, ranks.topology, model, seq_len, backends, strategies, most, _device(device, memory))
     expect_several(trials)
     task = Task(config, what, steps, timeout, rounds=rounds)
-    with folder_of(out) as folder:
-        found = tuned(cfg, list(run_all(cfg, task, trials.kept, changes, folder)), trials.dropped)
+    with script_runs.folder_of(out) as folder:
+        found = tuned(cfg, list(script_runs.run_all(cfg, task, trials.kept, changes, folder)), trials.dropped)
     if as_json:
         emit(json.dumps(found.as_json(), indent=2))
     else:
@@ -160,13 +135,13 @@ def _trials(
 def _device(name: str | None, memory: str | None) -> Device | None:
     """That of the options, or this machine's own."""
     if name is not None or memory is not None:
-        return device_of(name, memory)
+        return shared.device_of(name, memory)
     from unishard.tools.doctor.machine import own_device
 
     own = own_device()
     if own is None:
         return None
-    found = device_of("h100-80g", None)
+    found = shared.device_of("h100-80g", None)
     assert found is not None
     return found._replace(name=own[0], memory=own[1])
 
@@ -181,5 +156,5 @@ def _write(config: Path, found: Tuned, ranks: int, steps: int) -> None:
         edit(config, found.changes) if found.changes else text_of(config), comment_of(found, ranks, steps)
     )
     check_text(text, str(config))
-    save(config, text)
+    shared.save(config, text)
     echo(f"{config}: wrote {', '.join(found.changes) or 'only the reasons: it is the fastest as it is'}", err=True)

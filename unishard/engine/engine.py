@@ -35,14 +35,8 @@ from unishard.engine.loop.reached_parameters import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
+from unishard.engine.state import parameter_access
 from unishard.engine.state.moving_average import MovingAverage, begin_average
-from unishard.engine.state.parameter_access import (
-    GradientAccess,
-    ParameterAccess,
-    explain_sharded_read,
-    naming_sharded_reads,
-    unsharded,
-)
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
 from unishard.engine.state.tensors import StateTensors
@@ -79,7 +73,7 @@ class Engine:
         self._outside = OutsideBatches(self._batching.training, warn)
         self._trainable = Trainable(module)
         self._tensors = StateTensors(adapter, training)
-        self._parameters = ParameterAccess(adapter, order, self._tensors)
+        self._parameters = parameter_access.ParameterAccess(adapter, order, self._tensors)
         self._weights = Weights(adapter, order, self._tensors, self._parameters)
         self._accumulation: Accumulation | None = None
         if training is None or plan.optimizer is None:
@@ -88,7 +82,9 @@ class Engine:
             self._accumulation = training_windows(
                 training, plan.optimizer, plan, order, self._observers, self._trainable, self._outside, written
             )
-            self._gradients = GradientAccess(self._parameters, self._accumulation, order, self._tensors)
+            self._gradients = parameter_access.GradientAccess(
+                self._parameters, self._accumulation, order, self._tensors
+            )
         run = Run(
             training=plan.loop,
             checkpoint=plan.checkpoint,
@@ -119,7 +115,7 @@ class Engine:
         Raises:
             ContractError: The model is in training mode inside a `lockstep` block.
         """
-        with naming_sharded_reads(self._adapter):
+        with parameter_access.naming_sharded_reads(self._adapter):
             self._order.require_open("forward")
             if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
                 args, kwargs = to_device((args, kwargs), self._adapter.device)
@@ -176,7 +172,7 @@ class Engine:
                 or `num_items` is not a count or is missing for some micro-batches of the window.
         """
         refuse_keywords("backward", refused)
-        with naming_sharded_reads(self._adapter):
+        with parameter_access.naming_sharded_reads(self._adapter):
             self._training("backward").backward(loss, num_items, scaled=scaled)
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
@@ -465,7 +461,7 @@ class Engine:
             ContractError: There is no such parameter, a parameter was edited, the block ends before a backward that
                 needs it, or it is inside another one.
         """
-        return unsharded(self._parameters, self._adapter, self._order, names)
+        return parameter_access.unsharded(self._parameters, self._adapter, self._order, names)
 
     def state_dict(self, *, dtype: str | None = None, all_ranks: bool = False) -> dict[str, Tensor]:
         """Read all weights and persistent buffers into host memory, one at a time. Collective, at any time.
@@ -865,7 +861,7 @@ class Engine:
         if self._order.phase is Phase.CLOSED:
             return
         # From the script, outside the engine's calls.
-        if why is not None and (note := explain_sharded_read(self._adapter, why)):
+        if why is not None and (note := parameter_access.explain_sharded_read(self._adapter, why)):
             why.add_note(note)
         lifetime.ended_by(why)
         self._order.close(why)

@@ -18,13 +18,7 @@ from unishard.contract.footprint import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
 from unishard.contract.report import translate
 from unishard.engine.model import activation_checkpointing, compilation, dtypes, input_casts
-from unishard.engine.model.facts import (
-    PlainModules,
-    description_of,
-    facts_of,
-    freeze_empty,
-    refuse_zero3_of_transformers,
-)
+from unishard.engine.model import facts as model_facts
 from unishard.engine.model.units import shape_of, units_of
 from unishard.engine.optim import optimizers
 from unishard.engine.optim.builder import OptimizerSetup
@@ -51,7 +45,7 @@ def fingerprint_of(model: nn.Module, cfg: Config, topology: Topology, optimizer:
     said = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # by host
     return Fingerprint(
         said | {"ranks that share one copy": shard_group_size(cfg, topology)},
-        {"train": train} | description_of(model),
+        {"train": train} | model_facts.description_of(model),
         optimizers.description_of(optimizer, model),
     )
 
@@ -70,14 +64,14 @@ def resolve(
     The arguments and errors are those of `prepare`.
     """
     backend, strategy = _backend(cfg, topology), cfg.sharding.strategy
-    refuse_zero3_of_transformers()
+    model_facts.refuse_zero3_of_transformers()
     full = (
         strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
         if train
         else strategy not in _SHARDS_PARAMETERS
     )
-    facts = facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
-    freeze_empty(model)
+    facts = model_facts.facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
+    model_facts.freeze_empty(model)
     kept = dtypes.find_kept(model, cfg.precision, train=train)
     units = units_of(model, cfg.sharding)
     input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
@@ -107,7 +101,7 @@ def resolve(
             selective=cfg.activation_checkpointing == "selective",
             compiled=compiled,
             compile=cfg.compile,
-            plain=PlainModules(model),
+            plain=model_facts.PlainModules(model),
         ),
         optimizer=setup,
         loop=cfg.training,

@@ -17,16 +17,8 @@ from unishard.contract.checkpoint_format import Contents, optimizer_of, plain
 from unishard.contract.training_facts import LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
+from unishard_deepspeed.checkpoints import partitions
 from unishard_deepspeed.checkpoints.layout import Files, files_of
-from unishard_deepspeed.checkpoints.partitions import (
-    Parameter,
-    flat_groups,
-    groups_of,
-    named_by_shapes,
-    named_by_values,
-    sub_groups,
-    ties_of,
-)
 
 # -- Opens DeepSpeed's files safely and without deepspeed: its classes are replaced by inert ones --
 
@@ -187,7 +179,7 @@ def _check(model: dict[str, Any], files: Files) -> None:
 class _Trained(NamedTuple):
     """The state of the optimizer."""
 
-    parameters: dict[str, Parameter]
+    parameters: dict[str, partitions.Parameter]
     groups: Sequence[Mapping[str, Any]]
     scaler: Mapping[str, Any]
     """Attributes of the loss scaler."""
@@ -198,7 +190,7 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
     buffers = {name: in_memory(module[name]) for name in model["buffer_names"]}
     shared = model.get("shared_params")
     ties = (
-        ties_of({name: value for name, value in module.items() if name not in buffers})
+        partitions.ties_of({name: value for name, value in module.items() if name not in buffers})
         if shared is None
         else dict(shared)
     )
@@ -233,7 +225,9 @@ def _partitioned(files: Files, models: Sequence[dict[str, Any]], states: Sequenc
             f"{files.folder}: {ranks} ranks wrote it, but there are files of {len(states)}; some are missing, or from "
             "an older checkpoint"
         )
-    parameters = (sub_groups if stage == 3 else flat_groups)(states, models[0]["param_shapes"], files.folder)
+    parameters = (partitions.sub_groups if stage == 3 else partitions.flat_groups)(
+        states, models[0]["param_shapes"], files.folder
+    )
     base = states[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     scaler = states[0].get("loss_scaler")
     return _Trained(parameters, base["param_groups"], vars(scaler) if isinstance(scaler, LossScaler) else {})
@@ -243,11 +237,11 @@ def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor],
     """Stage 0."""
     if not stored:
         raise CheckpointError(f"{folder}: has no optimizer state; load its weights into your model and start a new run")
-    named = named_by_values if "optimizer_state_dict" in stored else named_by_shapes
-    return _Trained(named(stored, tensors, folder), groups_of(stored), stored)
+    named = partitions.named_by_values if "optimizer_state_dict" in stored else partitions.named_by_shapes
+    return _Trained(named(stored, tensors, folder), partitions.groups_of(stored), stored)
 
 
-def _stretches(parameters: Mapping[str, Parameter]) -> dict[str, LazyShard]:
+def _stretches(parameters: Mapping[str, partitions.Parameter]) -> dict[str, LazyShard]:
     found: dict[str, LazyShard] = {}
     for name, parameter in parameters.items():
         for key, shards in parameter.shards.items():
@@ -258,7 +252,7 @@ def _stretches(parameters: Mapping[str, Parameter]) -> dict[str, LazyShard]:
     return found
 
 
-def _optimizer(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter]) -> OptimizerFacts:
+def _optimizer(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, partitions.Parameter]) -> OptimizerFacts:
     named: list[list[str]] = [[] for _ in groups]
     for name, parameter in parameters.items():
         named[parameter.group].append(name)

@@ -22,19 +22,12 @@ from unishard.config.hints.arguments import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
 from unishard.distributed.host_numbers import HostRead
+from unishard.engine.loop import script_checks
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items, LossKind
 from unishard.engine.loop.reached_parameters import ReachedParameters, Trainable
-from unishard.engine.loop.script_checks import (
-    AddedModules,
-    EditedGradients,
-    ForeignBackwardCheck,
-    SkippedUpdates,
-    warn_if_divided,
-    warn_if_mean,
-)
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
@@ -93,14 +86,14 @@ class Accumulation:
         self.adapter = adapter
         self._order = order
         self._items = Items()
-        self._foreign = ForeignBackwardCheck(adapter)
-        self._edited = EditedGradients(adapter.module, order)
+        self._foreign = script_checks.ForeignBackwardCheck(adapter)
+        self._edited = script_checks.EditedGradients(adapter.module, order)
         self._reached = ReachedParameters(adapter, order, classes)
-        self._added = AddedModules(adapter.module)
+        self._added = script_checks.AddedModules(adapter.module)
         self._outside = outside
         self._looks_for_division = training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
         self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
-        self._skipped = SkippedUpdates()
+        self._skipped = script_checks.SkippedUpdates()
         self._sampled = True
         """Whether the script's and the forward's habits are looked at in this window: in the first ones, and in every
         tenth."""
@@ -235,10 +228,10 @@ class Accumulation:
         self.observers.on_loss(loss, int(not order.micro_batch) if scaled else num_items)
         if self._looks_for_division and kind is LossKind.MEAN:
             self._looks_for_division = False
-            warn_if_divided(loss, self._training.gradient_accumulation_steps)
+            script_checks.warn_if_divided(loss, self._training.gradient_accumulation_steps)
         if self._looks_for_mean and num_items is not None:
             self._looks_for_mean = False
-            warn_if_mean(loss)
+            script_checks.warn_if_mean(loss)
         self._edited.compare()
         known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
         divided = loss / order.window if known else loss

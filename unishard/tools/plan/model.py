@@ -37,24 +37,24 @@ _LARGEST_ENTRY = 2**28
 Planned = TypeVar("Planned", ModelShape, Activations)
 
 
-def folder() -> Path:
+def cache_folder() -> Path:
     """`unishard/tools/plan` in `XDG_CACHE_HOME`, by default `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unishard" / "plan"
 
 
-def _cached_shape(key: Sequence[Any], make: Callable[[], ModelShape]) -> ModelShape:
+def cached_shape(key: Sequence[Any], make: Callable[[], ModelShape]) -> ModelShape:
     """The cached shape of a key, made if it is missing."""
     return _cached(key, TypeAdapter(ModelShape), make)
 
 
-def _cached_activations(key: Sequence[Any], make: Callable[[], Activations]) -> Activations:
+def cached_activations(key: Sequence[Any], make: Callable[[], Activations]) -> Activations:
     """The cached activations of a key, made if they are missing."""
     return _cached(key, TypeAdapter(Activations), make)
 
 
 def _cached(key: Sequence[Any], kind: TypeAdapter[Planned], make: Callable[[], Planned]) -> Planned:
     """What the file of a key holds; made and stored where there is none, or its content is not what was stored."""
-    path = folder() / f"{_digest(json.dumps([_VERSION, *key], default=str))[:32]}.json"
+    path = cache_folder() / f"{_digest(json.dumps([_VERSION, *key], default=str))[:32]}.json"
     with contextlib.suppress(ValueError):  # also a ConfigError and a ValidationError
         digest, _, content = text_of(path, _LARGEST_ENTRY).partition("\n")
         if digest == _digest(content):
@@ -131,7 +131,7 @@ class PlannedModel:
 
             return BuiltModel(self.name, self._folder).shape(self.cfg)
 
-        return _cached_shape(["shape", *self._key], make)
+        return cached_shape(["shape", *self._key], make)
 
     def native(self, backend: str, topology: Topology) -> Native:
         """All that an engine is built from, in its own words.
@@ -171,7 +171,7 @@ class PlannedModel:
             micro_batch_size,
             seq_len,
         ]
-        return _cached_activations(key, make)
+        return cached_activations(key, make)
 
 
 def _refuse(what: str) -> ConfigError:

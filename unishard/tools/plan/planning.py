@@ -13,18 +13,10 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, ModelShape
 from unishard.errors import ModelError
+from unishard.tools.plan import questions
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.candidates import Candidate, candidates_of, wire_of
 from unishard.tools.plan.devices import Device
-from unishard.tools.plan.questions import (
-    RECOMPUTATIONS,
-    Recommendation,
-    gpus_needed,
-    largest_micro_batch,
-    largest_seq_len,
-    recommend,
-    with_compilation,
-)
 
 
 class Model(Protocol):
@@ -72,7 +64,7 @@ class Plan:
     """By `activation_checkpointing`, the config's own first; empty if they are not known."""
     note: str = ""
     """Why activations are not known."""
-    recommendation: Recommendation | None = None
+    recommendation: questions.Recommendation | None = None
     """None without a device."""
     answers: Answers | None = None
 
@@ -160,7 +152,7 @@ def make_plan(
     note = ""
     if activations:
         traced[own_word] = model.activations(micro, seq_len, own)
-        for word in RECOMPUTATIONS:
+        for word in questions.RECOMPUTATIONS:
             if word not in traced:
                 try:
                     traced[word] = model.activations(micro, seq_len, word)
@@ -173,11 +165,17 @@ def make_plan(
     if device is None:
         return plan
     levels: list[tuple[str, Sequence[Candidate]]] = [(own_word, candidates)]
-    cheaper = RECOMPUTATIONS.index(own_word) + 1 if own_word in RECOMPUTATIONS else len(RECOMPUTATIONS)
+    cheaper = (
+        questions.RECOMPUTATIONS.index(own_word) + 1
+        if own_word in questions.RECOMPUTATIONS
+        else len(questions.RECOMPUTATIONS)
+    )
     levels += [
-        (word, candidates_of(cfg, shape, topology, traced[word])) for word in RECOMPUTATIONS[cheaper:] if word in traced
+        (word, candidates_of(cfg, shape, topology, traced[word]))
+        for word in questions.RECOMPUTATIONS[cheaper:]
+        if word in traced
     ]
-    found = with_compilation(recommend(levels, topology, device), cfg, shape, device)
+    found = questions.with_compilation(questions.recommend(levels, topology, device), cfg, shape, device)
     answered = _answers(plan, model, own, device) if answers and traced and plan.own.footprint is not None else None
     return Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, found, answered)
 
@@ -190,9 +188,9 @@ def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: D
 
     activations = next(iter(plan.activations.values()))
     return Answers(
-        largest_micro_batch(own, plan.shape, device.memory, trace, plan.seq_len),
-        largest_seq_len(own, plan.shape, device.memory, trace, micro),
-        gpus_needed(
+        questions.largest_micro_batch(own, plan.shape, device.memory, trace, plan.seq_len),
+        questions.largest_seq_len(own, plan.shape, device.memory, trace, micro),
+        questions.gpus_needed(
             cfg, plan.shape, activations, own.backend, own.strategy, device.memory, plan.topology.local_world_size
         ),
     )
