@@ -18,8 +18,8 @@ from unishard.distributed.host_numbers import HostRead
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
+from unishard_deepspeed.flat_master_weights import InnerOptimizer
 from unishard_deepspeed.gathering import ConditionalModules, explained, is_of_shard, keep_gathered
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.optimizer_kind import require

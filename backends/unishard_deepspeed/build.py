@@ -23,10 +23,10 @@ from unishard.engine.model.dtypes import is_kept
 from unishard.engine.model.input_casts import cast_inputs
 from unishard_deepspeed import fp32_weights, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
+from unishard_deepspeed.flat_master_weights import InnerOptimizer
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.gathering import ConditionalModules
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
 from unishard_deepspeed.private.optimizer_kind import require_for
 from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter

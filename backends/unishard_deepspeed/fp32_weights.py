@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from unishard.engine.model.dtypes import is_kept
 from unishard.errors import ConfigError, Problem
 from unishard_deepspeed import fields
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.flat_master_weights import InnerOptimizer
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.spec import ZeroSpec
 

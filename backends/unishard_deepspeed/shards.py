@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from unishard.contract.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard, InnerOptimizer
 from unishard_deepspeed.private import shards
 from unishard_deepspeed.private.optimizer_kind import Kind, require
 from unishard_deepspeed.private.second_copy import second_shard

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.private_api import PrivateApi
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard, InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.shards import clear_offloaded

@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.cell import CANDIDATES, ENGINES, PRECISIONS, SIZES, STRATEGIES, Cell
-from benchmarks.peers.counts import theory
-from benchmarks.peers.page import line_of, write
-from benchmarks.peers.results import cell_result, machine, start_result
-from benchmarks.peers.turns import Turns, starts, take_turns
+from benchmarks.peers.page import cell_result, line_of, machine, start_result, write
+from benchmarks.peers.turns import Turns, starts, take_turns, theory
 from unishard.testing import RankFailure, run_ranks
 
 STARTS = 0.2

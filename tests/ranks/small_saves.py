@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import unishard
-from unishard.checkpoint import direct_file, directory, finding, manifest, writing
+from unishard.checkpoint import directory, files, finding, manifest, writing
 from unishard.checkpoint.manifest import ModelRecord
 from unishard.checkpoint.saving import Background, Retention, Snapshot, save
 from unishard.checkpoint.tensor_reader import Tensors
@@ -132,7 +132,7 @@ def content_of(folder: Path) -> int:
 
 def start() -> tuple[dist.ProcessGroup, int]:
     writing.CHUNK = 128  # several records of each divided tensor
-    direct_file.BUFFER = 4096  # several writes of each file
+    files.BUFFER = 4096  # several writes of each file
     lifetime.ensure(unishard.Topology.from_environment())
     return process_group.host_group(), dist.get_rank()
 

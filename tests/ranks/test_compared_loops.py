@@ -3,10 +3,8 @@
 import pytest
 
 from benchmarks.peers.cell import CANDIDATES, Cell
-from benchmarks.peers.counts import theory
-from benchmarks.peers.page import TRAFFIC
-from benchmarks.peers.results import cell_result
-from benchmarks.peers.turns import Turns, take_turns
+from benchmarks.peers.page import TRAFFIC, cell_result
+from benchmarks.peers.turns import Turns, take_turns, theory
 from unishard.testing import run_ranks
 
 ONE_ROUND = Turns(0.0, 1, 1)

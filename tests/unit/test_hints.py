@@ -11,7 +11,7 @@ import unishard
 from unishard import Config, ConfigError
 from unishard.config import leaves
 from unishard.config.hints import arguments, names
-from unishard.config.loading.other_tools import other_tool
+from unishard.config.loading import other_tool
 from unishard.contract import registry
 from unishard.engine.engine import Engine
 

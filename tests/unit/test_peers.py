@@ -12,9 +12,8 @@ sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
 
 from benchmarks.peers import page  # noqa: E402
 from benchmarks.peers.cell import Cell  # noqa: E402
-from benchmarks.peers.counts import Counts, Event, sent  # noqa: E402
-from benchmarks.peers.results import cell_result, deviation, machine, paired, start_result  # noqa: E402
-from benchmarks.peers.turns import Side, Start  # noqa: E402
+from benchmarks.peers.page import cell_result, deviation, machine, paired, start_result  # noqa: E402
+from benchmarks.peers.turns import Counts, Event, Side, Start, sent  # noqa: E402  # noqa: E402
 
 MEASURED = ROOT / "benchmarks" / "peers" / "measured.json"
 PAGE = ROOT / "docs" / "performance.md"

@@ -14,8 +14,7 @@ import numpy as np
 
 from unishard.checkpoint import index_file, manifest, shard_index
 from unishard.checkpoint.assignment import Assignment, Places
-from unishard.checkpoint.direct_file import DirectFile
-from unishard.checkpoint.files import fsync
+from unishard.checkpoint.files import DirectFile, fsync
 from unishard.checkpoint.metadata import FILE
 from unishard.distributed.dtypes import name_of
 

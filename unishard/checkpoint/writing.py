@@ -29,7 +29,7 @@ from torch.futures import Future
 from unishard.checkpoint import manifest
 from unishard.checkpoint.archives import envelope_of
 from unishard.checkpoint.assignment import Held, cut, divided, held_of, packed
-from unishard.checkpoint.direct_file import BUFFER, DirectFile
+from unishard.checkpoint.files import BUFFER, DirectFile
 from unishard.checkpoint.hashing import MASK, hash_of
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.flat_master_weights import InnerOptimizer
 from unishard_deepspeed.private.optimizer_kind import Kind
 
 # -- reducing before the step ----------------------------------------------------------------------

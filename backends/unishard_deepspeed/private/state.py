@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard_deepspeed.flat_master_weights import FlatShard
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.flat_master_weights import FlatShard, InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.optimizer_kind import Kind
 
