@@ -200,10 +200,6 @@ def _image(name: str, path: str, cfg: Config, topology: Topology, value: Any, id
         return Image(fit, f"unused: {idle}", note, off=True)
     if settings:
         return Image(fit, ", ".join(f"{key} = {bare(value)}" for key, value in settings.items()), note)
-    if fit is Fit.EXACT and path not in _NULL_IS_ON and _is_off(value):
+    if fit is Fit.EXACT and path not in _NULL_IS_ON and (value is None or value is False or value in ("none", [], {})):
         return Image(fit, "off", note, off=True)
     return Image(fit, rule.key, note)
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or value in ("none", [], {})

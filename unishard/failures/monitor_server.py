@@ -177,16 +177,13 @@ class MonitorServer:
 
     def _serve(self) -> None:
         while self._links or not self._ended:
-            for key, _ in self._selector.select(_TICK if self._is_waited_for() else None):
+            for key, _ in self._selector.select(_TICK if (self._asked or self._somebody_waits()) else None):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
                     self._receive(key.data)
             self._look()
         self._listener.close()
-
-    def _is_waited_for(self) -> bool:
-        return self._asked or self._somebody_waits()
 
     def _somebody_waits(self) -> bool:
         standing = self._statuses.keys() | self._asking

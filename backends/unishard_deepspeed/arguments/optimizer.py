@@ -60,13 +60,9 @@ _OTHERS = (
 )
 
 
-def _word(given: DocumentValues) -> str:
-    return str(given.get("optimizer.type") or "").strip().lower()
-
-
 def _name(given: DocumentValues) -> str | None:
     """The value of `optimizer.name`; None where there is none, or one that is not supported."""
-    word = _word(given)
+    word = str(given.get("optimizer.type") or "").strip().lower()
     if word == "adam" and not quiet(boolean, given.get(f"{_P}adam_w_mode"), True):
         return "adam"
     return _NAMES.get(word)

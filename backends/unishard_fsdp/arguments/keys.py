@@ -174,7 +174,10 @@ def _reshard_key(value: Any, given: DocumentValues) -> KeyEffect:
     if _version(given) == 1:
         if value is None:
             return _UNSET if "sharding_strategy" in given else KeyEffect(fields=strategy_of(given))
-        return _reshard_of_version_1(value, given)
+        word = _resharding_of_version_1(value)
+        if "sharding_strategy" in given:
+            return KeyEffect(Fit.IGNORED, "sharding_strategy decides with version 1, in which this key has no effect")
+        return KeyEffect(Fit.EXACT if word == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[word])
     whole_number = isinstance(value, int) and not isinstance(value, bool)
     if whole_number and value < 1:
         raise Unreadable(f"must be true, false or a number of ranks, got {value}; write true or false")
@@ -188,13 +191,6 @@ def _reshard_key(value: Any, given: DocumentValues) -> KeyEffect:
         )
         return KeyEffect(Fit.EQUIVALENT, note, fields)
     return KeyEffect(fields=fields)
-
-
-def _reshard_of_version_1(value: Any, given: DocumentValues) -> KeyEffect:
-    word = _resharding_of_version_1(value)
-    if "sharding_strategy" in given:
-        return KeyEffect(Fit.IGNORED, "sharding_strategy decides with version 1, in which this key has no effect")
-    return KeyEffect(Fit.EXACT if word == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[word])
 
 
 def _offload_key(value: Any, given: DocumentValues) -> KeyEffect:

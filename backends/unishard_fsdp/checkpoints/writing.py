@@ -25,7 +25,10 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
     write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, own_index=False)
     notes = ["not converted: step, schedule and loss scale, which torch.distributed.checkpoint directories do not have"]
     if contents.optimizer is not None:
-        defaults = _defaults(contents.optimizer.class_name)
+        # All options of torch's optimizer of this name: `dcp.load` fails if one is missing.
+        kind = getattr(torch.optim, contents.optimizer.class_name, torch.optim.AdamW)
+        found: dict[str, Any] = kind([torch.zeros(1)]).defaults
+        defaults = {key: value for key, value in found.items() if plain(value)}
         values: dict[str, tuple[tuple[str | int, ...], Any]] = {}
         for index, group in enumerate(contents.optimizer.groups):
             values |= _values(index, group, defaults)
@@ -50,10 +53,3 @@ def _values(index: int, group: GroupRecord, defaults: dict[str, Any]) -> dict[st
             # dictionary.
             values[f"{_GROUPS}.{name}.{key}"] = ((f"{_GROUPS}.{name}.{key}",), value)
     return values
-
-
-def _defaults(class_name: str) -> dict[str, Any]:
-    """All options of torch's optimizer of this name; `dcp.load` fails if one is missing."""
-    kind = getattr(torch.optim, class_name, torch.optim.AdamW)
-    found: dict[str, Any] = kind([torch.zeros(1)]).defaults
-    return {key: value for key, value in found.items() if plain(value)}

@@ -85,16 +85,12 @@ def _paths(method: Any) -> Iterator[tuple[str, ...]]:
     harmless = {node.value for node in nodes if node.attr in _OF_SHARDS_TOO}
     for node in nodes:
         if node not in harmless:
-            yield from _path(node)
-
-
-def _path(node: ast.Attribute) -> Iterator[tuple[str, ...]]:
-    names, at = [node.attr], node.value
-    while isinstance(at, ast.Attribute):
-        names.append(at.attr)
-        at = at.value
-    if isinstance(at, ast.Name) and at.id == "self":
-        yield tuple(reversed(names))
+            names, at = [node.attr], node.value
+            while isinstance(at, ast.Attribute):
+                names.append(at.attr)
+                at = at.value
+            if isinstance(at, ast.Name) and at.id == "self":
+                yield tuple(reversed(names))
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -141,7 +137,7 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     else:
         _require_present(model, set(cfg.units), "sharding.units")
         found = [*_outermost(model, set(cfg.units), "sharding.units", set(cfg.conditional_modules))]
-    shared = _names_of_each_parameter(model)
+    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     own = [unit for unit in _in_order(model, found) if not _ties_outside(unit, shared)]
     if cfg.units != "auto":
         _require_used(cfg.units, found, own)
@@ -238,11 +234,6 @@ def _outermost(
 def _in_order(model: nn.Module, units: list[Unit]) -> list[Unit]:
     order = {id(module): index for index, module in enumerate(model.modules())}
     return sorted(units, key=lambda unit: order[id(unit.module)])
-
-
-def _names_of_each_parameter(model: nn.Module) -> dict[int, int]:
-    """Count the names of each parameter."""
-    return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
 
 
 def _ties_outside(unit: Unit, shared: dict[int, int]) -> bool:
