@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,38 +128,44 @@ def _dropping_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg:
     return oracle.train(model, kept, cfg, world=cell.world)
 
 
+_EDITED = Feature(
+    "edited_gradients",
+    "between backward and step one gradient is tripled, one zeroed, one made noisy; `engine.grad`, `engine.set_grad`",
+    loop=_gradients_loop,
+    reference=_gradients_reference,
+)
+_DISCARDED = Feature(
+    "discarded_windows",
+    "windows are discarded after a micro-batch, after a forward, at the end, or after reading a gradient; "
+    "`engine.discard`",
+    loop=_dropping_loop,
+    reference=_dropping_reference,
+    steps_in_suite=20,
+)
+
 FEATURES = (
-    Feature(
-        "edited_gradients",
-        "between backward and step one gradient is tripled, one zeroed, one made noisy; `engine.grad`, "
-        "`engine.set_grad`",
-        loop=_gradients_loop,
-        reference=_gradients_reference,
-    ),
-    Feature(
-        "edited_gradients_by_owners",
-        "the same under ZeroRedundancyOptimizer",
-        {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
+    _EDITED,
+    replace(
+        _EDITED,
+        name="edited_gradients_by_owners",
+        about="the same under ZeroRedundancyOptimizer",
+        sections={"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
         strategies=("shard_optimizer",),
         precisions=("fp32",),
-        loop=_gradients_loop,
-        reference=_gradients_reference,
     ),
-    Feature(
-        "edited_gradients_offloaded",
-        "the same with master weights and optimizer state in host memory",
-        {"offload": {"optimizer": "cpu"}},
+    replace(
+        _EDITED,
+        name="edited_gradients_offloaded",
+        about="the same with master weights and optimizer state in host memory",
+        sections={"offload": {"optimizer": "cpu"}},
         strategies=("shard_optimizer", "shard_grad_op"),
-        loop=_gradients_loop,
-        reference=_gradients_reference,
     ),
-    Feature(
-        "edited_gradients_all_offloaded",
-        "the same with parameters in host memory as well",
-        {"offload": "cpu"},
+    replace(
+        _EDITED,
+        name="edited_gradients_all_offloaded",
+        about="the same with parameters in host memory as well",
+        sections={"offload": "cpu"},
         strategies=("full_shard",),
-        loop=_gradients_loop,
-        reference=_gradients_reference,
     ),
     Feature(
         "edited_parameters",
@@ -166,22 +173,13 @@ FEATURES = (
         loop=_parameters_loop,
         reference=_parameters_reference,
     ),
-    Feature(
-        "discarded_windows",
-        "windows are discarded after a micro-batch, after a forward, at the end, or after reading a gradient; "
-        "`engine.discard`",
-        loop=_dropping_loop,
-        reference=_dropping_reference,
-        steps_in_suite=20,
-    ),
-    Feature(
-        "discarded_windows_offloaded",
-        "the same with master weights and optimizer state in host memory",
-        {"offload": {"optimizer": "cpu"}},
+    _DISCARDED,
+    replace(
+        _DISCARDED,
+        name="discarded_windows_offloaded",
+        about="the same with master weights and optimizer state in host memory",
+        sections={"offload": {"optimizer": "cpu"}},
         strategies=("shard_optimizer", "shard_grad_op"),
         precisions=("bf16",),
-        loop=_dropping_loop,
-        reference=_dropping_reference,
-        steps_in_suite=20,
     ),
 )

@@ -14,17 +14,8 @@ from unishard.config.nested import flat
 from unishard.contract.tolerances import TOLERANCES
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.tools.compare import modules
+from unishard.tools.compare import records as logged
 from unishard.tools.compare.modules import Located, module_lines
-from unishard.tools.compare.records import (
-    Course,
-    Distance,
-    Divergence,
-    Record,
-    distance_to,
-    first_divergence,
-    records_in,
-    relative,
-)
 
 # -- Golden files: what a run has given at each step, and the config that decided it ---------------
 
@@ -38,7 +29,7 @@ class ComparedRun(NamedTuple):
     """One side of a comparison."""
 
     name: str
-    course: Course
+    course: logged.Course
     facts: Mapping[str, Any]
     """The fields of the config that decide what is trained; empty where they are not known."""
 
@@ -49,7 +40,7 @@ def facts_of(cfg: Config) -> dict[str, Any]:
     return dict(flat({name: section for name, section in dumped.items() if name not in _AROUND}))
 
 
-def golden_text(records: Sequence[Record], cfg: Config, modules: str = "") -> str:
+def golden_text(records: Sequence[logged.Record], cfg: Config, modules: str = "") -> str:
     """A golden file: a line with the config, then one for each step, then those of its modules.
 
     Args:
@@ -57,7 +48,7 @@ def golden_text(records: Sequence[Record], cfg: Config, modules: str = "") -> st
         cfg: The config.
         modules: The text of `modules.jsonl`, if modules were measured.
     """
-    course = Course.of(records)
+    course = logged.Course.of(records)
     lines: list[dict[str, Any]] = [{"unishard_golden": 1, "config": facts_of(cfg)}]
     rows = zip(course.steps, course.losses, course.norms, course.lrs, course.samples, strict=True)
     lines += [
@@ -84,13 +75,13 @@ def read_golden(path: Path) -> ComparedRun:
             [Problem("", f"is no file of at most {_LARGEST_FILE} bytes; name a golden file, or a log.jsonl", str(path))]
         )
     text = path.read_text(encoding="utf-8", errors="replace")
-    records = records_in(text)
+    records = logged.records_in(text)
     if not records:
         what = (
             'has no losses; write it with --write-golden, or name a log.jsonl: lines such as {"step": 1, "loss": 2.5}'
         )
         raise ConfigError([Problem("", what, str(path))])
-    return ComparedRun(path.name, Course.of(records), _config_in(text))
+    return ComparedRun(path.name, logged.Course.of(records), _config_in(text))
 
 
 def _config_in(text: str) -> dict[str, Any]:
@@ -135,7 +126,7 @@ class LikelyCause(NamedTuple):
 class _Pair(NamedTuple):
     found: ComparedRun
     expected: ComparedRun
-    at: Divergence
+    at: logged.Divergence
 
     @property
     def first(self) -> tuple[int, int]:
@@ -152,7 +143,7 @@ class _Pair(NamedTuple):
         return one / other if one and other else math.nan
 
 
-def causes_of(found: ComparedRun, expected: ComparedRun, at: Divergence) -> list[LikelyCause]:
+def causes_of(found: ComparedRun, expected: ComparedRun, at: logged.Divergence) -> list[LikelyCause]:
     """The explanations that agree with what is known, the likeliest first.
 
     Args:
@@ -241,7 +232,7 @@ def _rate(pair: _Pair) -> LikelyCause | None:
     """The learning rate differs no later than what it explains."""
     other = dict(zip(pair.expected.course.steps, pair.expected.course.lrs, strict=True))
     for step, rate in zip(pair.found.course.steps, pair.found.course.lrs, strict=True):
-        if step <= pair.at.step and other.get(step) is not None and relative(rate, other[step]) > 1e-6:
+        if step <= pair.at.step and other.get(step) is not None and logged.relative(rate, other[step]) > 1e-6:
             return LikelyCause(
                 "learning rate",
                 f"lr at step {step} is {rate} in {pair.found.name}, {other[step]} in {pair.expected.name}",
@@ -313,8 +304,8 @@ class Verdict(NamedTuple):
 
     found: ComparedRun
     expected: ComparedRun
-    distance: Distance
-    at: Divergence | None
+    distance: logged.Distance
+    at: logged.Divergence | None
     """The first difference; None if they agree."""
     causes: list[LikelyCause]
     located: Located = Located()
@@ -350,13 +341,13 @@ def verdict_of(found: ComparedRun, expected: ComparedRun, compute: str) -> Verdi
     Raises:
         BackendError: They have no step in common.
     """
-    distance = distance_to(found.course, expected.course)
+    distance = logged.distance_to(found.course, expected.course)
     if not distance.steps:
         raise BackendError(
             f"{found.name} and {expected.name} have no step in common; write the golden file with at least as many "
             "--steps"
         )
-    at = first_divergence(found.course, expected.course, TOLERANCES[compute])
+    at = logged.first_divergence(found.course, expected.course, TOLERANCES[compute])
     return Verdict(found, expected, distance, at, [] if at is None else causes_of(found, expected, at))
 
 
