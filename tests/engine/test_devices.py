@@ -16,7 +16,7 @@ from unishard.distributed import process_group
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretends CUDA process_group, and the one that is current."""
+    """Pretends CUDA devices, and the one that is current."""
 
     def pretend(count: int, current: int = 0) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

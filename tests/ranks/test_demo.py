@@ -79,7 +79,7 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
 
 def test_the_example_is_a_plain_script_too(tmp_path: Path) -> None:
     out = tmp_path / "log.json"
-    command = [sys.executable, str(SCRIPT), "--steps", "2", "--set", "demo.micro_batch_size=1", "--out", str(out)]
+    command = [sys.executable, str(SCRIPT), "--steps", "2", "--set", "training.micro_batch_size=1", "--out", str(out)]
     done = completed(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "after 2 updates, world size 1" in done.stdout
@@ -162,7 +162,7 @@ STOPPED = """
 import signal
 from pathlib import Path
 from unishard.cli import main
-from unishard.tools.demo import training
+from unishard.tools.demo import demo
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 demo._find = lambda path: Path({script!r})
 main()

@@ -209,7 +209,7 @@ connections, which the others notice in a collective at once and not only throug
 _GROUPS = 3
 """The default group, the one for the host, and the one of saves in the background."""
 _OTHERS = 512
-"""Files, process_group, libraries, data loaders."""
+"""Files, devices, libraries, data loaders."""
 _VARIABLE = "TORCH_GLOO_LAZY_INIT"
 
 
