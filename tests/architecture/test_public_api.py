@@ -98,7 +98,7 @@ def test_what_an_engine_is() -> None:
         "train",
         "unsharded",
         "windows",
-        *("save", "load", "on_save", "wait", "export"),
+        *("save", "load", "leave", "on_save", "wait", "export"),
         *("set_boundary", "grad_norm", "state_dict", "load_weights", "weights", "routed", "release"),
         *("ema", "is_main", "print", "rank", "world_size"),
     }

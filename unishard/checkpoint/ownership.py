@@ -130,9 +130,10 @@ def is_lost(root: Path) -> bool:
     return owned is not None and (owned.lost or _other(root) is not None)
 
 
-def release(holder: object) -> None:
-    """Release each directory that no other object of this process owns."""
-    for owned in [owned for owned in _owned.values() if owned.process == os.getpid()]:
+def release(holder: object, root: Path | None = None) -> None:
+    """Release a directory, or all of them, unless another object of this process owns it too."""
+    here = _owned.values() if root is None else filter(None, [_here(root)])
+    for owned in [owned for owned in here if owned.process == os.getpid()]:
         owned.discard(holder)
 
 

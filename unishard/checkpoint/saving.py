@@ -252,6 +252,11 @@ class Background:
         }
         return snapshot._replace(shards=held)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a job was started for which nobody has waited."""
+        return self._running is not None
+
     def wait(self) -> None:
         """Wait until the running job is done.
 

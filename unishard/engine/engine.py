@@ -53,10 +53,10 @@ from unishard.observe.observer import Observers, check_number
 class Engine:
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
-    Every method except `log`, `print`, `placement`, `set_boundary`, `routed`, `on_save` and `close` is collective: call
-    it on all ranks, with the same arguments but for a rank's own data. If ranks make different calls, all of them raise
-    `RankMismatchError`, which names each rank's call. A call on a closed engine, or a training call on a model prepared
-    with `train=False`, raises `ContractError`.
+    Every method except `log`, `print`, `placement`, `set_boundary`, `routed`, `leave`, `on_save` and `close` is
+    collective: call it on all ranks, with the same arguments but for a rank's own data. If ranks make different calls,
+    all of them raise `RankMismatchError`, which names each rank's call. A call on a closed engine, or a training call
+    on a model prepared with `train=False`, raises `ContractError`.
     """
 
     def __init__(self, adapter: InferenceAdapter, plan: RunPlan, written: WrittenParameters | None) -> None:
@@ -749,6 +749,17 @@ class Engine:
                 is something else, or `checkpoint.dir` is not set.
         """
         return self._checkpoints.load(source, strict=strict, verify=verify, data=data)
+
+    def leave(self, root: str | Path) -> None:
+        """Release a directory of checkpoints as soon as what was saved there is complete.
+
+        The engine otherwise owns it until `close`, and no other engine of this process may save there.
+
+        Args:
+            root: What `save` was passed.
+        """
+        self._order.require_open("leave")
+        self._checkpoints.leave(root)
 
     def on_save(self, state: Callable[[], Any]) -> None:
         """Set what returns `state` for automatic saves, on every rank; an explicit `save` uses its own argument."""

@@ -50,6 +50,8 @@ class SaveAndLoad:
         self._owned: set[Path] = set()
         """The directories in which this run saves."""
         self._cleaned: set[Path] = set()
+        self._leaving: set[Path] = set()
+        """Those that it releases as soon as no save is running."""
         self.resumed: Resumed | None = None
         """The last load."""
         self._check_before_update()
@@ -71,7 +73,7 @@ class SaveAndLoad:
         self._drop_average()
         group = process_group.host_group()
         _require_same(number, group)
-        self._background.wait()
+        self.wait()
         self._run.adapter.reshard_all()
         self._run.buffers.equalize("save")
         snapshot = take_snapshot(self._run, state, group)
@@ -111,7 +113,7 @@ class SaveAndLoad:
             return
         folder = self.save(None, state=None if self._state_to_save is None else self._state_to_save())
         if cause.ends:
-            self._background.wait()
+            self.wait()
             _logger.warning("%s: saved in %s; the process ends with exit code %d", cause.text, folder, EXIT_CODE)
             raise SystemExit(EXIT_CODE)
 
@@ -132,7 +134,7 @@ class SaveAndLoad:
         what = f"{which} of {self._asked.dir}" if which else source
         order.check_now("load", f", from {what}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
-        self._background.wait()
+        self.wait()
         self._own_to_resume(place, which)
         folder = on_first(group, lambda: self._found(place, which))
         if folder is None:
@@ -228,6 +230,22 @@ class SaveAndLoad:
     def wait(self) -> None:
         """Wait until the background save is complete."""
         self._background.wait()
+        self._release_left()
+
+    def leave(self, root: str | Path) -> None:
+        """Release a directory."""
+        self._leaving.add(self._directory(root, "leave"))
+        if not self._background.is_running:
+            self._release_left()
+
+    def _release_left(self) -> None:
+        for root in self._leaving:
+            if _savers.get(root.resolve()) is self:
+                del _savers[root.resolve()]
+            self._owned.discard(root)
+            self._cleaned.discard(root)
+            ownership.release(self, root)
+        self._leaving.clear()
 
     def close(self) -> None:
         """Restore signal handlers, release this engine's directories, and wait for the background save."""
@@ -245,6 +263,9 @@ class SaveAndLoad:
         """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same
         step.
         """
+        other = _savers.get(root.resolve())
+        if other is not None and root in other._leaving:
+            other.wait()
         if _savers.setdefault(root.resolve(), self) is not self:
             raise ContractError(
                 f"save: another engine of this process saves in {root}; use a directory per engine, or close the other "
