@@ -97,7 +97,11 @@ def training_windows(
         order,
         Schedule(optimizer.schedule, groups) if own is None else TorchSchedule(own, groups),
         OptimizerCalls(
-            adapter, optimizer.optimizer or adapter.torch_optimizer, plan.model.name, order.require_no_gradients
+            adapter,
+            optimizer.optimizer or adapter.torch_optimizer,
+            plan.model.name,
+            order.require_no_gradients,
+            whole=guard.full_weights,
         ),
         trainable,
         plan.model.classes,

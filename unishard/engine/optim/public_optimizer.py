@@ -230,8 +230,21 @@ class GuardedOptimizer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, own: OwnCalls, require_no_gradients: Callable[[str], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        own: OwnCalls,
+        require_no_gradients: Callable[[str], None],
+        *,
+        whole: bool,
     ) -> None:
+        """From now on refuse.
+
+        Args:
+            optimizer: The user's.
+            own: Whether the engine is calling.
+            require_no_gradients: Raises if the engine holds gradients that the named call would drop.
+            whole: Whether its state is all there, so that it may be read.
+        """
         kind = type(optimizer).__name__
         zero_grad = optimizer.zero_grad
 
@@ -245,7 +258,8 @@ class GuardedOptimizer:
             _refuse_group(f"{kind}.add_param_group()")
 
         def before_saving(optimizer: Any) -> None:
-            _refuse(f"{kind}.state_dict()", "returns only shards of the state")
+            if not whole:
+                _refuse(f"{kind}.state_dict()", "returns only shards of the state")
 
         def before_loading(optimizer: Any, state: Any) -> None:
             _refuse(f"{kind}.load_state_dict()", "would not reach the engine's shards")
@@ -291,6 +305,8 @@ class OptimizerCalls:
         built: torch.optim.Optimizer,
         model_class: str,
         require_no_gradients: Callable[[str], None],
+        *,
+        whole: bool,
     ) -> None:
         """From now on refuse the calls of others.
 
@@ -299,11 +315,12 @@ class OptimizerCalls:
             built: The optimizer that was passed to `prepare` or built for it; the user may hold it.
             model_class: Class of the model before it was sharded.
             require_no_gradients: Raises if the engine holds gradients that the named call would drop.
+            whole: Whether this rank has all of the optimizer's state.
         """
         self._own = own = OwnCalls()
         self.public = PublicOptimizer(adapter.optimizer, adapter.torch_optimizer, own, require_no_gradients)
         """`engine.optimizer`."""
-        self._guarded = GuardedOptimizer(built, own, require_no_gradients)
+        self._guarded = GuardedOptimizer(built, own, require_no_gradients, whole=whole)
         self._number = watch(adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own)
 
     def own(self) -> AbstractContextManager[None]:
