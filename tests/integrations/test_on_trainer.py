@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
@@ -100,17 +98,18 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(**given | options)
 
 
-def trainer(backend, strategy, folder, variant="plain", *, base=None, **options):
+def trainer(backend, strategy, folder, variant="plain", *, base=None, given=None, **options):
     transformers.logging.set_verbosity_error()
     args = arguments(folder, **VARIANTS[variant] | options)
-    given = {"train_dataset": rows(), "eval_dataset": rows(7), "data_collator": collate}
-    base = base or transformers.Trainer
+    data = {"train_dataset": rows(), "eval_dataset": rows(7), "data_collator": collate}
+    base, given = base or transformers.Trainer, given or model(variant)
     if backend == "plain":
-        return base(model(variant), args, **given)
+        return base(given, args, **data)
     from unishard.integrations.transformers import UnishardMixin
 
     kind = type("OnUnishard", (UnishardMixin, base), {})
-    return kind(model(variant), args, **given, unishard={"backend": backend, "sharding": strategy})
+    config = {"backend": backend, "sharding": strategy} if backend else None
+    return kind(given, args, **data, unishard=config)
 
 
 def history(made):
@@ -167,16 +166,41 @@ def resumed(backend, strategy):
         made.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
         found.append(history(made))
         ended(made)
-    dist.barrier()
-    if my_rank() == 0:
-        shutil.rmtree(f"{folder}/checkpoint-3/unishard")
-        Path(f"{folder}/checkpoint-6/optimizer.pt").touch()
-        shutil.move(f"{folder}/checkpoint-6/unishard", f"{folder}/moved")
-    dist.barrier()
-    made = trainer(backend, strategy, shared_folder())
-    problem = refused(made.train, resume_from_checkpoint=f"{folder}/checkpoint-6")
+    return whole, found
+
+
+def native():
+    """Stopped in the middle of an epoch without unishard, continued on both engines."""
+    folder = shared_folder()
+    made = trainer(*PLAIN, folder, save_strategy="steps", save_steps=3)
+    made.train()
+    whole, found = history(made), []
+    for backend, strategy in CROSSED:
+        made = trainer(backend, strategy, shared_folder())
+        made.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+        found.append(history(made))
+        ended(made)
+    made = trainer(*CROSSED[0], shared_folder(), weight_decay=0.0)
+    made.create_optimizer = lambda: setattr(made, "optimizer", torch.optim.AdamW(made.model.parameters()))
+    others = refused(made.train, resume_from_checkpoint=f"{folder}/checkpoint-3")
     ended(made)
-    return whole, found, problem
+    return whole, found, others
+
+
+def again(backend, strategy):
+    """A Trainer that gets the model of another one, and its folder."""
+    folder = shared_folder()
+    first = trainer(backend, strategy, folder, num_train_epochs=1, save_strategy="steps", save_steps=3)
+    first.train()
+    second = trainer(
+        backend, strategy, folder, num_train_epochs=1, save_strategy="steps", save_steps=3, given=first.model
+    )
+    second.train()
+    ended(second)
+    third = trainer(backend, strategy, shared_folder(), num_train_epochs=2)
+    third.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    ended(third)
+    return history(first), history(second), history(third)
 
 
 def sequences(backend, strategy):
@@ -214,6 +238,31 @@ def sequences(backend, strategy):
     return [*history(made), float(generated.sum()), float(generated.shape[0])]
 
 
+def of_deepspeed(**others):
+    """TrainingArguments with a config of DeepSpeed that has a schedule and an optimizer of its own."""
+    adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    written = {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**warmup, "warmup_type": "linear"}},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    return {"deepspeed": written | others, "num_train_epochs": 1}
+
+
+def of_its_arguments():
+    """Trained as a config of DeepSpeed says."""
+    made = trainer("", "", shared_folder(), **of_deepspeed())
+    made.train()
+    groups = [(len(group["params"]), group["weight_decay"]) for group in made.accelerator.engine.optimizer.param_groups]
+    rates = [entry["learning_rate"] for entry in made.state.log_history if "learning_rate" in entry]
+    ended(made)
+    return groups, rates
+
+
 def translated():
     """`fsdp` of TrainingArguments, and what contradicts."""
     from unishard.integrations.transformers import UnishardTrainer
@@ -225,10 +274,11 @@ def translated():
     cfg = make(fsdp=True, fsdp_config=wrapped, bf16=True).accelerator.config
     found = cfg.backend, cfg.sharding.strategy, [*cfg.sharding.units], cfg.precision.compute
     own = {"backend": "fsdp"}
+    found += (make(**of_deepspeed()).accelerator.config.sharding.strategy,)
     return found, [
         refused(make),
         refused(make, own, fsdp=True, fsdp_config=wrapped),
-        refused(make, own, bf16_full_eval=True),
+        refused(make, **of_deepspeed(gradient_clipping=2.0)),
         refused(make, {**own, "training": {"gradient_clipping": 2.0}}),
         refused(make, {**own, "precision": "fp32"}, bf16=True),
     ]
@@ -239,7 +289,9 @@ SCENARIOS = (
     *((trained, (variant, *PLAIN)) for variant in VARIANTS),
     *((trained, (variant, *cell)) for variant, cell in RUNS),
     *((run, cell) for run in (twice, sequences) for cell in (PLAIN, *CROSSED)),
-    *((resumed, cell) for cell in CROSSED),
+    *((run, cell) for run in (resumed, again) for cell in CROSSED),
+    (of_its_arguments, ()),
+    (native, ()),
     (translated, ()),
 )
 
@@ -271,17 +323,39 @@ def test_the_trainer_evaluates_and_trains_again(run, cell):
 
 @pytest.mark.parametrize("cell", CROSSED, ids="-".join)
 def test_a_run_continues_on_either_engine(cell):
-    for whole, found, problem in of(resumed, *cell):
+    for whole, found in of(resumed, *cell):
         for other in found:
             alike(other, whole)
-        assert "optimizer.pt cannot be read into an engine" in problem
+
+
+def test_a_run_without_unishard_continues_on_either_engine():
+    for whole, found, others in of(native):
+        for other in found:
+            alike(other, whole)
+        assert "has groups of" in others
+
+
+def test_a_trainer_gets_the_model_and_the_folder_of_another_one():
+    fsdp, deepspeed = (of(again, *cell) for cell in CROSSED)
+    for found, expected in zip(fsdp, deepspeed, strict=True):
+        first, second, third = found
+        for each, other in zip(found, expected, strict=True):
+            alike(each, other)
+        assert second[0] < first[0]  # the weights
+        assert third[: len(second) // 2] == second[: len(second) // 2]  # the folder
+
+
+def test_a_config_of_deepspeed_says_the_optimizer_and_the_schedule():
+    for groups, rates in of(of_its_arguments):
+        assert [decay for _, decay in groups] == [0.1]  # of all parameters, as DeepSpeed's does
+        assert rates == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.02 / 3])  # those of its WarmupDecayLR
 
 
 def test_the_arguments_of_the_trainer_are_translated_or_contradict():
-    for found, (none, both, cast, clipping, precision) in of(translated):
-        assert found == ("fsdp", "full_shard", ["LlamaDecoderLayer"], "bf16")
+    for found, (none, both, contradicted, clipping, precision) in of(translated):
+        assert found == ("fsdp", "full_shard", ["LlamaDecoderLayer"], "bf16", "shard_grad_op")
         assert "no config" in none
         assert "TrainingArguments.fsdp: is set beside a config of unishard" in both
-        assert "TrainingArguments.bf16_full_eval: would cast a sharded model" in cast
+        assert "TrainingArguments.deepspeed: contradicts other arguments: - ds gradient_clipping=2.0" in contradicted
         assert "training.gradient_clipping: is 2.0, but the framework's arguments say 0.5" in clipping
         assert "precision.compute: is fp32, but the framework's arguments say bf16" in precision

@@ -19,7 +19,7 @@ from unishard.config import Config
 from unishard.engine.engine import Engine
 from unishard.engine.prepare import prepare
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
-from unishard.integrations.accelerate.configuring import agreed, config_of
+from unishard.integrations.accelerate.configuring import agreed, alone, config_of
 from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, WatchedScheduler
 
 __all__ = ["Accelerator"]
@@ -67,7 +67,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._begin(config)
 
     def _begin(self, config: Config) -> None:
-        self.config = config
+        self.config = alone(config)
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ConfigError(
                 [Problem("dynamo_backend", "is not for unishard's Accelerator; set compile in the config")]
@@ -242,7 +242,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         self.wait_for_everyone()
         for index, each in enumerate(self._trained):
-            each.engine.save(Path(folder) / _FOLDER.format(index))
+            own = Path(folder) / _FOLDER.format(index)
+            each.engine.save(own)
+            each.engine.leave(own)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:

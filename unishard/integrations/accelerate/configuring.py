@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from unishard import formats
 from unishard.config import Config
 from unishard.config.loading import load
 from unishard.config.nested import Native, flat
+from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["FILE", "agreed", "config_of", "translated"]
+__all__ = ["FILE", "agreed", "alone", "config_of", "translated"]
 
 _logger = logging.getLogger("unishard")
 
@@ -76,7 +80,7 @@ def translated(
     Args:
         source: The document.
         from_: Its format; left out, it is recognised.
-        sections: The sections to keep; by default all.
+        sections: The sections to keep; by default all but those of an optimizer and a schedule.
 
     Raises:
         ConfigError: One of its keys is not supported; says which.
@@ -87,7 +91,7 @@ def translated(
         raise ConfigError(refused)
     for item in outcome.of(Fit.APPROXIMATE):
         _logger.warning("%s: %s", item.key, item.note)
-    kept = {name for name in outcome.document if name not in _SCRIPTS and (not sections or name in sections)}
+    kept = {name for name in outcome.document if (name in sections if sections else name not in _SCRIPTS)}
     return load({name: value for name, value in outcome.document.items() if name in kept})
 
 
@@ -132,3 +136,26 @@ def agreed(cfg: Config, said: Mapping[str, Any]) -> Config:
             what = f"is {written[field]}, but the framework's arguments say {value}; write it in one place"
             raise ConfigError([Problem(field, what)])
     return cfg.override(*(f"{field}={value}" for field, value in said.items() if field not in written))
+
+
+def alone(cfg: Config) -> Config:
+    """The config for a process that no launcher has started: with nothing to shard, its model stays a plain module.
+
+    So a script may read, copy and save the model after it has trained, as with the framework itself. A model in another
+    dtype than its weights, or outside the device's memory, is not plain.
+    """
+    numbers, offload = cfg.precision, cfg.offload
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    plain = numbers.compute == numbers.master == "fp32" and offload.params == offload.optimizer == "none"
+    if several or _launcher() != "python" or not plain or "native" in cfg.model_fields_set:
+        return cfg
+    try:
+        return cfg.override("sharding.strategy=no_shard")
+    except ConfigError:  # another field means nothing without shards
+        return cfg
+
+
+@cache
+def _launcher() -> str:
+    """What started this process: later Accelerate may have set RANK itself."""
+    return Topology.from_environment().launcher

@@ -113,9 +113,18 @@ class Trained:
 
     def close(self) -> None:
         """Close the engine; the model cannot be used afterwards."""
+        self._detach()
+        self.engine.close()
+
+    def release(self) -> None:
+        """Close the engine, and make the model plain again."""
+        self.drop()
+        self._detach()
+        self.engine.release()
+
+    def _detach(self) -> None:
         self._hook.remove()
         vars(self.model).pop("no_sync", None)
-        self.engine.close()
 
     def _begin(self) -> None:
         self.waits, self._max_norm = False, ...

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import accelerate
 import torch
 import transformers
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME
 
 from unishard.config import Config
+from unishard.distributed import process_group
+from unishard.distributed.on_ranks import on_first
 from unishard.engine.engine import Engine
-from unishard.errors import CheckpointError, ConfigError, Problem
+from unishard.engine.optim.optimizers import factory
+from unishard.engine.optim.schedule import factor
+from unishard.errors import CheckpointError
 from unishard.integrations.accelerate.accelerator import Accelerator
-from unishard.integrations.accelerate.configuring import agreed, config_of, translated
+from unishard.integrations.accelerate.trained import Trained
+from unishard.integrations.transformers.arguments import config_for, section_of_deepspeed
+from unishard.integrations.transformers.checkpoints import converted, is_sharded
 
 __all__ = ["UnishardMixin", "UnishardTrainer"]
 
 _FOLDER = "unishard"
 """Where the engine's state is, inside a checkpoint of the Trainer."""
-_ENGINE = ("backend", "sharding", "precision", "offload", "activation_checkpointing", "communication", "native")
-"""What `fsdp` of TrainingArguments says; their other arguments are the Trainer's."""
+_FULL_EVAL = ("fp16_full_eval", "bf16_full_eval")
+
+_logger = logging.getLogger("unishard")
 
 if TYPE_CHECKING:  # what it is mixed into
     from transformers import Trainer as _Trainer
@@ -35,6 +46,9 @@ else:
 class UnishardMixin(_Trainer):  # type: ignore[misc]
     """Puts a trainer on unishard's engines: `class OnUnishard(UnishardMixin, SFTTrainer)`."""
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(
         self, *args: Any, unishard: Config | str | Path | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
@@ -43,7 +57,7 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         Args:
             args: Of the trainer.
             unishard: A config, a file or a mapping; None: the `unishard` of its TrainingArguments, what their `fsdp`
-                says, or what `unishard.integrations.accelerate.Accelerator` finds.
+                or `deepspeed` say, or what `unishard.integrations.accelerate.Accelerator` finds.
             kwargs: Of the trainer.
 
         Raises:
@@ -54,40 +68,13 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator, and put it on the engines."""
-        config = self._config()
+        config = config_for(self.args, self._unishard, self.model)
+        for other in _open:
+            other.give_up(self.model)
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = _TrainersAccelerator
         self.accelerator.trainer = self
         self.accelerator._begin(config)
-
-    def _config(self) -> Config:
-        args, source = self.args, self._unishard
-        source = getattr(args, "unishard", None) if source is None else source
-        if getattr(args, "deepspeed_plugin", None) is not None:
-            raise _wrong(
-                "deepspeed",
-                "makes transformers build DeepSpeed; remove it, and pass unishard='train.yaml', which `unishard "
-                "translate ds_config.json --to unishard -o train.yaml` writes",
-            )
-        for name in ("fp16_full_eval", "bf16_full_eval"):
-            if getattr(args, name):
-                raise _wrong(name, "would cast a sharded model; remove it, and set precision in unishard's config")
-        if not args.fsdp:
-            config = config_of(source)
-        elif source is not None:
-            raise _wrong("fsdp", "is set beside a config of unishard; remove it")
-        else:
-            said = {name: getattr(args, name) for name in ("fsdp", "fsdp_config", "bf16", "fp16")}
-            config = translated(said, "hf", sections=_ENGINE)
-            args.fsdp_plugin_args = None  # otherwise Accelerate would build FSDP
-        return agreed(
-            config,
-            {
-                "precision.compute": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
-                "training.gradient_accumulation_steps": args.gradient_accumulation_steps,
-                "training.gradient_clipping": args.max_grad_norm or None,
-            },
-        )
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -101,6 +88,21 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         with torch.no_grad(), self._reading():
             return super().prediction_step(*args, **kwargs)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's; a model that trains on an engine is not cast, and computes in its config's precision."""
+        full = [name for name in _FULL_EVAL if getattr(self.args, name)]
+        casts = bool(full) and not self.is_in_train and self.accelerator.engine_of(self.model) is not None
+        if casts:
+            compute = self.accelerator.config.precision.compute
+            _logger.warning("TrainingArguments.%s: not applied; the engine evaluates in %s", full[0], compute)
+        try:
+            for name in full if casts else ():
+                setattr(self.args, name, False)
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            for name in full:
+                setattr(self.args, name, True)
+
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """A block in which models whose forward was replaced, as TRL does, may read the weights of their head."""
@@ -113,7 +115,18 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         """As the trainer's, while the model is whole."""
         if self.accelerator.engine_of(self.model) is None and hasattr(self.model, "num_parameters"):
             self._size = self.model.num_parameters(exclude_embeddings=True)
+        if self.optimizer is None and (own := section_of_deepspeed(self.args, "optimizer")) is not None:
+            trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+            self.optimizer = factory(own, self.model)(trained)
         return super().create_optimizer(*args, **kwargs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As the trainer's, or the one in a config of DeepSpeed."""
+        own = section_of_deepspeed(self.args, "scheduler", num_training_steps)
+        if self.lr_scheduler is None and own is not None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda updates: factor(own, updates))
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As the trainer's, by the size of the whole model."""
@@ -135,19 +148,21 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
             self.push_to_hub(commit_message="Model save")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.accelerator.engine.save(Path(output_dir) / _FOLDER)
+        self.accelerator.save(Path(output_dir) / _FOLDER)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if (folder / _FOLDER).is_dir():
+        if is_sharded(folder):
             return  # the engine loads it, once there is one
-        if native := [name for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN) if (folder / name).exists()]:
+        if (folder / _FOLDER).is_dir() and type(self.model).load_state_dict is nn.Module.load_state_dict:
+            return
+        if (folder / OPTIMIZER_NAME_BIN).exists():
             raise CheckpointError(
-                f"{folder} was saved without unishard, and its {native[0]} cannot be read into an engine: to resume "
-                "would lose the state of the optimizer; remove the file to start from the weights alone, or finish "
-                "the run without unishard"
+                f"{folder}: FSDP has saved {OPTIMIZER_NAME_BIN} with FULL_STATE_DICT, which cannot be read into an "
+                "engine; finish the run without unishard, save it with SHARDED_STATE_DICT, or remove the file to start "
+                "from the weights only"
             )
         engine = self.accelerator.engine_of(self.model)
         if engine is None:
@@ -156,11 +171,27 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
             engine.load_weights(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (folder := Path(checkpoint, _FOLDER)).is_dir():
+        if checkpoint is None:
             return
-        self.accelerator.load(folder)
-        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        folder, scheduler = Path(checkpoint), Path(checkpoint, SCHEDULER_NAME)
+        if (folder / _FOLDER).is_dir():
+            self.accelerator.load(folder / _FOLDER)
+        elif (folder / OPTIMIZER_NAME).exists() or is_sharded(folder):
+            engine, groups = self.accelerator.engine, self.accelerator.groups
+            with converted(folder, engine, groups, Path(self.args.output_dir)) as made:
+                self.accelerator.load(made)
+        else:
+            return
+        if not scheduler.exists():
+            raise CheckpointError(
+                f"{folder} has no {SCHEDULER_NAME}, as where DeepSpeed has stepped its own schedule: it would begin "
+                "anew; finish the run without unishard, or load only the weights into the model, without "
+                "resume_from_checkpoint"
+            )
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        rates = self.lr_scheduler.get_last_lr()
+        for group, rate in zip(self.accelerator.engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -182,6 +213,14 @@ class _TrainersAccelerator(Accelerator):
     def _begin(self, config: Config) -> None:
         super()._begin(config)
         self._heads: dict[Engine, list[str]] = {}
+        self.groups: list[list[str]] = []
+        """Names of the parameters in each group of the optimizer."""
+        _open.add(self)
+
+    def _train(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Trained:
+        names = {parameter: name for model in models for name, parameter in model.named_parameters()}
+        self.groups = [[names.get(each, "") for each in group["params"]] for group in optimizer.param_groups]
+        return super()._train(optimizer, models)
 
     def heads(self) -> Iterator[tuple[Engine, list[str]]]:
         """The engines whose model has a forward of its own in place of its class's, and the weights of its head."""
@@ -194,6 +233,22 @@ class _TrainersAccelerator(Accelerator):
     def load(self, folder: Path) -> None:
         """Continue the model that trains from a checkpoint."""
         self._one(self._trained).load(str(folder))
+
+    def save(self, folder: Path) -> None:
+        """Save the model that trains in a folder of its own, where nothing else may be."""
+        if folder.is_dir():
+            on_first(process_group.host_group(), lambda: shutil.rmtree(folder, ignore_errors=True))
+        self.engine.save(folder)
+        self.engine.leave(folder)
+
+    def give_up(self, model: nn.Module | None) -> None:
+        """Make a model plain again, for another Trainer that gets it."""
+        for each in [each for each in self._trained if each.model is model]:
+            self._trained.remove(each)
+            each.release()
+        for engine in [engine for engine in self._replicas if engine.module is model]:
+            self._replicas.remove(engine)
+            engine.release()
 
     def _only_evaluates(self, model: nn.Module) -> bool:
         return model is not self.trainer.model
@@ -209,6 +264,10 @@ class _TrainersAccelerator(Accelerator):
         return accelerate.Accelerator.free_memory(self, *objects)
 
 
+_open: WeakSet[_TrainersAccelerator] = WeakSet()
+"""Of the Trainers of this process."""
+
+
 def _read_by_forward(model: nn.Module) -> list[str]:
     """Names of the weights of heads that a replaced forward may read outside their module."""
     owners: list[Any] = [
@@ -217,7 +276,3 @@ def _read_by_forward(model: nn.Module) -> list[str]:
     heads = [head for each in owners if (head := each.get_output_embeddings()) is not None]
     held = {parameter for head in heads for parameter in head.parameters()}
     return [name for name, parameter in model.named_parameters() if parameter in held]
-
-
-def _wrong(argument: str, what: str) -> ConfigError:
-    return ConfigError([Problem(f"TrainingArguments.{argument}", what)])
