@@ -39,6 +39,10 @@ def weights(of):
     return {name: value.detach().clone() for name, value in of.state_dict().items()}
 
 
+def every(of):
+    return [name for name, _ in of.named_parameters()]
+
+
 def habits(backend):
     """Everything in one process, as in a notebook."""
     found, folder = {}, tempfile.mkdtemp()
@@ -53,9 +57,11 @@ def habits(backend):
     found["eval"] = trainer.evaluate()["eval_loss"]
     found["flag"] = trainer.args.fp16_full_eval
     second = made(backend, folder, trainer.model, save_strategy="steps", save_steps=3)
+    second.get_decay_parameter_names = every  # the group without weight decay is empty
     second.train()
     found["again"] = history(second)
     third = made(backend, tempfile.mkdtemp())
+    third.get_decay_parameter_names = every
     third.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     found["resumed"] = weights(third.model)
     if backend != "plain":

@@ -92,7 +92,7 @@ def _contents(
             if value is not None:
                 tensors[of_optimizer(names[number], key)] = torch.as_tensor(value)
     step = max((int(state["step"]) for state in saved["state"].values() if "step" in state), default=0)
-    options = [(held, each) for each, held in zip(saved["param_groups"], groups, strict=True)]
+    options = [(held, each) for each, held in zip(saved["param_groups"], groups, strict=True) if held]
     return Contents(
         shards={name: _whole(value) for name, value in tensors.items()},
         step=step,

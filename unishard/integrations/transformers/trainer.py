@@ -190,7 +190,7 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
             )
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
         rates = self.lr_scheduler.get_last_lr()
-        for group, rate in zip(self.accelerator.engine.optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
     def _load_best_model(self) -> None:
