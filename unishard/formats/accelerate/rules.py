@@ -68,19 +68,11 @@ def _groups(cfg: Config, topology: Topology) -> Native:
     return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
 
 
-def _by_size(cfg: Config) -> bool:
-    return cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0
-
-
 def _units(cfg: Config, topology: Topology) -> Native:
-    if _by_size(cfg):
+    if cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0:
         return _fsdp(cfg, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=cfg.sharding.min_unit_params)
     named = {} if cfg.sharding.units == "auto" else {"transformer_layer_cls_to_wrap": ",".join(cfg.sharding.units)}
     return _fsdp(cfg, auto_wrap_policy="TRANSFORMER_BASED_WRAP", **named)
-
-
-def _offloaded(cfg: Config) -> bool:
-    return "cpu" in (cfg.offload.params, cfg.offload.optimizer)
 
 
 def _allows_tf32(cfg: Config) -> bool:
@@ -205,7 +197,8 @@ _PRECISION: Mapping[str, Rule] = {
 
 _LOOP: Mapping[str, Rule] = {
     **moved_together(
-        "fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))
+        "fsdp_config.fsdp_offload_params",
+        lambda cfg, topology: _fsdp(cfg, offload_params=("cpu" in (cfg.offload.params, cfg.offload.optimizer))),
     ),
     "activation_checkpointing": row(
         Fit.EXACT,

@@ -55,10 +55,6 @@ def _hosts(block: Mapping[str, Any]) -> str | None:
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def _nodes(cfg: Config, topology: Topology) -> Native:
-    return {"num_machines": cfg.launch.max_nodes} if cfg.launch.max_nodes > 1 else {}
-
-
 def _processes(cfg: Config, topology: Topology) -> Native:
     each = cfg.launch.processes_per_node
     return {} if each is None else {"num_processes": each * cfg.launch.max_nodes, "num_machines": cfg.launch.max_nodes}
@@ -84,10 +80,6 @@ def _devices(cfg: Config, topology: Topology) -> Native:
     return {} if value is None else {"gpu_ids": str(value)}
 
 
-def _other_variables(cfg: Config) -> bool:
-    return bool(cfg.launch.environment.keys() - {_DEVICES})
-
-
 def _elastic(cfg: Config) -> bool:
     return cfg.launch.min_nodes != cfg.launch.max_nodes
 
@@ -101,7 +93,7 @@ LAUNCH_RULES: Mapping[str, Rule] = {
     "launch.nodes": exact(
         "num_machines",
         When("a range", _elastic, Fit.APPROXIMATE, "a fixed number: the run does not go on with fewer"),
-        to=_nodes,
+        to=lambda cfg, topology: {"num_machines": cfg.launch.max_nodes} if cfg.launch.max_nodes > 1 else {},
     ),
     "launch.processes_per_node": exact("num_processes", to=_processes),
     "launch.endpoint": exact("main_process_ip, main_process_port", to=_endpoint),
@@ -115,7 +107,7 @@ LAUNCH_RULES: Mapping[str, Rule] = {
         "gpu_ids",
         When(
             "other variables",
-            _other_variables,
+            lambda cfg: bool(cfg.launch.environment.keys() - {_DEVICES}),
             Fit.NEEDS_INPUT,
             f"export them before the launch; only {_DEVICES} has a key",
         ),
@@ -125,10 +117,6 @@ LAUNCH_RULES: Mapping[str, Rule] = {
 """Rows by field, the same for every engine."""
 
 
-def _every_step(cfg: Config) -> bool:
-    return cfg.training.gradient_accumulation_steps == 1
-
-
 _SCHEDULE = "steps once for each rank: pass step_scheduler_with_optimizer=False"
 
 BY_SCRIPT: Mapping[str, Rule] = {
@@ -136,7 +124,7 @@ BY_SCRIPT: Mapping[str, Rule] = {
         Fit.APPROXIMATE,
         NO_KEY,
         "Accelerate divides the last update by the full window: the last samples weigh less",
-        unless("no accumulation", _every_step, "every window is full"),
+        unless("no accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),
         When(
             "drop",
             lambda cfg: cfg.training.last_window == "drop",

@@ -58,9 +58,8 @@ _SAME = names(
     "accelerator_config warmup_ratio"
 )
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
-_TORCH = "torch's AdamW: the same algorithm"
 _OWN = {
-    "optimi_adamw": ("adamw", Fit.EQUIVALENT, _TORCH),
+    "optimi_adamw": ("adamw", Fit.EQUIVALENT, "torch's AdamW: the same algorithm"),
     "ao_adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
     "ao_adamw_4bit": ("adamw", Fit.APPROXIMATE, _EIGHT.replace("8-bit", "4-bit")),
     "ao_adamw_fp8": ("adamw", Fit.APPROXIMATE, _EIGHT.replace("8-bit", "fp8")),
@@ -121,7 +120,6 @@ def _tf32(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 _FALLS = "a cosine that stops falling before the end is not supported; build the scheduler in the training script"
-_UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
 
 
 def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
@@ -192,10 +190,6 @@ def _batch(value: Any, given: DocumentValues) -> KeyEffect:
 _RAY = "start it with unishard launch --ray"
 
 
-def _ray(value: Any, given: DocumentValues) -> KeyEffect:
-    return left_out("is off" if off(value) else _RAY)
-
-
 def _workers(value: Any, given: DocumentValues) -> KeyEffect:
     """`ray_num_workers`: on any host."""
     if off(value) or off(given.get("use_ray")):
@@ -245,12 +239,12 @@ KEYS: Mapping[str, Key] = {
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", tool_default="auto"),
     "tf32": Key(_tf32, "precision.matmul"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
-    "float16": refuses(_UNSCALED, off),
+    "float16": refuses("loads the model in fp16 and trains it without a loss scale; write fp16 instead", off),
     "float32": drops("the default without bf16 and fp16"),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),
     "fp32_norm_classes": drops("names what fp32_norms switches on"),
-    "use_ray": Key(_ray, "", Fit.IGNORED, _RAY),
+    "use_ray": Key(lambda value, given: left_out("is off" if off(value) else _RAY), "", Fit.IGNORED, _RAY),
     "ray_num_workers": Key(
         _workers, "launch.processes_per_node", Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}"
     ),

@@ -173,7 +173,6 @@ def _bf16_without_engine(cfg: Config) -> bool:
     return without(cfg) and cfg.precision.compute == "bf16"
 
 
-_NEAREST = ARGUMENTS["sharding.strategy"].when[-1]
 _LOADED = "axolotl loads the model in bf16: without an engine, optimizer state is bf16 too"
 _PURE = "axolotl's engines keep fp32 master weights beside bf16: more exact, more memory"
 
@@ -192,7 +191,7 @@ _OWN: Mapping[str, Rule] = {
     "sharding.strategy": exact(
         "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size",
         ARGUMENTS["sharding.strategy"].when[0],
-        _NEAREST,
+        ARGUMENTS["sharding.strategy"].when[-1],
         to=_groups,
     ),
     "sharding.group_size": exact("dp_shard_size, dp_replicate_size"),
@@ -263,12 +262,8 @@ def _renamed(document: Native) -> Native:
     """The document under axolotl's names."""
     found: Native = {}
     for name, value in document.items():
-        found |= _RENAMED.get(name, _plain)(name, value)
+        found |= _RENAMED.get(name, lambda name, value: {_WORDS.get(name, name): value})(name, value)
     return found
-
-
-def _plain(name: str, value: Any) -> Native:
-    return {_WORDS.get(name, name): value}
 
 
 def _fsdp(name: str, value: Mapping[str, Any]) -> Native:
@@ -282,10 +277,6 @@ def _kwargs(name: str, value: Mapping[str, Any]) -> Native:
     return {"cosine_min_lr_ratio": value["min_lr_rate"]} if "min_lr_rate" in value else {name: value}
 
 
-def _shape(name: str, value: str) -> Native:
-    return {"lr_scheduler": "cosine" if value == "cosine_with_min_lr" else value}
-
-
 def _warmup(name: str, value: Any) -> Native:
     """Axolotl takes whole numbers as `warmup_steps` (schemas/config.py)."""
     return {"warmup_ratio" if isinstance(value, float) and 0 < value < 1 else name: value}
@@ -296,7 +287,7 @@ _RENAMED: Mapping[str, Callable[[str, Any], Native]] = {
     "fsdp": lambda name, value: {},
     "fsdp_config": _fsdp,
     "lr_scheduler_kwargs": _kwargs,
-    "lr_scheduler_type": _shape,
+    "lr_scheduler_type": (lambda name, value: {"lr_scheduler": "cosine" if value == "cosine_with_min_lr" else value}),
     "warmup_steps": _warmup,
     "activation_checkpointing": lambda name, value: {"gradient_checkpointing": value},
     "activation_checkpointing_kwargs": lambda name, value: {"gradient_checkpointing_kwargs": value},

@@ -53,8 +53,6 @@ def updates(value: Any, given: DocumentValues) -> int | Undecided:
 
 _AUTOMATIC = Undecided("Composer's automatic micro-batching, which takes what fits into memory; write a size")
 _RANKS = Undecided("the number of ranks: global batch / (micro-batch x ranks); add --world-size")
-_GLOBAL = ("global_train_batch_size", "train_batch_size")
-_ACCUMULATION = ("device_train_grad_accum", "grad_accum")
 
 
 def _size(given: DocumentValues, *keys: str) -> int | Undecided | None:
@@ -68,7 +66,7 @@ def _size(given: DocumentValues, *keys: str) -> int | Undecided | None:
 
 def _global_batch_size(given: DocumentValues) -> int | None:
     """Samples in one update over all ranks."""
-    found = _size(given, *_GLOBAL)
+    found = _size(given, "global_train_batch_size", "train_batch_size")
     if isinstance(found, int):
         return found
     each = _size(given, "device_train_batch_size")
@@ -96,7 +94,7 @@ def _part(given: DocumentValues) -> int | None:
 def _plan(given: DocumentValues) -> tuple[Any, Any]:
     """Micro-batch and accumulation; None for what nothing says."""
     part, micro = _part(given), _size(given, "device_train_microbatch_size")
-    windows = _size(given, *_ACCUMULATION)
+    windows = _size(given, "device_train_grad_accum", "grad_accum")
     if isinstance(micro, int):
         if part is None:
             return micro, _RANKS if _global_batch_size(given) else windows

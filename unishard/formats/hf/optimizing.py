@@ -24,7 +24,6 @@ ADAM = ("adamw", "adam")
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
 _FOUR = "4-bit state there, the dtype of the master weights here: more exact, more memory"
 _PAGED = "the same algorithm; its state lies in device memory and is not paged to the host"
-_BETAS = "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"
 _NAMES: Mapping[str, tuple[str, Fit, str]] = {
     "adamw_torch": ("adamw", Fit.EXACT, ""),
     "adamw_torch_fused": ("adamw", Fit.EXACT, ""),
@@ -45,7 +44,7 @@ _NAMES: Mapping[str, tuple[str, Fit, str]] = {
     "paged_adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
     "sgd": ("sgd", Fit.EXACT, ""),
     "adagrad": ("adagrad", Fit.EXACT, ""),
-    "lion_32bit": ("lion", Fit.EQUIVALENT, _BETAS),
+    "lion_32bit": ("lion", Fit.EQUIVALENT, "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"),
     "lion_8bit": ("lion", Fit.APPROXIMATE, _EIGHT),
     "paged_lion_32bit": ("lion", Fit.EQUIVALENT, _PAGED),
     "paged_lion_8bit": ("lion", Fit.APPROXIMATE, _EIGHT),

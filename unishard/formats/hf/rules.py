@@ -185,10 +185,6 @@ def _deepspeed(reading: ReadDocument, said: Rendered) -> Rendered:
 _ENGINES: Mapping[str, Callable[[ReadDocument, Rendered], Rendered]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
 
 
-def _compute(cfg: Config, topology: Topology) -> Native:
-    return {} if cfg.precision.compute == "fp32" else {cfg.precision.compute: True}
-
-
 def _checkpointing(cfg: Config, topology: Topology) -> Native:
     if cfg.activation_checkpointing == "none":
         return {}
@@ -197,36 +193,19 @@ def _checkpointing(cfg: Config, topology: Topology) -> Native:
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 
 
-def _backend(cfg: Config, topology: Topology) -> Native:
-    return FSDP_ON if switched_on(cfg) else {}
-
-
-def _compiled(cfg: Config, topology: Topology) -> Native:
-    return {} if cfg.compile.mode == "none" else {"torch_compile": True}
-
-
-def _sent(cfg: Config, topology: Topology) -> Native:
-    return (
-        {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"}
-        if without(cfg) and cfg.training.buffers != "sync"
-        else {}
-    )
-
-
 def _matmul(cfg: Config, topology: Topology) -> Native:
     if cfg.precision.matmul != "keep":
         return {"tf32": cfg.precision.matmul == "tf32"}
     return {"tf32": False} if cfg.compile.mode != "none" else {}
 
 
-_NONE = when_default("activation_checkpointing")
 _BLOCKS = "transformers recomputes full blocks: the same losses, other memory and time"
 
 _OWN: Mapping[str, Rule] = {
     "backend": exact(
         "fsdp",
         unless("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", "DistributedDataParallel"),
-        to=_backend,
+        to=lambda cfg, topology: FSDP_ON if switched_on(cfg) else {},
     ),
     "precision.compute": exact(
         "bf16, fp16",
@@ -242,7 +221,7 @@ _OWN: Mapping[str, Rule] = {
             Fit.EQUIVALENT,
             "torch.autocast keeps some operations in fp32; without it all run in this dtype",
         ),
-        to=_compute,
+        to=lambda cfg, topology: {} if cfg.precision.compute == "fp32" else {cfg.precision.compute: True},
     ),
     "precision.matmul": exact(
         "tf32",
@@ -263,7 +242,7 @@ _OWN: Mapping[str, Rule] = {
     ),
     "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",
-        _NONE,
+        when_default("activation_checkpointing"),
         When("selective", lambda cfg: cfg.activation_checkpointing == "selective", Fit.EQUIVALENT, _BLOCKS),
         When("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Fit.EQUIVALENT, _BLOCKS),
         to=_checkpointing,
@@ -293,7 +272,11 @@ _OWN: Mapping[str, Rule] = {
     ),
     "training.buffers": BUFFERS._replace(
         key="ddp_broadcast_buffers",
-        to=_sent,
+        to=lambda cfg, topology: (
+            {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"}
+            if without(cfg) and cfg.training.buffers != "sync"
+            else {}
+        ),
         when=(*BUFFERS.when, When("rank0 with no_shard on torch", without, Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),
     ),
     "training.seed": Rule(
@@ -310,7 +293,7 @@ _OWN: Mapping[str, Rule] = {
             Fit.EQUIVALENT,
             "Trainer compiles the full model: the same results, a longer start",
         ),
-        to=_compiled,
+        to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile": True},
     ),
     "compile.backend": exact(
         "torch_compile_backend",

@@ -131,10 +131,6 @@ def _kept(cfg: Config, topology: Topology) -> Native:
     return {} if spared else {"save_total_limit": cfg.checkpoint.keep_last}
 
 
-def _caught(cfg: Config, topology: Topology) -> Native:
-    return {"enable_jit_checkpoint": True} if "SIGTERM" in cfg.checkpoint.on_signal else {}
-
-
 _ALL = "Trainer keeps the newest or all: all are kept"
 _FLAG = "a TrainerCallback that sets control.should_save"
 
@@ -157,7 +153,7 @@ SAVING: Mapping[str, Rule] = {
         f"other signals than SIGTERM: {_FLAG} and control.should_training_stop",
         when_default("checkpoint.on_signal"),
         When("only SIGTERM", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Fit.EQUIVALENT, _EXIT),
-        to=_caught,
+        to=lambda cfg, topology: {"enable_jit_checkpoint": True} if "SIGTERM" in cfg.checkpoint.on_signal else {},
     ),
 }
 """How each field is said."""

@@ -60,13 +60,6 @@ _ZERO = names(
     "stage contiguous_gradients overlap_comm allgather_partitions reduce_scatter allgather_bucket_size "
     "reduce_bucket_size sub_group_size"
 )
-_AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
-_RECOMPUTATION = (
-    "partition_activations",
-    "cpu_checkpointing",
-    "contiguous_memory_optimization",
-    "synchronize_checkpoint_boundary",
-)
 _SAID = ("stage", "overlap_comm", "allgather_bucket_size", "reduce_bucket_size", "sub_group_size")
 """Defaults that are not DeepSpeed's own, so that silence means something else."""
 
@@ -101,9 +94,14 @@ def leaves_of(written: Mapping[str, Any]) -> Iterator[Leaf]:
         yield from said("zero_allow_untested_optimizer", "zero_allow_untested_optimizer", own=True)
         yield from _offloads(values, leaf)
     if "nvme" in _devices(values):
-        for name in _AIO:
+        for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count"):
             yield from said(f"aio.{name}", name, own=False)
-    for name in _RECOMPUTATION:
+    for name in (
+        "partition_activations",
+        "cpu_checkpointing",
+        "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary",
+    ):
         yield from said(f"activation_checkpointing.{name}", name, own=False)
     if values["logging_batch_size_per_gpu"] != "auto":
         yield leaf("train_micro_batch_size_per_gpu", values["logging_batch_size_per_gpu"], "logging_batch_size_per_gpu")

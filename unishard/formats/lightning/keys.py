@@ -33,8 +33,6 @@ __all__ = [
 
 UNSET = left_out("is not set")
 _OFF = left_out("is off")
-_FILES = "affects only files"
-_EVALUATION = "affects only evaluation, which your loop does here"
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
 
 
@@ -73,10 +71,9 @@ def _accumulation(value: Any, given: DocumentValues) -> KeyEffect:
     fields = {"training.gradient_accumulation_steps": steps}
     if steps == 1 or given.get("strategy") == "DeepSpeedStrategy":
         return KeyEffect(fields=fields)
-    return KeyEffect(Fit.EQUIVALENT, _TAIL, fields)
+    return KeyEffect(Fit.EQUIVALENT, "alike in full windows; Lightning divides the last one by the full window", fields)
 
 
-_TAIL = "alike in full windows; Lightning divides the last one by the full window"
 _SHARDS = "Lightning 2.6.6 cannot clip by norm with FSDP"
 
 
@@ -101,13 +98,10 @@ def _algorithm(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
 
 
-_DEVICES = ("auto", "gpu", "cuda", "cpu")
-
-
 def _accelerator(value: Any, given: DocumentValues) -> KeyEffect:
     found = built(value)
     word = short(found.path).removesuffix("Accelerator").lower() if found else str(value).lower()
-    if word not in _DEVICES:
+    if word not in ("auto", "gpu", "cuda", "cpu"):
         return KeyEffect(Fit.UNSUPPORTED, f"only CUDA devices and CPUs are supported, not {word}; write gpu or cpu")
     return left_out(_LAUNCH)
 
@@ -187,7 +181,6 @@ def _saving(value: Any, given: DocumentValues) -> KeyEffect:
 
 PRECISIONS = ("FSDPPrecision", "MixedPrecision", "DeepSpeedPrecision", "HalfPrecision")
 """Plugins that stand for a word of `precision`."""
-_PLUGINS = ("Environment", "CheckpointIO")
 
 
 def _plugins(value: Any, given: DocumentValues) -> KeyEffect:
@@ -200,7 +193,7 @@ def _plugins(value: Any, given: DocumentValues) -> KeyEffect:
         if found and name in PRECISIONS:
             fields |= _scaler(found.arguments)
             formats = True
-        elif not name.endswith(_PLUGINS):
+        elif not name.endswith(("Environment", "CheckpointIO")):
             return KeyEffect(Fit.UNSUPPORTED, f"{name} changes how Lightning computes; write precision instead")
     if fields or formats:
         return KeyEffect(fields=fields)
@@ -277,7 +270,7 @@ TRAINER: Mapping[str, Key] = {
     **each(
         "limit_val_batches limit_test_batches limit_predict_batches val_check_interval "
         "check_val_every_n_epoch num_sanity_val_steps inference_mode",
-        left(_EVALUATION),
+        left("affects only evaluation, which your loop does here"),
     ),
     **dict.fromkeys(
         names(
@@ -286,7 +279,7 @@ TRAINER: Mapping[str, Key] = {
         ),
         left(NO_LOGS),
     ),
-    **each("default_root_dir model_registry", left(_FILES)),
+    **each("default_root_dir model_registry", left("affects only files")),
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 

@@ -88,7 +88,6 @@ def precision_section(word: str, scaling: Mapping[str, Any]) -> Native:
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _FSDP = "lightning.pytorch.strategies.FSDPStrategy"
-_MIXED = "torch.distributed.fsdp.MixedPrecision"
 _SCALERS = {
     True: (
         "lightning.pytorch.plugins.FSDPPrecision",
@@ -145,17 +144,13 @@ def _precision(cfg: Config, topology: Topology) -> Native:
 
 
 def _format(argument: str, word: str) -> Native:
-    formats = {"class_path": _MIXED, "init_args": {argument: _DTYPES[word]}}
+    formats = {"class_path": "torch.distributed.fsdp.MixedPrecision", "init_args": {argument: _DTYPES[word]}}
     return trainer(strategy={"class_path": _FSDP, "init_args": {"mixed_precision": formats}})
 
 
 def _compute(cfg: Config, topology: Topology) -> Native:
     own = _format("param_dtype", cfg.precision.compute) if _sharded(cfg) and _mixed(cfg) else {}
     return merge(_precision(cfg, topology), own)
-
-
-def _reduce(cfg: Config, topology: Topology) -> Native:
-    return _format("reduce_dtype", cfg.precision.reduce) if _sharded(cfg) and _mixed(cfg) else {}
 
 
 def _buffers(cfg: Config, topology: Topology) -> Native:
@@ -196,7 +191,7 @@ PRECISION: Mapping[str, Rule] = {
             Fit.APPROXIMATE,
             "DDP reduces gradients in their dtype, that of the master weights",
         ),
-        to=_reduce,
+        to=lambda cfg, topology: _format("reduce_dtype", cfg.precision.reduce) if _sharded(cfg) and _mixed(cfg) else {},
     ),
     "precision.buffers": exact(
         "mixed_precision.buffer_dtype",

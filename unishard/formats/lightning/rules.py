@@ -70,14 +70,6 @@ def _unnamed(cfg: Config) -> bool:
     return cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params
 
 
-def _units(cfg: Config, topology: Topology) -> Native:
-    return (
-        strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units))
-        if _sharded(cfg) and cfg.sharding.units != "auto"
-        else {}
-    )
-
-
 def _least(cfg: Config, topology: Topology) -> Native:
     if not _sharded(cfg) or cfg.sharding.units != "auto" or not cfg.sharding.min_unit_params:
         return {}
@@ -108,16 +100,7 @@ def _buckets(cfg: Config, topology: Topology) -> Native:
     return {} if _sharded(cfg) else strategy("ddp", bucket_cap_mb=cfg.communication.reduce_bucket_size * 4 / 2**20)
 
 
-def _sent(cfg: Config, topology: Topology) -> Native:
-    return (
-        {}
-        if _sharded(cfg) or cfg.training.buffers == "sync"
-        else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
-    )
-
-
 _NEAREST = "nearest is SHARD_GRAD_OP; FSDP gathers in every forward"
-_DDP = "DDPStrategy"
 _UNSHARDED = unless("no_shard", lambda cfg: not _sharded(cfg), "nothing is gathered")
 _TIME = "affects only time and memory"
 _CLIPPING = "Lightning 2.6.6 cannot clip by norm with FSDP: the snippet overrides the hook"
@@ -131,7 +114,7 @@ _OWN: Mapping[str, Rule] = {
     ),
     "sharding.strategy": exact(
         "sharding_strategy",
-        unless("no_shard", lambda cfg: not _sharded(cfg), _DDP),
+        unless("no_shard", lambda cfg: not _sharded(cfg), "DDPStrategy"),
         When(
             "shard_optimizer",
             lambda cfg: cfg.sharding.strategy == "shard_optimizer",
@@ -173,7 +156,11 @@ _OWN: Mapping[str, Rule] = {
             Fit.NEEDS_INPUT,
             "name your model's block class in auto_wrap_policy, or all is gathered at once",
         ),
-        to=_units,
+        to=lambda cfg, topology: (
+            strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units))
+            if _sharded(cfg) and cfg.sharding.units != "auto"
+            else {}
+        ),
     ),
     "sharding.min_unit_params": row(
         Fit.EQUIVALENT,
@@ -230,7 +217,11 @@ _OWN: Mapping[str, Rule] = {
     ),
     "training.buffers": BUFFERS._replace(
         key="broadcast_buffers of DDPStrategy",
-        to=_sent,
+        to=lambda cfg, topology: (
+            {}
+            if _sharded(cfg) or cfg.training.buffers == "sync"
+            else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
+        ),
         when=(
             *BUFFERS.when,
             When("rank0 with no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, BEFORE_EACH_FORWARD),

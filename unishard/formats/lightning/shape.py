@@ -20,7 +20,6 @@ CLASS = ("class_path", "_target_", "target")
 ARGUMENTS = ("init_args", "dict_kwargs", "params")
 """Sections with its arguments."""
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
-_ROOTS = ("trainer", "fabric")
 
 
 class Shape(NamedTuple):
@@ -40,7 +39,7 @@ class Shape(NamedTuple):
         if _section(data.get("lightning")) and _section(data["lightning"].get("trainer")):
             top = ("lightning",)
         inner = data[top[0]] if top else data
-        root = next((word for word in _ROOTS if _section(inner.get(word))), None)
+        root = next((word for word in ("trainer", "fabric") if _section(inner.get(word))), None)
         if root:
             apart = top == ("lightning",) and "strategy" in inner and "strategy" not in inner[root]
             return cls(top, (*top, root), (*top, "strategy") if apart else (*top, root, "strategy"))

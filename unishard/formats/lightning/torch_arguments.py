@@ -19,7 +19,6 @@ __all__ = ["DDP", "MODEL_PARALLEL"]
 _LAUNCH = "the launcher decides it"
 _BYTES = 4
 _CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
-_TIME = "affects only time and memory"
 _HOOK = "hooks are not supported; use a smaller dtype to reduce gradients in, and remove it"
 
 
@@ -41,7 +40,7 @@ DDP: Mapping[str, Key] = {
     "find_unused_parameters": left("parameters that no rank uses are no problem here, and need no search"),
     **each(
         "static_graph gradient_as_bucket_view bucket_cap_mb_list batched_grad_copy skip_all_reduce_unused_params",
-        left(_TIME),
+        left("affects only time and memory"),
     ),
     **each("broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
     "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
@@ -148,9 +147,6 @@ def _recomputed(value: Any) -> Native:
     return {"activation_checkpointing": names}
 
 
-_POLICY_CLASSES = ("ModuleWrapPolicy", "transformer_auto_wrap_policy")
-
-
 def _classes(value: Any) -> list[str]:
     """Names of classes without their modules, from a class, a list of them, or a policy made of them; empty for
     anything else.
@@ -165,7 +161,7 @@ def _classes(value: Any) -> list[str]:
     if found is None:
         # YAML's set of names is a mapping to nothing.
         return _classes(list(value)) if isinstance(value, Mapping) and value and not any(value.values()) else []
-    if short(found.path) in _POLICY_CLASSES:
+    if short(found.path) in ("ModuleWrapPolicy", "transformer_auto_wrap_policy"):
         return _classes(found.arguments.get("module_classes") or found.arguments.get("transformer_layer_cls") or [])
     return [short(found.path)] if not found.key and not found.path.endswith(("policy", "fn")) else []
 

@@ -171,12 +171,6 @@ def _around(name: str, note: str) -> Rule:
     return row(Fit.IGNORED, NO_KEY, note, when_default(f"launch.{name}"))
 
 
-def _others(cfg: Config) -> bool:
-    return bool(cfg.launch.environment.keys() - {_DEVICES}) or (
-        _DEVICES in cfg.launch.environment and _named(cfg) is None
-    )
-
-
 LAUNCHING: Mapping[str, Rule] = {
     "launch.nodes": exact(
         "num_nodes",
@@ -199,7 +193,10 @@ LAUNCHING: Mapping[str, Rule] = {
         "devices",
         When(
             "other variables",
-            _others,
+            lambda cfg: (
+                bool(cfg.launch.environment.keys() - {_DEVICES})
+                or (_DEVICES in cfg.launch.environment and _named(cfg) is None)
+            ),
             Fit.NEEDS_INPUT,
             f"export them before the launch; only {_DEVICES} has an argument",
         ),

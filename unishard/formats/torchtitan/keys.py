@@ -137,7 +137,7 @@ def _clip(value: Any, given: DocumentValues) -> KeyEffect:
     limit = math.inf if value in (math.inf, "inf") else number()(value)
     if limit <= 0:
         raise Unreadable(f"must be above 0, got {shown(value)}; write inf for no clipping")
-    if _steps_early(given):
+    if given.get("optimizer.early_step_in_backward") in (True, "true"):
         return KeyEffect(
             Fit.IGNORED, "clips nothing: early_step_in_backward has made the update, and no gradient is left"
         )
@@ -208,10 +208,6 @@ def _off(value: Any) -> bool:
 _EARLY = "here the step comes after backward: the same math, more memory; nothing is clipped"
 
 
-def _steps_early(given: DocumentValues) -> bool:
-    return given.get("optimizer.early_step_in_backward") in (True, "true")
-
-
 def _early(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return left_out("is off")
@@ -222,12 +218,7 @@ def _early(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT, _EARLY, {"training.gradient_clipping": None})
 
 
-def _sharded(value: Any) -> bool:
-    return str(value).lower() != "ddp"
-
-
 _FLOAT8 = refuses("it computes products in float8, which is not supported; remove it", _off)
-_TIME = drops("affects only time")
 
 KEYS: Mapping[str, Key] = {
     "optimizer.name": sets("optimizer.name", one_of({"adamw": "adamw", "adam": "adam"}), tool_default="AdamW"),
@@ -254,7 +245,7 @@ KEYS: Mapping[str, Key] = {
     "training.compile": Key(_compiled, "compile.mode", note="an older name of compile.enable"),
     "debug.seed": SEED,
     "debug.deterministic": DETERMINISTIC,
-    "debug.deterministic_warn_only": _TIME,
+    "debug.deterministic_warn_only": drops("affects only time"),
     "debug.moe_force_load_balance": refuses("it changes the training; remove it", _off),
     "compile.enable": Key(_compiled, "compile.mode"),
     "compile.backend": Key(_compiler, "compile.backend"),
@@ -267,7 +258,8 @@ KEYS: Mapping[str, Key] = {
     **each("float8.enable_float8_linear training.enable_float8_linear training.enable_fp8_linear", _FLOAT8),
     "training.fp8_linear": _FLOAT8,
     "training.data_parallel_type": refuses(
-        "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1", _sharded
+        "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1",
+        lambda value: str(value).lower() != "ddp",
     ),
     "fault_tolerance.enable": refuses("groups that come and go are not supported; remove it", _off),
     **SAVED,

@@ -22,7 +22,6 @@ _SILENT: Mapping[str, Any] = {
     "checkpoint.keep_latest_k": 10,
 }
 _LAST = "torchtitan also saves at the end of the training; call engine.save() there"
-_OFF = "only used when checkpoint.enable is true"
 
 
 def _saves(given: DocumentValues) -> bool:
@@ -62,7 +61,7 @@ def _key(fields: str, read: Any, note: str = "") -> Key:
     """A key that is only used where checkpoints are written."""
 
     def effect(value: Any, given: DocumentValues) -> KeyEffect:
-        return KeyEffect(fields=read(given)) if _saves(given) else left_out(_OFF)
+        return KeyEffect(fields=read(given)) if _saves(given) else left_out("only used when checkpoint.enable is true")
 
     return Key(effect, fields, note=note)
 
