@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from unishard.contract.entries import Key
 from unishard.formats.lightning.keys import left
-from unishard.formats.names import each, names
+from unishard.formats.names import ignored, names
 
 __all__ = ["ARGUMENTS", "OWN", "SCALING", "leaves_of"]
 
@@ -135,13 +135,5 @@ def _true(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-_LAUNCH = "the launcher decides it"
-OWN: Mapping[str, Key] = {
-    **each("accelerator parallel_devices cluster_environment process_group_backend timeout", left(_LAUNCH)),
-    "logging_level": left("affects only logs"),
-    "remote_device": left("where the parameters lie while the model is made"),
-    "load_full_weights": left("affects only how a checkpoint is read"),
-    "exclude_frozen_parameters": left("affects only the files of checkpoints"),
-    **each("precision_plugin precision", left("precision beside the strategy counts")),
-}
+OWN: Mapping[str, Key] = ignored("lightning/ignored_deepspeed.txt", left)
 """The arguments that concern only Lightning."""

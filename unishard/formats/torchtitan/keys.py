@@ -11,9 +11,9 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
-from unishard.contract.key_rows import DETERMINISTIC, SEED, boolean, drops, integer, number, one_of, refuses, sets
+from unishard.contract.key_rows import DETERMINISTIC, SEED, boolean, integer, number, one_of, refuses, sets
 from unishard.contract.rules import Fit
-from unishard.formats.names import each, ignored
+from unishard.formats.names import ignored
 from unishard.formats.torchtitan.saving import SAVED
 
 __all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
@@ -218,8 +218,6 @@ def _early(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT, _EARLY, {"training.gradient_clipping": None})
 
 
-_FLOAT8 = refuses("it computes products in float8, which is not supported; remove it", _off)
-
 KEYS: Mapping[str, Key] = {
     "optimizer.name": sets("optimizer.name", one_of({"adamw": "adamw", "adam": "adam"}), tool_default="AdamW"),
     "optimizer.lr": sets("optimizer.lr", number(0), tool_default=8e-4),
@@ -228,7 +226,6 @@ KEYS: Mapping[str, Key] = {
     "optimizer.eps": sets("optimizer.eps", number(0), tool_default=1e-8),
     "optimizer.weight_decay": sets("optimizer.weight_decay", number(0), tool_default=0.1),
     "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Fit.EQUIVALENT, _EARLY),
-    "experimental.torch_spmd": refuses("torchtitan has no such engine any more; remove it", _off),
     "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _WARMUP, tool_default=200),
     "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
     "lr_scheduler.decay_type": Key(_shape, "scheduler.name", tool_default="linear"),
@@ -245,24 +242,18 @@ KEYS: Mapping[str, Key] = {
     "training.compile": Key(_compiled, "compile.mode", note="an older name of compile.enable"),
     "debug.seed": SEED,
     "debug.deterministic": DETERMINISTIC,
-    "debug.deterministic_warn_only": drops("affects only time"),
-    "debug.moe_force_load_balance": refuses("it changes the training; remove it", _off),
     "compile.enable": Key(_compiled, "compile.mode"),
     "compile.backend": Key(_compiler, "compile.backend"),
     "activation_checkpoint.mode": Key(_checkpointing, "activation_checkpointing", tool_default="selective"),
-    "model.converters": refuses("they change the model's dtypes, which is not supported; remove them", _off),
     "parallelism.tensor_parallel_degree": _only_1("tensor"),
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
     "parallelism.expert_parallel_degree": _only_1("expert"),
-    **each("float8.enable_float8_linear training.enable_float8_linear training.enable_fp8_linear", _FLOAT8),
-    "training.fp8_linear": _FLOAT8,
     "training.data_parallel_type": refuses(
         "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1",
         lambda value: str(value).lower() != "ddp",
     ),
-    "fault_tolerance.enable": refuses("groups that come and go are not supported; remove it", _off),
     **SAVED,
-    **ignored("torchtitan/ignored.txt"),
+    **ignored("torchtitan/ignored.txt", off=_off),
 }
 """What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""
