@@ -17,7 +17,7 @@ from unishard.contract import registry
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import ReadDocument
-from unishard.formats.unishard.from_config import described
+from unishard.formats.unishard.format import described
 
 __all__ = ["Draft", "Question", "offered"]
 

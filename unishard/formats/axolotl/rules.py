@@ -262,7 +262,7 @@ def _renamed(document: Native) -> Native:
     """The document under axolotl's names."""
     found: Native = {}
     for name, value in document.items():
-        found |= _RENAMED.get(name, lambda name, value: {_WORDS.get(name, name): value})(name, value)
+        found |= _RENAMED[name](name, value) if name in _RENAMED else {_WORDS.get(name, name): value}
     return found
 
 

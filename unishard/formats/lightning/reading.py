@@ -13,8 +13,7 @@ from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import BESIDE, OLDER, PRECISIONS, TRAINER, UNSET, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
 from unishard.formats.lightning.saving import saving_entries
-from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, built, short
-from unishard.formats.lightning.strategies import Strategy, strategy_of
+from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, Strategy, built, short, strategy_of
 from unishard.formats.lightning.strategy_arguments import TOOL, StrategyArguments, entries_of
 from unishard.formats.source import Source
 

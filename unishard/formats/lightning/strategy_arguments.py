@@ -16,7 +16,7 @@ from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.lightning import deepspeed_arguments, torch_arguments
 from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import precision_section, word_of
-from unishard.formats.lightning.strategies import Strategy
+from unishard.formats.lightning.shape import Strategy
 from unishard.formats.lightning.torch_arguments import DDP, MODEL_PARALLEL
 from unishard.formats.source import open_source
 
