@@ -13,7 +13,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import FALLBACKS, noted
 from unishard.contract.field_rows import exact, left_to_script, row, saved_by_script, when_default
-from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
+from unishard.contract.rules import NO_KEY, Fit, Rule, approximate, is_, needs_input, unless
 from unishard.formats.accelerate.deepspeed import LAUNCHER
 from unishard.formats.accelerate.entries import block_of
 from unishard.formats.accelerate.keys import PORT
@@ -92,7 +92,7 @@ def _argument(name: str, note: str) -> Rule:
 LAUNCH_RULES: Mapping[str, Rule] = {
     "launch.nodes": exact(
         "num_machines",
-        When("a range", _elastic, Fit.APPROXIMATE, "a fixed number: the run does not go on with fewer"),
+        approximate("a range", _elastic, "a fixed number: the run does not go on with fewer"),
         to=lambda cfg, topology: {"num_machines": cfg.launch.max_nodes} if cfg.launch.max_nodes > 1 else {},
     ),
     "launch.processes_per_node": exact("num_processes", to=_processes),
@@ -105,10 +105,9 @@ LAUNCH_RULES: Mapping[str, Rule] = {
     "launch.max_restarts": _argument("max_restarts", "pass accelerate launch --max_restarts"),
     "launch.environment": exact(
         "gpu_ids",
-        When(
+        needs_input(
             "other variables",
             lambda cfg: bool(cfg.launch.environment.keys() - {_DEVICES}),
-            Fit.NEEDS_INPUT,
             f"export them before the launch; only {_DEVICES} has a key",
         ),
         to=_devices,
@@ -125,12 +124,7 @@ BY_SCRIPT: Mapping[str, Rule] = {
         NO_KEY,
         "Accelerate divides the last update by the full window: the last samples weigh less",
         unless("no accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),
-        When(
-            "drop",
-            lambda cfg: cfg.training.last_window == "drop",
-            Fit.NEEDS_INPUT,
-            "leave out the batches that do not fill a window",
-        ),
+        needs_input(*is_("training.last_window", "drop"), "leave out the batches that do not fill a window"),
     ),
     "training.seed": left_to_script(
         "call accelerate.utils.set_seed(..., device_specific=True), and seed the DataLoader"

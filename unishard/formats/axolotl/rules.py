@@ -14,7 +14,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.field_rows import asked, exact, keeps_more, started_elsewhere, when_default
 from unishard.contract.key_rows import number, text
 from unishard.contract.render import FieldResult, Rendered, render
-from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import PURE, SCRIPT, Fit, Rule, approximate, equivalent, unless
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off, switched_on, without
 from unishard.formats.hf.rules import RULES as ARGUMENTS
@@ -122,7 +122,7 @@ SAVING: Mapping[str, Rule] = {
     "checkpoint.keep_last": exact(
         "save_total_limit",
         when_default("checkpoint.keep_last", "all: written as a number that no training reaches"),
-        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, "all are kept"),
+        approximate("with keep_every or keep_best", keeps_more, "all are kept"),
         to=_kept,
     ),
     **asked(
@@ -198,10 +198,9 @@ _OWN: Mapping[str, Rule] = {
     "offload.pin_memory": exact("fsdp_config.cpu_offload_pin_memory", to=_pinned),
     "precision.compute": exact(
         "bf16, fp16",
-        When(
+        equivalent(
             "fp16 and no_shard",
             lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
-            Fit.EQUIVALENT,
             "torch.autocast keeps some operations in fp32; without it all run in this dtype",
         ),
         to=_precision,
@@ -210,13 +209,13 @@ _OWN: Mapping[str, Rule] = {
         "bf16, fp16",
         unless("fp32", lambda cfg: not cfg.precision.pure and not _bf16_without_engine(cfg)),
         unless("bf16 without an engine", lambda cfg: cfg.precision.pure and _bf16_without_engine(cfg)),
-        When("fp32 without an engine", lambda cfg: not cfg.precision.pure, Fit.APPROXIMATE, _LOADED),
-        When("pure", lambda cfg: cfg.precision.pure, Fit.APPROXIMATE, _PURE),
+        approximate("fp32 without an engine", lambda cfg: not cfg.precision.pure, _LOADED),
+        approximate(*PURE, _PURE),
     ),
     "precision.reduce": ARGUMENTS["precision.reduce"]._replace(
         when=(
             unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.reduce == "bf16"),
-            When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
+            approximate("fp32 without an engine", _bf16_without_engine, _LOADED),
             *ARGUMENTS["precision.reduce"].when,
         )
     ),
@@ -225,7 +224,7 @@ _OWN: Mapping[str, Rule] = {
             unless(
                 "bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.accumulate == "bf16"
             ),
-            When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
+            approximate("fp32 without an engine", _bf16_without_engine, _LOADED),
             *ARGUMENTS["precision.accumulate"].when,
         )
     ),

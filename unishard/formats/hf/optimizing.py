@@ -12,7 +12,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.field_rows import asked, copied, exact, row
 from unishard.contract.key_rows import number, refuses, sets
-from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent, needs_input, unless
 from unishard.formats.names import names
 
 __all__ = ["NO_DECAY", "OPTIMIZER", "OPTIMIZING", "named"]
@@ -248,8 +248,8 @@ _CLIMB = "transformers warms up linearly from 0; Trainer(..., optimizers=(optimi
 OPTIMIZING: Mapping[str, Rule] = {
     "optimizer.name": exact(
         "optim",
-        When("adam", _named("adam"), Fit.NEEDS_INPUT, f"transformers has only AdamW; {_PASS} torch.optim.Adam"),
-        When("lion", _named("lion"), Fit.EQUIVALENT, "bitsandbytes' Lion: the same algorithm"),
+        needs_input("adam", _named("adam"), f"transformers has only AdamW; {_PASS} torch.optim.Adam"),
+        equivalent("lion", _named("lion"), "bitsandbytes' Lion: the same algorithm"),
         to=lambda cfg, topology: {"optim": _WRITTEN[cfg.optimizer.name]} if cfg.optimizer.name in _WRITTEN else {},
     ),
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),
@@ -265,10 +265,9 @@ OPTIMIZING: Mapping[str, Rule] = {
         f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
         unless("no weight decay", lambda cfg: not cfg.optimizer.weight_decay),
         unless("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY]),
-        When(
+        approximate(
             "empty",
             lambda cfg: not cfg.optimizer.no_decay,
-            Fit.APPROXIMATE,
             f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
         ),
     ),

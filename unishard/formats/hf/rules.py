@@ -20,7 +20,21 @@ from unishard.contract.field_rows import (
     when_default,
 )
 from unishard.contract.render import AUTO, FieldResult, Rendered, render
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import (
+    HYBRID,
+    NO_KEY,
+    PURE,
+    SCRIPT,
+    Fit,
+    Rule,
+    approximate,
+    equivalent,
+    is_,
+    mixed,
+    needs_input,
+    sharded,
+    unless,
+)
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.loop import FSDP_ON, switched_on, without
 from unishard.formats.hf.optimizing import OPTIMIZING
@@ -40,67 +54,43 @@ _NOT_ZERO = ("precision.matmul",)
 """A switch of torch, whatever the engine."""
 
 
-def _sharded(cfg: Config) -> bool:
-    return cfg.sharding.strategy != "no_shard"
-
-
-def _mixed(cfg: Config) -> bool:
-    return cfg.precision.compute != "fp32"
-
-
 _SCALER = "GradScaler has its defaults; override Trainer.create_accelerator_and_postprocess"
 
 FSDP: Mapping[str, Rule] = {
     **noted(each("precision.loss_scale precision.initial_loss_scale precision.loss_scale_growth_interval", _SCALER)),
     "precision.master": exact(
         "bf16, fp16",
-        When(
-            "pure",
-            lambda cfg: cfg.precision.pure,
-            Fit.NEEDS_INPUT,
-            "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out",
-        ),
+        needs_input(*PURE, "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out"),
     ),
     "precision.reduce": exact(
         "bf16, fp16",
-        unless("fp32 throughout", lambda cfg: not _mixed(cfg)),
-        unless("no_shard in fp32", lambda cfg: not _sharded(cfg) and cfg.precision.reduce == "fp32"),
-        When("no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "reduced in fp32, which is more exact"),
-        When(
-            "fp32",
-            lambda cfg: cfg.precision.reduce == "fp32",
-            Fit.APPROXIMATE,
+        unless("fp32 throughout", lambda cfg: not mixed(cfg)),
+        unless("no_shard in fp32", lambda cfg: not sharded(cfg) and cfg.precision.reduce == "fp32"),
+        equivalent("no_shard", lambda cfg: not sharded(cfg), "reduced in fp32, which is more exact"),
+        approximate(
+            *is_("precision.reduce", "fp32"),
             "Accelerate 1.15.0 reduces FSDP's gradients in bf16 or fp16, which loses small ones",
         ),
     ),
     "precision.accumulate": exact(
         NO_KEY,
-        unless("fp32 throughout", lambda cfg: not _mixed(cfg)),
+        unless("fp32 throughout", lambda cfg: not mixed(cfg)),
         when_default("training.gradient_accumulation_steps"),
-        When(
+        approximate(
             "fp32 with fsdp",
-            lambda cfg: _sharded(cfg) and cfg.precision.accumulate == "fp32",
-            Fit.APPROXIMATE,
+            lambda cfg: sharded(cfg) and cfg.precision.accumulate == "fp32",
             "FSDP2 accumulates unreduced gradients in the reduce dtype (torch 2.13)",
         ),
         when_default("precision.accumulate"),
-        When(
-            "else", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "gradients are added up in fp32, which is more exact"
-        ),
+        equivalent("else", lambda cfg: not sharded(cfg), "gradients are added up in fp32, which is more exact"),
     ),
     "sharding.strategy": exact(
         "fsdp, fsdp_config.reshard_after_forward",
-        unless("no_shard", lambda cfg: not _sharded(cfg), "DistributedDataParallel"),
-        When(
-            "hybrid",
-            lambda cfg: cfg.sharding.hybrid,
-            Fit.NEEDS_INPUT,
-            "pass parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)",
-        ),
-        When(
+        unless("no_shard", lambda cfg: not sharded(cfg), "DistributedDataParallel"),
+        needs_input(*HYBRID, "pass parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"),
+        approximate(
             "shard_optimizer or shard_grad_op",
             lambda cfg: cfg.sharding.within_group != "full_shard",
-            Fit.APPROXIMATE,
             "nearest is reshard_after_forward: false; FSDP gathers in every forward",
         ),
     ),
@@ -148,7 +138,7 @@ _RESHARD = "reshard_after_forward"
 
 def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
     cfg = reading.config
-    taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
+    taken = {key: value for key, value in said.document.items() if key in BOTH and sharded(cfg)}
     words = {
         name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES
     }
@@ -209,33 +199,28 @@ _OWN: Mapping[str, Rule] = {
     ),
     "precision.compute": exact(
         "bf16, fp16",
-        When(
+        needs_input(
             "pure",
             lambda cfg: cfg.precision.pure and cfg.backend == "fsdp",
-            Fit.NEEDS_INPUT,
             "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out",
         ),
-        When(
+        equivalent(
             "no_shard on torch",
             lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
-            Fit.EQUIVALENT,
             "torch.autocast keeps some operations in fp32; without it all run in this dtype",
         ),
         to=lambda cfg, topology: {} if cfg.precision.compute == "fp32" else {cfg.precision.compute: True},
     ),
     "precision.matmul": exact(
         "tf32",
-        When(
+        equivalent(
             "keep with compile",
             lambda cfg: cfg.precision.matmul == "keep" and cfg.compile.mode != "none",
-            Fit.EQUIVALENT,
             "false, since Trainer switches TF32 on where it compiles; also keeps convolutions in fp32",
         ),
         when_default("precision.matmul"),
-        When(
-            "fp32",
-            lambda cfg: cfg.precision.matmul == "fp32",
-            Fit.EQUIVALENT,
+        equivalent(
+            *is_("precision.matmul", "fp32"),
             "Trainer then also keeps convolutions in fp32, which torch computes in TF32 by default",
         ),
         to=_matmul,
@@ -243,8 +228,8 @@ _OWN: Mapping[str, Rule] = {
     "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",
         when_default("activation_checkpointing"),
-        When("selective", lambda cfg: cfg.activation_checkpointing == "selective", Fit.EQUIVALENT, _BLOCKS),
-        When("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Fit.EQUIVALENT, _BLOCKS),
+        equivalent(*is_("activation_checkpointing", "selective"), _BLOCKS),
+        equivalent("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), _BLOCKS),
         to=_checkpointing,
     ),
     "training.micro_batch_size": copied("training.micro_batch_size", "per_device_train_batch_size"),
@@ -263,10 +248,8 @@ _OWN: Mapping[str, Rule] = {
     ),
     "training.last_window": exact(
         "none: Trainer steps at the end of an epoch",
-        When(
-            "drop",
-            lambda cfg: cfg.training.last_window == "drop",
-            Fit.NEEDS_INPUT,
+        needs_input(
+            *is_("training.last_window", "drop"),
             "Trainer steps with a partial window at an epoch's end; cut the dataset to full ones",
         ),
     ),
@@ -277,7 +260,7 @@ _OWN: Mapping[str, Rule] = {
             if without(cfg) and cfg.training.buffers != "sync"
             else {}
         ),
-        when=(*BUFFERS.when, When("rank0 with no_shard on torch", without, Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),
+        when=(*BUFFERS.when, equivalent("rank0 with no_shard on torch", without, BEFORE_EACH_FORWARD)),
     ),
     "training.seed": Rule(
         Fit.EQUIVALENT,
@@ -287,11 +270,8 @@ _OWN: Mapping[str, Rule] = {
     ),
     "compile.mode": exact(
         "torch_compile",
-        When(
-            "per_block",
-            lambda cfg: cfg.compile.mode == "per_block",
-            Fit.EQUIVALENT,
-            "Trainer compiles the full model: the same results, a longer start",
+        equivalent(
+            *is_("compile.mode", "per_block"), "Trainer compiles the full model: the same results, a longer start"
         ),
         to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile": True},
     ),

@@ -10,7 +10,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.field_rows import exact, row, when_default
-from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
+from unishard.contract.rules import NO_KEY, Fit, Rule, approximate, is_, needs_input, unless
 
 __all__ = ["LAUNCHING", "MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
 
@@ -73,10 +73,8 @@ TRAINING: Mapping[str, Rule] = {
         "accumulate_grad_batches",
         "Lightning divides a partial last window by the full window",
         unless("no accumulation", lambda cfg: not _accumulates(cfg), "there is no window to fill"),
-        When(
-            "drop",
-            lambda cfg: cfg.training.last_window == "drop",
-            Fit.NEEDS_INPUT,
+        needs_input(
+            *is_("training.last_window", "drop"),
             "make the DataLoader end with a full window: Lightning also steps with a partial one",
         ),
     ),
@@ -174,10 +172,9 @@ def _around(name: str, note: str) -> Rule:
 LAUNCHING: Mapping[str, Rule] = {
     "launch.nodes": exact(
         "num_nodes",
-        When(
+        approximate(
             "a range",
             lambda cfg: cfg.launch.min_nodes != cfg.launch.max_nodes,
-            Fit.APPROXIMATE,
             "a fixed number: the run does not go on with fewer",
         ),
         to=_nodes,
@@ -191,13 +188,12 @@ LAUNCHING: Mapping[str, Rule] = {
     ),
     "launch.environment": exact(
         "devices",
-        When(
+        needs_input(
             "other variables",
             lambda cfg: (
                 bool(cfg.launch.environment.keys() - {_DEVICES})
                 or (_DEVICES in cfg.launch.environment and _named(cfg) is None)
             ),
-            Fit.NEEDS_INPUT,
             f"export them before the launch; only {_DEVICES} has an argument",
         ),
     ),
