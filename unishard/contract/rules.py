@@ -16,27 +16,6 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 
-__all__ = [
-    "HYBRID",
-    "NO_KEY",
-    "PURE",
-    "SCRIPT",
-    "Fit",
-    "Holds",
-    "Rule",
-    "Setting",
-    "When",
-    "approximate",
-    "done_by_unishard",
-    "equivalent",
-    "is_",
-    "mixed",
-    "needs_input",
-    "sharded",
-    "unless",
-    "unsupported",
-]
-
 Setting = Callable[[Config, Topology], Native]
 Holds = Callable[[Config], bool]
 

@@ -10,8 +10,6 @@ from unishard.config.nested import flat
 from unishard.contract.entries import Entry
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["NOT_SAID", "Difference", "Side", "compare"]
-
 
 class Side(NamedTuple):
     """What one config says about one field."""

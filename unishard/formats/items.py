@@ -16,8 +16,6 @@ from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 from unishard.formats.roundtrip import goes_through, left_to_engine, stays, stays_with_engine, value_in
 
-__all__ = ["Item", "carried", "described", "item_of", "with_files"]
-
 _FULL = "state_dict_type"
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
 _OF_ZERO = (

@@ -16,8 +16,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.names import names
 from unishard.formats.shell_words import Word
 
-__all__ = ["launch_entries"]
-
 _PORT = 29500
 _NUMBER = re.compile(r"\d+")
 _RANGE = re.compile(r"[1-9]\d*(:[1-9]\d*)?")

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from unishard.formats.names import names
 from unishard.formats.shell_words import Word, commands
 
-__all__ = ["LaunchLine", "code_in", "launch_lines", "script_arguments", "value_of_word"]
-
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",

@@ -11,8 +11,6 @@ from unishard.config.topology import Topology
 from unishard.contract.templates import placeholders_in
 from unishard.formats.launch_line import LaunchLine
 
-__all__ = ["Launch", "launch_of", "with_hosts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from unishard.contract.entries import Key
 from unishard.contract.key_rows import drops, refuses
 
-__all__ = ["NO_LOGS", "each", "ignored", "names"]
-
 T = TypeVar("T")
 NO_LOGS = "affects only logs; write your own logging section"
 """The note of keys about logs and profiles, which `logging` and `profile` say in other words."""

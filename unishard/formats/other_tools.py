@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from unishard.formats.signs import Signs, weighted
 
-__all__ = ["named", "tools"]
-
 _ENOUGH = 4
 
 

@@ -16,8 +16,6 @@ from unishard.errors import ConfigError
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["goes_through", "left_to_engine", "stays", "stays_with_engine", "untouched", "value_in", "without_unishards"]
-
 _ONLY_DECIDED = {
     "data_types.grad_accum_dtype": "precision.accumulate",
     "zero_optimization.reduce_bucket_size": "communication.reduce_bucket_size",

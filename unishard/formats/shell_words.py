@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Word", "commands"]
-
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _HEREDOC = re.compile(r"<<-?[ \t]*([\"']?)([\w-]+)\1")

@@ -19,8 +19,6 @@ from unishard.formats.sidecar.launcher import engine_is_open
 from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, translate
 
-__all__ = ["ForeignConfig", "FoundConfig", "SkippedFile", "UnreadableConfig", "survey"]
-
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
 _OF_A_MODEL = {"architectures", "model_type", "transformers_version"}
 """Keys of a model's own config.json, which has sizes such as `num_layers` too."""

@@ -19,8 +19,6 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import ReadDocument
 from unishard.formats.unishard.format import described
 
-__all__ = ["Draft", "Question", "offered"]
-
 _FIELDS = dict(leaves(Config))
 _PROPOSALS: Mapping[str, Any] = {"precision.compute": "bf16", "training.gradient_clipping": 1.0}
 """What a new file proposes where most people do not want the schema's default."""

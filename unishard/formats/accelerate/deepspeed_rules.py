@@ -32,8 +32,6 @@ from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
 
-__all__ = ["DEEPSPEED_RULES", "SAVE", "SAVE_KEY"]
-
 _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 _FILE = "needs a deepspeed_config_file; write it with --to deepspeed"
 

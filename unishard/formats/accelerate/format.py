@@ -25,8 +25,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-__all__ = ["FORMAT"]
-
 _BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
 _PREFIXED = ("dynamo_config", "fp8_config")
 """Blocks whose keys Accelerate also takes without their prefix."""

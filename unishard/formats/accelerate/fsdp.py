@@ -16,8 +16,6 @@ from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overloo
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 
-__all__ = ["CLASSES", "NAMES", "fsdp_entries"]
-
 NAMES: Mapping[str, str] = {
     f"fsdp_{name}": name
     for name in names(

@@ -18,9 +18,6 @@ from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import KINDS, TOOL, kind_named, precision_word
 from unishard.formats.names import names
 
-__all__ = ["KEYS"]
-
-
 _LAUNCHER = "launcher setting; start the ranks with torchrun or srun"
 _LOST = "Accelerate 1.15.0 reads {} instead; only used with fp8, which becomes bf16"
 _INTEL = f"Intel's extension of PyTorch; {TOOL} refuses this key, so remove it"

@@ -40,8 +40,6 @@ from unishard.contract.rules import (
 )
 from unishard.formats.accelerate.script import BY_SCRIPT
 
-__all__ = ["FSDP_RULES", "mixed"]
-
 
 def mixed(cfg: Config) -> bool:
     """Whether the model computes in another dtype than that of its master weights."""

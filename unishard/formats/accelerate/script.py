@@ -19,8 +19,6 @@ from unishard.formats.accelerate.entries import block_of
 from unishard.formats.accelerate.keys import PORT
 from unishard.formats.launching import Launch
 
-__all__ = ["BY_SCRIPT", "launch_of"]
-
 _FILTERS = {"deepspeed_inclusion_filter": "those in", "deepspeed_exclusion_filter": "without"}
 
 

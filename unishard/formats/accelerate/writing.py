@@ -20,8 +20,6 @@ from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-__all__ = ["expressed", "for_trainer", "text_of"]
-
 
 def for_trainer(source: Source) -> tuple[Mapping[str, Any], Path | None]:
     """The arguments, and where in the file DeepSpeed's own config is named."""

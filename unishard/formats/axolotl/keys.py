@@ -16,9 +16,6 @@ from unishard.formats.hf.loop import DEEPSPEED, FSDP, checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
 from unishard.formats.names import each, ignored, names
 
-__all__ = ["ENGINES", "KEYS", "TOOL"]
-
-
 IGNORED: Mapping[str, Key] = {
     **ignored("axolotl/ignored.txt", off=off),
     **each(

@@ -23,8 +23,6 @@ from unishard.formats.hf.saving import EPOCHS, limit, stepped
 from unishard.formats.hf.scheduling import lengths_of
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["NAMES", "RULES", "SAVED", "written"]
-
 NAMES: Mapping[str, str] = {
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",

@@ -13,8 +13,6 @@ from unishard.contract.key_rows import integer
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 
-__all__ = ["BATCHES", "updates"]
-
 _TIME = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(ba|ep|dur|tok|sp|sec|iter)\s*")
 _UNITS = {
     "ep": "the length of the data: {text} are epochs",

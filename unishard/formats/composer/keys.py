@@ -16,8 +16,6 @@ from unishard.formats.composer.fsdp_keys import FSDP
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.names import ignored
 
-__all__ = ["KEYS", "RUN", "deferred"]
-
 _STEPS = 1000
 """llm-foundry's interval if it is not set."""
 _LAST = "Composer also saves at the end of the training; call engine.save() there"

@@ -12,8 +12,6 @@ from unishard.contract.key_rows import boolean, drops, number, one_of, sets, tex
 from unishard.contract.rules import Fit
 from unishard.formats.composer.batches import updates
 
-__all__ = ["OPTIMIZATION", "defaults_of"]
-
 
 def _groups(value: Any, given: DocumentValues) -> KeyEffect:
     """What the groups say."""

@@ -12,20 +12,6 @@ from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.names import ignored, names
 
-__all__ = [
-    "ARGUMENTS",
-    "DIALECT",
-    "LLAMAFACTORY",
-    "SURE",
-    "around",
-    "bare",
-    "section_in",
-    "sure",
-    "swift",
-    "with_script_defaults",
-    "wrapped",
-]
-
 ARGUMENTS = names("training training_args training_arguments trainer train TrainingArguments sft dpo args")
 """Where TrainingArguments stand."""
 SURE = "per_device_train_batch_size"

@@ -17,8 +17,6 @@ from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
 from unishard.formats.names import ignored
 
-__all__ = ["ENGINES", "KEYS"]
-
 _FILES = "affects only checkpoints"
 _DATA = "concerns the DataLoader, which the training script builds"
 

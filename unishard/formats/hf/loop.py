@@ -14,19 +14,6 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, broadcast_buffers, integer, number, sets, text
 from unishard.contract.rules import Fit
 
-__all__ = [
-    "DEEPSPEED",
-    "FSDP",
-    "FSDP_ON",
-    "LOOP",
-    "checkpointing",
-    "compute",
-    "matmul",
-    "off",
-    "switched_on",
-    "without",
-]
-
 FSDP = "fsdp"
 """The argument for FSDP."""
 DEEPSPEED = "deepspeed"

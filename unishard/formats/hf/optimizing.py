@@ -15,8 +15,6 @@ from unishard.contract.key_rows import number, refuses, sets
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent, needs_input, unless
 from unishard.formats.names import names
 
-__all__ = ["NO_DECAY", "OPTIMIZER", "OPTIMIZING", "named"]
-
 NO_DECAY = r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 """The names that `Trainer.get_decay_parameter_names` exempts (transformers 5.23, trainer.py), as one pattern."""
 

@@ -45,8 +45,6 @@ from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 from unishard.formats.roundtrip import without_unishards
 
-__all__ = ["RULES", "decided_of", "engine_of", "written"]
-
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""

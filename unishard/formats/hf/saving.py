@@ -18,8 +18,6 @@ from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 
-__all__ = ["EPOCHS", "SAVED", "SAVING", "limit", "stepped"]
-
 FOLDER = "trainer_output"
 """Where Trainer writes if it is not set."""
 _STEPS = 500

@@ -17,8 +17,6 @@ from unishard.formats.hf.loop import off
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["SCHEDULE", "lengths_of"]
-
 UPDATES = "the number of updates, which Trainer counts from the dataset and num_train_epochs"
 
 _SHAPES: Mapping[str, str] = {

@@ -22,8 +22,6 @@ from unishard.formats.hf.shipped import opened
 from unishard.formats.names import names
 from unishard.formats.source import Source
 
-__all__ = ["filled_from", "partitioned", "with_precedence"]
-
 _RATES = {
     "learning_rate": "optimizer.params.lr",
     "adam_beta1": "optimizer.params.betas",

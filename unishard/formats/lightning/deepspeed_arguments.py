@@ -11,8 +11,6 @@ from unishard.contract.entries import Key
 from unishard.formats.lightning.keys import left
 from unishard.formats.names import ignored, names
 
-__all__ = ["ARGUMENTS", "OWN", "SCALING", "leaves_of"]
-
 ARGUMENTS: Mapping[str, Any] = {
     "zero_optimization": True,
     "stage": 2,

@@ -29,8 +29,6 @@ from unishard.formats.roundtrip import without_unishards
 from unishard.formats.signs import Explained, by_entries
 from unishard.formats.source import Source
 
-__all__ = ["FORMAT", "expressed"]
-
 
 class LightningFormat(Format):
     """Reads YAML and JSON, writes Python."""

@@ -17,20 +17,6 @@ from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
 from unishard.formats.names import NO_LOGS, ignored, names
 
-__all__ = [
-    "BESIDE",
-    "CALLBACKS",
-    "OLDER",
-    "PRECISIONS",
-    "TRAINER",
-    "UNSET",
-    "left",
-    "off",
-    "optional",
-    "place_in",
-    "strategy_in",
-]
-
 UNSET = left_out("is not set")
 _OFF = left_out("is off")
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."

@@ -14,8 +14,6 @@ from unishard.contract.field_rows import exact, when_default
 from unishard.contract.rules import Fit, Rule, approximate, equivalent, mixed, needs_input, sharded, unless
 from unishard.formats.lightning.trainer_rules import trainer
 
-__all__ = ["DEFAULT", "PRECISION", "precision", "precision_section", "word_of"]
-
 DEFAULT = "32-true"
 _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _FORMATS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}

@@ -17,8 +17,6 @@ from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, Str
 from unishard.formats.lightning.strategy_arguments import TOOL, StrategyArguments, entries_of
 from unishard.formats.source import Source
 
-__all__ = ["LightningDocument"]
-
 _RECIPES = {"optimizer": optimizer_entries, "lr_scheduler": scheduler_entries}
 _OWN_CLASS = "LightningCLI hands it to a class of your training script"
 _ELSEWHERE = Key(lambda value, given: UNSET)

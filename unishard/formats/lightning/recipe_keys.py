@@ -13,8 +13,6 @@ from unishard.formats.lightning.keys import UNSET
 from unishard.formats.lightning.shape import Built, built, short
 from unishard.formats.names import each
 
-__all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
-
 _NAMES = {
     "AdamW": "adamw",
     "Adam": "adam",

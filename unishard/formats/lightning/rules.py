@@ -37,8 +37,6 @@ from unishard.formats.lightning.precision import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import LAUNCHING, MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
 
-__all__ = ["FSDP", "strategy"]
-
 CLASSES = {
     "ddp": "lightning.pytorch.strategies.DDPStrategy",
     "fsdp": "lightning.pytorch.strategies.FSDPStrategy",

@@ -17,8 +17,6 @@ from unishard.contract.key_rows import integer, number, text
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, needs_input
 from unishard.formats.lightning.shape import Built, built, short
 
-__all__ = ["SAVING", "minutes_of", "saving_entries"]
-
 _CLASS = "lightning.pytorch.callbacks.ModelCheckpoint"
 _EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
 _ANOTHER = "a second ModelCheckpoint; call engine.save() in your loop where this one saves"

@@ -17,8 +17,6 @@ from unishard.config.describe import shown
 from unishard.contract.entries import Path, Unreadable
 from unishard.formats.names import each
 
-__all__ = ["ARGUMENTS", "CLASS", "NAMES", "Built", "Shape", "Strategy", "built", "short", "strategy_of"]
-
 CLASS = ("class_path", "_target_", "target")
 """The keys that name a class: jsonargparse's, Hydra's, and that of latent-diffusion."""
 ARGUMENTS = ("init_args", "dict_kwargs", "params")

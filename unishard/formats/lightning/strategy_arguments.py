@@ -20,8 +20,6 @@ from unishard.formats.lightning.shape import Strategy
 from unishard.formats.lightning.torch_arguments import DDP, MODEL_PARALLEL
 from unishard.formats.source import open_source
 
-__all__ = ["TOOL", "StrategyArguments", "entries_of"]
-
 TOOL = "Lightning 2.6.6"
 _REPLACED = "not used: config replaces every DeepSpeed argument"
 

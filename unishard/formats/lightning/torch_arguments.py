@@ -14,8 +14,6 @@ from unishard.formats.lightning.keys import left, off, optional
 from unishard.formats.lightning.shape import built, short
 from unishard.formats.names import each, ignored
 
-__all__ = ["DDP", "MODEL_PARALLEL"]
-
 _LAUNCH = "the launcher decides it"
 _BYTES = 4
 _CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")

@@ -12,8 +12,6 @@ from unishard.config.topology import Topology
 from unishard.contract.field_rows import exact, row, when_default
 from unishard.contract.rules import NO_KEY, Fit, Rule, approximate, is_, needs_input, unless
 
-__all__ = ["LAUNCHING", "MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
-
 MODULE = "your LightningModule"
 _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW",

@@ -24,8 +24,6 @@ from unishard.formats.sidecar.launcher import clashes, decided, deciding, engine
 from unishard.formats.sidecar.sidecar import TRAINER, Sidecar, open_sidecar, trainer
 from unishard.formats.source import Source
 
-__all__ = ["Filling"]
-
 _COMPUTE, _REDUCE = "precision.compute", "precision.reduce"
 
 

@@ -16,8 +16,6 @@ from unishard.contract.key_rows import DETERMINISTIC, SEED, boolean, drops, inte
 from unishard.contract.rules import Fit
 from unishard.formats.names import ignored
 
-__all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "SAVED", "degree"]
-
 _DUMP, _FOLDER = "job.dump_folder", "checkpoint.folder"
 _SILENT: Mapping[str, Any] = {
     _DUMP: "./outputs",

@@ -31,8 +31,6 @@ from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 from unishard.version import __version__
 
-__all__ = ["FORMAT", "described", "plain", "text_of", "value_text"]
-
 _LEAVES = [path for path, _ in leaves(Config)]
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
 from unishard.formats.verify.settings import AUTO, clipping
 
-__all__ = ["settings_of"]
-
 _SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",

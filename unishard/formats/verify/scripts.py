@@ -12,8 +12,6 @@ from unishard.formats import catalog
 from unishard.formats.hf.shipped import shipped
 from unishard.formats.verify.hf import settings_of as hf_settings
 
-__all__ = ["settings_of"]
-
 _DECIDES: Mapping[str, tuple[str, ...]] = {
     "learning_rate": ("optimizer.lr",),
     "weight_decay": ("optimizer.weight_decay",),
