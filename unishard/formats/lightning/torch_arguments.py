@@ -17,7 +17,6 @@ from unishard.formats.names import each, ignored
 _LAUNCH = "the launcher decides it"
 _BYTES = 4
 _CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
-_HOOK = "hooks are not supported; use a smaller dtype to reduce gradients in, and remove it"
 
 
 def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
