@@ -95,55 +95,11 @@ def test_a_key_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
     assert {path: found.get(path) for path in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("document", "key", "words"),
-    [
-        ({"optimizer": "muon"}, "optimizer", "in the training script"),
-        ({"lr_scheduler": "one_cycle"}, "lr_scheduler", "schedule one_cycle is not supported"),
-        (
-            {"cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0.5},
-            "cosine_constant_lr_ratio",
-            "stops falling before the end",
-        ),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size", "parallelism within a model is not supported"),
-        ({"context_parallel_size": 4}, "context_parallel_size", "parallelism within a model is not supported"),
-        ({"lr_groups": [{"name": "a"}]}, "lr_groups", "parameter groups"),
-        ({"float16": True}, "float16", "write fp16 instead"),
-        ({"fp8": True}, "fp8", "write bf16"),
-        ({"fsdp_version": 2, "fsdp": ["hybrid_shard"]}, "fsdp", "dp_replicate_size"),
-        ({"fsdp_config": [1]}, "fsdp_config", "must be a mapping"),
-        ({"micro_batch_size": "two"}, "micro_batch_size", "must be a whole number"),
-        ({"batch_size": 1, "micro_batch_size": 2}, "batch_size", "at least micro_batch_size"),
-    ],
-)
-def test_what_cannot_be_had_is_refused_with_what_instead(document: dict[str, Any], key: str, words: str) -> None:
-    found = of(document, key)
-    assert found.fit is Fit.UNSUPPORTED
-    assert words in found.note
-
-
-@pytest.mark.parametrize("key", ["sharding_strategy", "backward_prefetch", "limit_all_gathers"])
-def test_keys_that_axolotl_overlooks_are_named(key: str) -> None:
-    found = of({"fsdp_config": {f"fsdp_{key}": "SHARD_GRAD_OP"}}, f"fsdp_config.fsdp_{key}")
-    assert found.fit is Fit.IGNORED
-    assert "ignores it" in found.note
-
-
 def test_keys_that_axolotl_does_not_know_are_dropped_with_a_hint() -> None:
     found = of({"gradient_acumulation_steps": 4}, "gradient_acumulation_steps")
     assert found.fit is Fit.IGNORED
     assert "axolotl 0.18.0 does not know this key" in found.note
     assert "did you mean 'gradient_accumulation_steps'?" in found.note
-
-
-def test_files_that_axolotl_brings_along_are_one_decision() -> None:
-    outcome = translate({**BASE, "deepspeed": "zero2.json"}, "unishard")
-    assert item(outcome, "deepspeed").fit is Fit.NEEDS_INPUT
-    assert "axolotl fetch deepspeed_configs" in item(outcome, "deepspeed").note
-    assert outcome.document["sharding"] == {"strategy": "${sharding.strategy}"}
-    known = translate({**BASE, "deepspeed": "deepspeed_configs/zero2.json"}, "unishard")
-    assert "comes with axolotl" in item(known, "deepspeed").note
-    assert known.document["sharding"] == {"strategy": "shard_grad_op"}
 
 
 def test_a_deepspeed_file_is_filled_in_from_axolotls_keys(tmp_path: Path) -> None:
@@ -158,12 +114,6 @@ def test_a_deepspeed_file_is_filled_in_from_axolotls_keys(tmp_path: Path) -> Non
         outcome.document["training"] | {"micro_batch_size": 3, "gradient_clipping": 0.7} == outcome.document["training"]
     )
     assert item(outcome, "deepspeed.train_micro_batch_size_per_gpu").fit is Fit.EXACT
-
-
-def test_a_template_leaves_its_variables_open() -> None:
-    found = of({"num_epochs": "${NUM_EPOCHS}", "optimizer": "${OPTIMIZER}"}, "optimizer")
-    assert found.fit is Fit.NEEDS_INPUT
-    assert "${OPTIMIZER}" in found.note
 
 
 def test_keys_about_the_model_are_kept_in_axolotls_own_format() -> None:
@@ -220,50 +170,3 @@ def test_what_is_written() -> None:
         "save_strategy": "no",
     }
     assert yaml.safe_load(outcome.text) == outcome.document
-
-
-def test_what_only_the_dataset_knows_goes_from_file_to_file() -> None:
-    document = {**BASE, "num_epochs": 2, "warmup_ratio": 0.1}
-    there = translate(document, "hf").document
-    assert (there["num_train_epochs"], there["warmup_steps"]) == (2, 0.1)
-    back = translate({**there, "per_device_train_batch_size": 1}, "axolotl", from_="hf").document
-    assert (back["num_epochs"], back["warmup_ratio"]) == (2, 0.1)
-    own = translate(document, "axolotl").document
-    assert (own["num_epochs"], own["warmup_ratio"]) == (2, 0.1)
-    silent = translate(BASE, "hf").document
-    assert (silent["num_train_epochs"], silent["warmup_steps"]) == (
-        1.0,
-        0.03,
-    )  # what axolotl assumes, not what transformers does
-
-
-def test_fp32_is_written_since_axolotl_would_choose_bf16() -> None:
-    assert translate({"backend": "fsdp", "precision": "fp32"}, "axolotl").document["bf16"] is False
-
-
-def test_without_an_engine_axolotl_keeps_no_fp32_masters() -> None:
-    outcome = translate({"backend": "fsdp", "sharding": "no_shard", "precision": "bf16"}, "axolotl")
-    (found,) = [item for item in outcome.items if item.key == "precision.master"]
-    assert found.fit is Fit.APPROXIMATE
-    assert "optimizer state is bf16 too" in found.note
-
-
-def test_deepspeed_is_written_in_place() -> None:
-    document = translate({"backend": "deepspeed", "sharding": "zero2", "precision": "bf16"}, "axolotl").document
-    assert document["deepspeed"]["zero_optimization"]["stage"] == 2
-    assert document["bf16"] is True
-    assert not {"fsdp", "fsdp_config", "fsdp_version"} & set(document)
-
-
-@pytest.mark.parametrize("version", ["none", "", 0, None, {}])
-def test_an_empty_version_is_none(version: Any) -> None:
-    found = translate(
-        BASE | {"fsdp_version": version, "fsdp_config": {"reshard_after_forward": "FULL_SHARD"}}, "unishard"
-    )
-    assert item(found, "fsdp_version").fit is Fit.IGNORED
-
-
-def test_a_name_of_transformers_does_not_count() -> None:
-    outcome = translate(BASE | {"micro_batch_size": 2, "per_device_train_batch_size": 3}, "unishard")
-    assert outcome.reading.config.training.micro_batch_size == 2
-    assert "did you mean 'micro_batch_size'?" in item(outcome, "per_device_train_batch_size").note

@@ -10,8 +10,6 @@ import pytest
 from unishard.contract.rules import Fit
 from unishard.formats import translate
 
-DDP = "lightning.pytorch.strategies.DDPStrategy"
-
 
 def written(to: str, buffers: str | None, strategy: str = "no_shard", backend: str = "fsdp") -> Any:
     training = {} if buffers is None else {"buffers": buffers}
@@ -56,19 +54,3 @@ def test_the_default_needs_no_key_and_says_for_whom_it_matters(to):
 )
 def test_what_the_script_must_do_is_said(to, buffers, strategy, expected):
     assert fit(written(to, buffers, strategy))[0] is expected
-
-
-@pytest.mark.parametrize("engine", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
-def test_with_an_engine_the_argument_is_not_used(engine):
-    outcome = translate(
-        {"per_device_train_batch_size": 1, "ddp_broadcast_buffers": True, **engine}, "unishard", from_="hf"
-    )
-    assert outcome.reading.config.training.buffers == "sync"
-    (found,) = [item for item in outcome.items if item.key == "ddp_broadcast_buffers"]
-    assert found.fit is Fit.IGNORED
-
-
-def test_lightning_passes_it_on_to_data_parallelism():
-    document = {"trainer": {"strategy": {"class_path": DDP, "init_args": {"broadcast_buffers": True}}}}
-    outcome = translate(document, "unishard", from_="lightning")
-    assert outcome.reading.config.training.buffers == "rank0"

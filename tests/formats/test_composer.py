@@ -43,53 +43,6 @@ def changed(**settings):
     return {**TRAINING, **settings}
 
 
-def test_a_whole_training_is_understood():
-    cfg = config(TRAINING)
-    assert cfg.backend == "fsdp"
-    assert (cfg.sharding.strategy, cfg.sharding.reshard_after_forward) == ("full_shard", True)
-    assert (cfg.precision.compute, cfg.precision.reduce, cfg.precision.buffers, cfg.precision.master) == (
-        "bf16",
-        "bf16",
-        "bf16",
-        "fp32",
-    )
-    assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (4, 2)
-    assert (cfg.training.gradient_clipping, cfg.training.seed, cfg.activation_checkpointing) == (0.5, 17, "full")
-    assert (cfg.optimizer.name, cfg.optimizer.lr, cfg.optimizer.betas) == ("adamw", 1e-3, (0.9, 0.95))
-    assert (cfg.scheduler.name, cfg.scheduler.warmup_steps, cfg.scheduler.total_steps, cfg.scheduler.min_lr_ratio) == (
-        "cosine",
-        100,
-        2000,
-        0.1,
-    )
-
-
-def test_decoupled_decay_is_divided_by_the_learning_rate():
-    assert config(TRAINING).optimizer.weight_decay == pytest.approx(1e-2)
-    assert items(TRAINING)["optimizer.weight_decay"].fit is Fit.EQUIVALENT
-    plain = changed(optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.1})
-    assert config(plain).optimizer.weight_decay == 0.1
-    silent = changed(optimizer={"name": "decoupled_adamw", "lr": 1e-4})
-    assert config(silent).optimizer.weight_decay == pytest.approx(0.1)
-    assert config(silent).optimizer.betas == (0.9, 0.95)
-
-
-@pytest.mark.parametrize(
-    ("word", "formats"),
-    [("PURE", ("bf16", "bf16")), ("DEFAULT", ("fp32", "bf16")), ("FULL", ("fp32", "keep")), (None, ("fp32", "bf16"))],
-)
-def test_mixed_precision_words_lean_on_the_precision(word, formats):
-    sharded = {"sharding_strategy": "FULL_SHARD"} | ({"mixed_precision": word} if word else {})
-    cfg = config(changed(fsdp_config=sharded))
-    assert (cfg.precision.reduce, cfg.precision.buffers) == formats
-
-
-def test_mixed_precision_by_format():
-    sharded = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "float32"}}
-    cfg = config(changed(fsdp_config=sharded))
-    assert (cfg.precision.reduce, cfg.precision.buffers) == ("fp32", "fp32")
-
-
 def test_a_run_file_is_unwrapped():
     run = {"name": "mine", "command": "composer train.py", "compute": {"gpus": 16}, "parameters": TRAINING}
     outcome = translate(run, "unishard")
@@ -100,42 +53,6 @@ def test_a_run_file_is_unwrapped():
         "parameters.seed",
         "parameters.fsdp_config.sharding_strategy",
     }
-
-
-def test_interpolations_are_followed_within_the_file():
-    document = changed(
-        variables={"seed": 5, "strategy": "SHARD_GRAD_OP", "again": "${variables.seed}"},
-        seed="${variables.again}",
-        global_seed=3,
-        fsdp_config={"sharding_strategy": "${variables.strategy}"},
-    )
-    cfg = config(document)
-    assert (cfg.training.seed, cfg.sharding.reshard_after_forward) == (5, False)
-
-
-@pytest.mark.parametrize("text", ["${variables.missing}", "${oc.env:SEED}", "${seed}"])
-def test_what_the_file_does_not_hold_needs_a_decision(text):
-    document = changed(seed=text)
-    assert items(document)["seed"].fit is Fit.NEEDS_INPUT
-    assert "training.seed" in read(document, "composer").undecided
-
-
-def test_batches_without_known_ranks_need_a_decision():
-    reading = read(TRAINING, "composer")
-    assert reading.config.training.global_batch_size == 64
-    assert set(reading.undecided) == {"training.gradient_accumulation_steps"}
-    automatic = read(changed(device_train_microbatch_size="auto"), "composer", topology=EIGHT)
-    assert set(automatic.undecided) == {"training.micro_batch_size", "training.gradient_accumulation_steps"}
-
-
-def test_uneven_micro_batches_become_even_ones():
-    document = changed(global_train_batch_size=48, device_train_microbatch_size=4)
-    cfg = config(document)
-    assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (3, 2)
-    assert items(document)["device_train_microbatch_size"].fit is Fit.EQUIVALENT
-    refused = items(changed(global_train_batch_size=63))["global_train_batch_size"]
-    assert refused.fit is Fit.UNSUPPORTED
-    assert "multiple of the 8 ranks" in refused.note
 
 
 def test_groups_of_parameters():
@@ -149,34 +66,10 @@ def test_groups_of_parameters():
     assert refused["optimizer.param_groups"].fit is Fit.UNSUPPORTED
 
 
-def test_older_shapes():
-    document = {
-        "optimizers": {"decoupled_adamw": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}},
-        "schedulers": [{"cosine_decay_with_warmup": {"t_warmup": "0.01dur"}}],
-        "max_duration": "20000ba",
-        "train_batch_size": 256,
-        "grad_accum": 8,
-        "grad_clip_norm": 1.0,
-        "precision": "amp",
-        "seed": 17,
-    }
-    cfg = config(document)
-    assert (cfg.optimizer.lr, cfg.scheduler.warmup_steps, cfg.scheduler.total_steps) == (6e-4, 200, 20000)
-    assert (cfg.training.micro_batch_size, cfg.training.gradient_accumulation_steps) == (4, 8)
-    assert (cfg.sharding.strategy, cfg.precision.compute, cfg.training.gradient_clipping) == ("no_shard", "fp16", 1.0)
-    assert {"optimizers.decoupled_adamw.lr", "schedulers"} <= set(items(document))
-
-
 def test_two_names_of_one_argument_are_both_accounted_for():
     sharded = {"load_fsdp_monolith_rank0_only": True, "load_monolith_rank0_only": False}
     found = items(changed(fsdp_config=sharded))
     assert {"fsdp_config.load_fsdp_monolith_rank0_only", "fsdp_config.load_monolith_rank0_only"} <= set(found)
-
-
-def test_two_engines_at_once_contradict_each_other():
-    found = items(changed(deepspeed_config={"zero_optimization": {"stage": 1}}))
-    assert found["fsdp_config.sharding_strategy"].fit is Fit.UNSUPPORTED
-    assert found["deepspeed_config.zero_optimization.stage"].becomes == "sharding.strategy"
 
 
 def test_deepspeed_of_older_files_goes_to_the_engines_table():
@@ -192,23 +85,6 @@ def test_newer_shape_of_the_parallelism():
     document["parallelism_config"] = {"fsdp": {"reshard_after_forward": False}, "tp": None}
     assert config(document).sharding.reshard_after_forward is False
     assert "parallelism_config.fsdp.reshard_after_forward" in items(document)
-
-
-def test_hybrid_groups():
-    sharded = {
-        "sharding_strategy": "HYBRID_SHARD",
-        "data_parallel_shard_degree": 4,
-        "data_parallel_replicate_degree": 2,
-    }
-    assert config(changed(fsdp_config=sharded)).sharding.group_size == 4
-    replicas = {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "data_parallel_replicate_degree": 4}
-    cfg = config(changed(fsdp_config=replicas))
-    assert (cfg.sharding.strategy, cfg.sharding.group_size, cfg.sharding.reshard_after_forward) == (
-        "hybrid_shard",
-        2,
-        False,
-    )
-    assert config(changed(fsdp_config={"device_mesh": [8]})).sharding.strategy == "full_shard"
 
 
 @pytest.mark.parametrize(
@@ -293,14 +169,6 @@ def test_whatever_stands_at_a_key_it_gets_its_verdict(place, junk, to):
 def _with(document, place, value):
     name, *below = place
     return {**document, name: _with(document[name], below, value) if below else value}
-
-
-def test_without_sharding_it_is_ddp_and_nothing_clips():
-    document = {key: value for key, value in TRAINING.items() if key not in ("fsdp_config", "algorithms")}
-    reading = read(document, "composer", topology=EIGHT)
-    assert reading.config.sharding.strategy == "no_shard"
-    assert "training.gradient_clipping" in reading.decided
-    assert reading.config.training.gradient_clipping is None
 
 
 def test_it_is_recognised():

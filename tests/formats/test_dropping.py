@@ -96,38 +96,6 @@ def test_the_arguments_of_a_class_that_is_replaced_go_with_it():
     assert outcome.document["optimizer"]["params"]["lr"] == 1e-3
 
 
-def test_an_override_settles_a_contradiction():
-    document = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "fp16": {"enabled": True}}
-    assert refused(translate(document, "unishard", from_="deepspeed"))
-    settled = translate(
-        document, "unishard", from_="deepspeed", overrides=["precision.compute=bf16", "precision.reduce=bf16"]
-    )
-    assert (refused(settled), settled.reading.config.precision.compute) == ([], "bf16")
-
-
-def test_an_override_of_another_section_lifts_nothing():
-    document = {"distributed_type": "MEGATRON_LM", "num_processes": 2, "mixed_precision": "no"}
-    assert refused(translate(document, "unishard", from_="accelerate", overrides=["backend=fsdp"])) == [
-        "distributed_type"
-    ]
-    both = ["backend=fsdp", "sharding.strategy=full_shard"]
-    assert refused(translate(document, "unishard", from_="accelerate", overrides=both)) == []
-
-
-def test_an_override_that_the_target_cannot_do_is_refused_where_no_key_says_it():
-    document = {
-        "distributed_type": "FSDP",
-        "num_processes": 2,
-        "mixed_precision": "no",
-        "fsdp_config": {"fsdp_version": 2},
-    }
-    outcome = translate(
-        document, "accelerate", from_="accelerate", overrides=["offload.params=nvme", "offload.nvme_path=/disk"]
-    )
-    assert any("offload" in key for key in refused(outcome))
-    assert outcome.status(strict=False) == 1
-
-
 CASES = {
     "an optimizer that was removed": ("deepspeed", ONE_BIT),
     "an optimizer that needs whole tensors": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -22,10 +21,6 @@ def translated(document: dict[str, Any], name: str, to: str = "unishard") -> Out
     outcome = translate(document, to, from_=name, topology=EIGHT)
     assert not faults_of(outcome)
     return outcome
-
-
-def fields(document: dict[str, Any], name: str) -> dict[str, Any]:
-    return dict(translated(document, name).reading.decided)
 
 
 def item(document: dict[str, Any], name: str, key: str) -> Any:
@@ -79,11 +74,6 @@ def test_a_key_at_both_places_is_refused_at_the_older_one() -> None:
     assert item(document, "torchtitan", "training.warmup_steps").fit is Fit.UNSUPPORTED
 
 
-def test_a_warm_up_longer_than_a_trial_run_climbs_to_its_end() -> None:
-    cfg = read({"training": {"steps": 10}, "lr_scheduler": {"warmup_steps": 200}}, "torchtitan", topology=EIGHT).config
-    assert (cfg.scheduler.name, cfg.scheduler.warmup_steps, cfg.scheduler.warmup_start_ratio) == ("constant", 9, 0.1)
-
-
 def test_updates_in_backward_clip_nothing() -> None:
     document = {"training": {"max_norm": 1.0, "steps": 10}, "optimizer": {"early_step_in_backward": True}}
     assert read(document, "torchtitan", topology=EIGHT).config.training.gradient_clipping is None
@@ -133,44 +123,6 @@ def test_a_trainer_of_lightning_that_hydra_makes_is_read(document: dict[str, Any
     outcome = translated(document, "lightning")
     assert not outcome.of(Fit.UNSUPPORTED)
     assert not [item for item in outcome.items if "which is not read" in item.note]
-
-
-@pytest.mark.parametrize(
-    ("document", "strategy"),
-    [
-        ({"defaults": ["default"], "strategy": "ddp", "accelerator": "gpu", "devices": 4, "num_nodes": 1}, "no_shard"),
-        (
-            {
-                "defaults": [{"override /trainer": "ddp"}],
-                "trainer": {"devices": 2, "accelerator": "gpu", "strategy": "fsdp"},
-            },
-            "full_shard",
-        ),
-    ],
-)
-def test_a_part_that_hydra_adds_to_is_read_and_says_what_is_not(document: dict[str, Any], strategy: str) -> None:
-    outcome = translate(document, "unishard")
-    assert (outcome.reading.format, outcome.reading.config.sharding.strategy) == ("lightning", strategy)
-    (item,) = [item for item in outcome.of(Fit.APPROXIMATE) if item.key == "defaults"]
-    assert "which is not read; translate what --cfg job prints" in item.note
-
-
-@pytest.mark.parametrize(
-    ("document", "strategy"),
-    [
-        ({"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 2}, "shard_grad_op"),
-        ({"lightning": {"trainer": {"devices": 2, "strategy": "STRATEGY"}}}, "shard_grad_op"),
-        (
-            {"lightning": {"trainer": {"devices": 2, "accumulate_grad_batches": 2}, "strategy": "STRATEGY"}},
-            "shard_grad_op",
-        ),
-    ],
-)
-def test_a_strategy_as_hydra_and_latent_diffusion_write_it(document: dict[str, Any], strategy: str) -> None:
-    params = {"target": "pytorch_lightning.strategies.DeepSpeedStrategy", "params": {"stage": 2}}
-    outcome = translate(json.loads(json.dumps(document).replace('"STRATEGY"', json.dumps(params))), "unishard")
-    assert (outcome.reading.format, outcome.reading.config.sharding.strategy) == ("lightning", strategy)
-    assert not outcome.of(Fit.UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
@@ -231,20 +183,6 @@ def test_what_a_script_trains_otherwise_is_refused(key: str, value: Any, refused
     assert (found.fit is Fit.UNSUPPORTED) == refused
 
 
-def test_ms_swift_assumes_other_values_than_transformers() -> None:
-    optimizer = read({**ARGUMENTS, "tuner_type": "lora", "model": "m"}, "hf").config
-    assert (optimizer.optimizer.weight_decay, optimizer.optimizer.betas) == (0.1, (0.9, 0.95))
-    assert optimizer.activation_checkpointing == "full"
-    for kind, rate in (("full", 1e-5), ("lora", 1e-4)):
-        assert read({"model": "m", "train_type": kind, "max_steps": 5}, "hf").config.optimizer.lr == rate
-
-
-def test_llama_factory_checkpoints_unless_it_is_told_not_to() -> None:
-    factory = {**ARGUMENTS, "stage": "sft", "finetuning_type": "full"}
-    assert read(factory, "hf").config.activation_checkpointing == "full"
-    assert read({**factory, "disable_gradient_checkpointing": True}, "hf").config.activation_checkpointing == "none"
-
-
 @pytest.mark.parametrize(("steps", "name"), [(10, "constant"), (11, "cosine")])
 def test_a_warm_up_as_long_as_the_run_of_trainer_never_falls(steps: int, name: str) -> None:
     document = {**ARGUMENTS, "lr_scheduler_type": "cosine", "warmup_steps": 10, "max_steps": steps}
@@ -284,23 +222,12 @@ def test_keys_that_change_the_training_are_refused(key: str, value: Any) -> None
     assert [item.key.partition(".")[0] for item in refused] == [key]
 
 
-def test_vectors_without_decay_become_patterns() -> None:
-    document = {**TRAINING, "optimizer": {**TRAINING["optimizer"], "filter_bias_norm_wd": True}}  # type: ignore[dict-item]
-    assert read(document, "composer").config.optimizer.no_decay
-    assert not read(TRAINING, "composer").config.optimizer.no_decay
-
-
 def test_a_part_of_a_duration_that_is_not_there_needs_a_decision() -> None:
     document = {key: value for key, value in TRAINING.items() if key != "max_duration"}
     document["scheduler"] = {"name": "linear_decay_with_warmup", "t_warmup": "0.5dur", "alpha_f": 0.0}
     found = item(document, "composer", "scheduler.t_warmup")
     assert found.fit is Fit.NEEDS_INPUT
     assert "max_duration" in found.note
-
-
-def test_a_warm_up_as_long_as_the_training_never_falls() -> None:
-    cfg = read({**TRAINING, "scheduler": {**TRAINING["scheduler"], "t_warmup": "100ba"}}, "composer").config  # type: ignore[dict-item]
-    assert (cfg.scheduler.name, cfg.scheduler.warmup_steps) == ("constant", 100)
 
 
 # axolotl

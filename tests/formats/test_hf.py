@@ -112,85 +112,6 @@ def test_an_argument_says(document: dict[str, Any], expected: dict[str, Any]) ->
     assert {path: found.get(path) for path in expected} == expected
 
 
-def test_trainer_assumes_what_the_file_does_not_say() -> None:
-    assert (
-        fields({"learning_rate": 1e-4, "max_steps": 5}).items()
-        >= {
-            "backend": "fsdp",
-            "sharding.strategy": "no_shard",
-            "training.micro_batch_size": 8,
-            "training.gradient_clipping": 1.0,
-            "training.seed": 42,
-            "optimizer.name": "adamw",
-            "optimizer.weight_decay": 0.0,
-            "scheduler.name": "linear",
-        }.items()
-    )
-
-
-def test_only_the_dataset_knows_how_many_updates_there_are() -> None:
-    reading = read(BASE | {"num_train_epochs": 3, "warmup_ratio": 0.1}, "hf")
-    assert set(reading.undecided) == {"scheduler.total_steps", "scheduler.warmup_steps"}
-    decided = read(BASE | {"num_train_epochs": 3}, "hf", overrides=["scheduler.total_steps=100"])
-    assert not decided.undecided
-    assert decided.config.scheduler.total_steps == 100
-
-
-@pytest.mark.parametrize(
-    ("document", "key", "words"),
-    [
-        ({"optim": "adafactor"}, "optim", "in the training script"),
-        ({"optim": "adam"}, "optim", "adamw_torch"),
-        ({"optim": "sgd", "optim_args": "dampening=0.1"}, "optim_args", "dampening"),
-        ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type", "schedule greedy is not supported"),
-        (
-            {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 4, "lr_scheduler_kwargs": {"timescale": 9}},
-            "lr_scheduler_type",
-            "a timescale of warmup_steps",
-        ),
-        (
-            {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 3}},
-            "lr_scheduler_type",
-            "a cosine that restarts",
-        ),
-        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs", "takes no power"),
-        ({"per_device_train_batch_size": "many"}, "per_device_train_batch_size", "must be a whole number"),
-        (
-            {"per_device_train_batchsize": 4},
-            "per_device_train_batchsize",
-            "did you mean 'per_device_train_batch_size'?",
-        ),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor", "the training script"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size", "write per_device_train_batch_size"),
-        ({"accelerator_config": {"split_batches": True}}, "accelerator_config", "divide per_device_train_batch_size"),
-        ({"fsdp": "hybrid_shard"}, "fsdp", "needs fsdp_config.version: 1"),
-        ({"fsdp": "full_shrad"}, "fsdp", "knows no word 'full_shrad'"),
-        ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_config.xla", "XLA"),
-        ({"fsdp": True, "fsdp_config": [1]}, "fsdp_config", "must be a mapping"),
-        ({"deepspeed": 3}, "deepspeed", "must be a mapping or the path"),
-    ],
-)
-def test_what_cannot_be_had_is_refused_with_what_instead(document: dict[str, Any], key: str, words: str) -> None:
-    found = of({**BASE, **document}, key)
-    assert found.fit is Fit.UNSUPPORTED
-    assert words in found.note
-
-
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("offload_params", "its name is cpu_offload"),
-        ("sharding_strategy", "transformers 5.23 ignores it"),
-        ("backward_prefetch", "ignores it with version 2"),
-        ("frobnicate", "does not know this key of fsdp_config and ignores it"),
-    ],
-)
-def test_keys_that_transformers_overlooks_are_named(key: str, words: str) -> None:
-    found = of({**BASE, "fsdp": True, "fsdp_config": {f"fsdp_{key}": "FULL_SHARD"}}, f"fsdp_config.fsdp_{key}")
-    assert found.fit is Fit.IGNORED
-    assert words in found.note
-
-
 def test_a_config_without_fsdp_counts_for_nothing() -> None:
     document = {**BASE, "fsdp": "", "fsdp_config": {"reshard_after_forward": False}}
     assert of(document, "fsdp_config.reshard_after_forward").note == "only used when fsdp is enabled"
@@ -237,44 +158,10 @@ def test_auto_is_filled_in_from_the_arguments() -> None:
     assert not outcome.of(Fit.UNSUPPORTED)
 
 
-def test_auto_in_a_scheduler_is_filled_in_where_max_steps_says_it() -> None:
-    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
-    document = {
-        **BASE,
-        "max_steps": 50,
-        "warmup_steps": 5,
-        "deepspeed": {**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}},
-    }
-    reading = read(document, "hf")
-    assert (reading.config.scheduler.total_steps, reading.config.scheduler.warmup_steps) == (50, 5)
-    assert not reading.undecided
-
-
-def test_numbers_that_contradict_the_arguments_stop_transformers() -> None:
-    found = of({**BASE, "deepspeed": {"train_micro_batch_size_per_gpu": 2}}, "deepspeed.train_micro_batch_size_per_gpu")
-    assert found.fit is Fit.UNSUPPORTED
-    assert "transformers refuses this: per_device_train_batch_size is 4" in found.note
-
-
 def test_max_grad_norm_is_idle_where_the_json_has_no_gradient_clipping() -> None:
     document = {**BASE, "max_grad_norm": 0.5, "deepspeed": {"zero_optimization": {"stage": 1}}}
     assert "DeepSpeed clips to its default" in of(document, "max_grad_norm").note
     assert fields(document)["training.gradient_clipping"] == 1.0
-
-
-def test_the_optimizer_of_the_json_counts() -> None:
-    adam = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    document = {
-        **BASE,
-        "optim": "sgd",
-        "weight_decay": 0.1,
-        "learning_rate": 0.01,
-        "deepspeed": {**AUTO, "optimizer": adam},
-    }
-    found = fields(document)
-    assert (found["optimizer.name"], found["optimizer.lr"], found["optimizer.weight_decay"]) == ("adamw", 0.01, 0.1)
-    assert not found.get("optimizer.no_decay")  # DeepSpeed gets one group of parameters
-    assert of(document, "optim").fit is Fit.IGNORED
 
 
 def test_a_json_that_is_not_there_is_one_decision(tmp_path: Path) -> None:
@@ -290,19 +177,9 @@ def test_a_json_that_is_not_there_is_one_decision(tmp_path: Path) -> None:
     assert outcome.document["precision"]["compute"] == "bf16"  # which transformers would refuse to see contradicted
 
 
-def test_the_name_of_an_absent_file_is_kept_in_its_own_format() -> None:
-    assert translate({**BASE, "deepspeed": "ds_z2.json"}, "hf", from_="hf").document["deepspeed"] == "ds_z2.json"
-
-
 def test_a_json_without_a_format_gets_that_of_the_arguments() -> None:
     found = fields({**BASE, "bf16": True, "deepspeed": {"zero_optimization": {"stage": 2}}})
     assert (found["precision.compute"], found["precision.reduce"]) == ("bf16", "bf16")
-
-
-def test_version_1_is_translated_as_what_it_asks_for_and_says_what_runs() -> None:
-    found = of({**BASE, "fsdp": "shard_grad_op", "fsdp_config": {"version": 1}}, "fsdp")
-    assert found.fit is Fit.APPROXIMATE
-    assert "runs FULL_SHARD" in found.note
 
 
 def test_broken_json_is_one_decision_too(tmp_path: Path) -> None:
@@ -320,19 +197,6 @@ FACTORY = {
     "brand_new_key": {"a": {"b": 1}},
     **BASE,
 }
-
-
-def test_a_file_with_the_keys_of_a_script_around_is_read() -> None:
-    outcome = translate(FACTORY, "unishard")
-    assert outcome.reading.format == "llamafactory"
-    assert not outcome.of(Fit.UNSUPPORTED)
-    assert "the script around" in item(outcome, "brand_new_key").note
-
-
-def test_a_misspelt_argument_is_refused_there_as_well() -> None:
-    found = of({**FACTORY, "gradient_acumulation_steps": 8}, "gradient_acumulation_steps")
-    assert found.fit is Fit.UNSUPPORTED
-    assert "did you mean 'gradient_accumulation_steps'?" in found.note
 
 
 def test_ms_swift_trains_in_the_format_in_which_it_loads() -> None:
@@ -394,25 +258,6 @@ def test_what_is_written_for_fsdp() -> None:
     assert yaml.safe_load(outcome.text) == outcome.document
 
 
-def test_what_is_written_for_deepspeed_leaves_shared_numbers_to_the_arguments() -> None:
-    document = translate(CONFIG, "hf", overrides=["backend=deepspeed", "sharding.reshard_after_forward=true"]).document
-    assert "fsdp" not in document
-    assert document["activation_checkpointing"] is True
-    config = document["deepspeed"]
-    assert config["zero_optimization"]["stage"] == 3
-    assert config["bf16"]["enabled"] == "auto"
-    shared = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-    assert [config[key] for key in shared] == ["auto"] * 4
-    assert not {"optimizer", "scheduler"} & set(config)
-
-
-def test_groups_of_ranks_need_the_script() -> None:
-    outcome = translate({"sharding": {"strategy": "hybrid_shard", "group_size": 2}}, "hf", topology=Topology(4, 4))
-    assert "ParallelismConfig" in item(outcome, "sharding.strategy").note
-    assert item(outcome, "sharding.strategy").fit is Fit.NEEDS_INPUT
-    assert outcome.document["fsdp"] is True
-
-
 @pytest.mark.parametrize("name", ["hf", "axolotl"])
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_every_field_of_the_schema_gets_a_word(name: str, backend: str) -> None:
@@ -426,14 +271,6 @@ def test_a_third_engine_is_refused() -> None:
     reading = read({"backend": "fsdp"}, "unishard")._replace(config=Config(backend="megatron"))
     with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
         written(reading, Topology())
-
-
-def test_what_the_source_leaves_to_its_script_is_left_to_it() -> None:
-    document = translate(
-        {"zero_optimization": {"stage": 2}}, "hf", from_="deepspeed", overrides=["backend=fsdp"]
-    ).document
-    assert document["fsdp_config"]["reshard_after_forward"] is False
-    assert not {"learning_rate", "optim", "lr_scheduler_type", "seed"} & set(document)
 
 
 @pytest.mark.parametrize(

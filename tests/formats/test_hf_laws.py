@@ -138,7 +138,6 @@ WORDS = ["", "auto", "true", "1e-5", "x" * 9, "a=b", "${V}", "no_such_file.json"
 NUMBERS = [0, -1, 1, 2, 0.5, 1e-5, float("inf"), float("nan"), 2**70]
 NESTED = [[], [1], ["full_shard"], {}, {"a": 1}, {"": None}, {"version": 1}, {"stage": 3}, {"min_lr": "x"}]
 ODD = st.sampled_from([None, True, False, *WORDS, *NUMBERS, *NESTED])
-INNER = ["fsdp_version", "offload_params", "zero_optimization", "optimizer"]
 
 
 @pytest.mark.parametrize("name", ["hf", "axolotl"])

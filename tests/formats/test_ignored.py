@@ -3,6 +3,7 @@ reads them again."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +12,10 @@ from documents import SEEDS
 from unishard.config import Logging
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats import translate
-from unishard.formats.names import NO_LOGS, ignored
+from unishard.formats import names, translate
+from unishard.formats.names import NO_LOGS
 
-LISTS = (
-    "hf/ignored.txt",
-    "hf/ignored_around.txt",
-    "axolotl/ignored.txt",
-    "composer/ignored.txt",
-    "torchtitan/ignored.txt",
-)
+FOLDER = Path(names.__file__).parent
 LOGS: dict[str, dict[str, Any]] = {
     "hf": {"report_to": ["wandb"], "run_name": "a", "logging_steps": 5},
     "trl": {"report_to": "wandb", "logging_steps": 5},
@@ -55,11 +50,14 @@ def test_what_the_tool_reads_again_is_kept() -> None:
     assert translate(data, "hf", from_="hf", overrides=["training.seed=3"]).document.items() >= data.items()
 
 
-@pytest.mark.parametrize("file", LISTS)
-def test_each_name_stands_in_one_list_with_a_reason(file: str) -> None:
-    rows = ignored(file)
-    assert len(rows) > 20
-    assert all(row.note and row.fit is Fit.IGNORED for row in rows.values())
+@pytest.mark.parametrize(
+    "path", sorted(FOLDER.glob("*/ignored*.txt")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_each_name_stands_in_one_list_with_a_reason(path: Path) -> None:
+    rows = names.ignored(str(path.relative_to(FOLDER)))
+    listed = [name for line in path.read_text().splitlines() if line[:1].isspace() for name in line.split()]
+    assert sorted(rows) == sorted(listed)
+    assert all(row.note and row.fit in (Fit.IGNORED, Fit.UNSUPPORTED) for row in rows.values())
 
 
 @pytest.mark.parametrize("name", ["composer", "torchtitan"])

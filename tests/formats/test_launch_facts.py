@@ -11,7 +11,6 @@ import pytest
 
 from unishard.cli.report import ReportForm, write_report
 from unishard.config import LaunchSettings
-from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
 
@@ -68,11 +67,6 @@ def test_the_torchrun_line_of_a_file_of_accelerate(facts: dict[str, Any], line: 
     assert not translate(document, "accelerate", from_="accelerate").launch  # which says it itself
 
 
-def test_ranks_that_are_asked_for_count() -> None:
-    outcome = translate({**FILE, "num_processes": 4}, "unishard", topology=Topology(16, 8))
-    assert outcome.launch.startswith("torchrun --nnodes 2 --nproc-per-node 8 ")
-
-
 def test_devices_and_nodes_of_lightning() -> None:
     outcome = translate({"trainer": {"strategy": "fsdp", "devices": 4, "num_nodes": 2}}, "unishard")
     assert outcome.launch == "torchrun --nnodes 2 --nproc-per-node 4 --node-rank RANK --master-addr HOST train.py"
@@ -87,66 +81,6 @@ def test_the_report_ends_with_it() -> None:
     out = io.StringIO()
     write_report(outcome, ReportForm.JSON, out)
     assert json.loads(out.getvalue())["launch"] == outcome.launch
-
-
-SIXTEEN = {
-    **TWO,
-    "machine_rank": 1,
-    "main_process_ip": "10.0.0.1",
-    "main_process_port": 29501,
-    "rdzv_backend": "c10d",
-    "gpu_ids": "0,1,2,3,4,5,6,7",
-}
-
-
-def test_they_are_read_into_the_section_and_written_from_it() -> None:
-    there = translate({**FILE, **SIXTEEN}, "unishard", from_="accelerate")
-    assert there.document["launch"] == {
-        "nodes": 2,
-        "processes_per_node": 8,
-        "endpoint": "10.0.0.1:29501",
-        "rendezvous": "c10d",
-        "environment": {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
-    }
-    back = translate(there.document, "accelerate", from_="unishard").document
-    assert {key: back.get(key) for key in SIXTEEN} == {**SIXTEEN, "machine_rank": None}  # which differs by host
-
-
-def test_what_unishard_launches_is_what_others_are_told() -> None:
-    launch = {
-        "nodes": "2:4",
-        "processes_per_node": 8,
-        "endpoint": "[fd00::1]:7",
-        "max_restarts": 3,
-        "environment": {"A": 1},
-    }
-    outcome = translate({"launch": launch}, "accelerate", from_="unishard")
-    told = {
-        "num_machines": 4,
-        "num_processes": 32,
-        "main_process_ip": "[fd00::1]",
-        "main_process_port": 7,
-        "rdzv_backend": "c10d",
-    }
-    assert told.items() <= outcome.document.items()
-    fits = {item.key: item.fit for item in outcome.items if item.key.startswith("launch.")}
-    assert (fits["launch.nodes"], fits["launch.environment"], fits["launch.max_restarts"]) == (
-        Fit.APPROXIMATE,
-        Fit.NEEDS_INPUT,
-        Fit.IGNORED,
-    )
-    assert translate({"launch": 4}, "accelerate", from_="unishard").document["num_processes"] == 4
-
-
-def test_one_host_has_no_place_to_meet() -> None:
-    facts = {
-        "num_processes": 2,
-        "num_machines": 1,
-        "gpu_ids": "all",
-        "main_process_ip": "10.0.0.1",
-        "main_process_port": 29501,
-    }
-    assert translate({**FILE, **facts}, "unishard").document["launch"] == {"nodes": 1, "processes_per_node": 2}
 
 
 # -- what a launch line says, beside a config ------------------------------------------------------
@@ -295,40 +229,3 @@ def test_how_hosts_meet_goes_there_and_back(backend: str) -> None:
     assert there.reading.config.launch.rendezvous == backend
     back = translate(there.document, "accelerate", from_="unishard").document
     assert (back["rdzv_backend"], back["main_process_ip"], back["main_process_port"]) == (backend, "head", 7)
-
-
-def test_devices_and_nodes_of_lightning_go_there_and_back() -> None:
-    document = {"trainer": {"strategy": "fsdp", "devices": [0, 2], "num_nodes": 2, "accelerator": "gpu"}}
-    there = translate(document, "unishard")
-    assert there.document["launch"] == {
-        "nodes": 2,
-        "processes_per_node": 2,
-        "environment": {"CUDA_VISIBLE_DEVICES": "0,2"},
-    }
-    trainer = translate(there.document, "lightning", from_="unishard").document["trainer"]
-    assert (trainer["devices"], trainer["num_nodes"]) == ([0, 2], 2)
-    for devices, fields in {
-        "4": {"processes_per_node": 4},
-        "auto": {},
-        -1: {},
-        "1,": {"processes_per_node": 1, "environment": {"CUDA_VISIBLE_DEVICES": "1"}},
-    }.items():
-        found = translate({"trainer": {"strategy": "fsdp", "devices": devices}}, "unishard").document
-        assert found.get("launch", {}) == fields, devices
-    asked = translate({"trainer": {"strategy": "fsdp", "devices": 4}}, "unishard", topology=Topology(16, 8)).document
-    assert asked["launch"]["processes_per_node"] == 8
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
-def test_lightning_is_told_what_unishard_launches(backend: str) -> None:
-    launch = {"nodes": "2:4", "processes_per_node": 8, "endpoint": "head:7", "max_restarts": 3, "environment": {"A": 1}}
-    outcome = translate({"backend": backend, "launch": launch}, "lightning", from_="unishard")
-    assert (outcome.document["trainer"]["devices"], outcome.document["trainer"]["num_nodes"]) == (8, 4)
-    fits = {item.key: (item.fit, item.becomes) for item in outcome.items if item.key.startswith("launch.")}
-    assert fits["launch.nodes"] == (Fit.APPROXIMATE, "num_nodes")
-    assert fits["launch.processes_per_node"] == (Fit.EXACT, "devices")
-    assert fits["launch.endpoint"] == (Fit.IGNORED, "")
-    assert outcome.launch == (
-        "torchrun --nnodes 2:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:7 --rdzv-id 1 "
-        "--max-restarts 3 train.py"
-    )

@@ -23,8 +23,7 @@ from unishard.contract.entries import Unreadable
 from unishard.formats import translating
 from unishard.formats.lightning import deepspeed_arguments, torch_arguments
 from unishard.formats.lightning.keys import TRAINER
-from unishard.formats.lightning.shape import built
-from unishard.formats.lightning.strategies import NAMES, strategy_of
+from unishard.formats.lightning.shape import NAMES, built, strategy_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

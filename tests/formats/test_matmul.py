@@ -33,33 +33,8 @@ def test_training_arguments_have_a_key_with_and_without_deepspeed(
     assert translate(outcome.document, "unishard", from_=to).reading.config.precision.matmul == matmul
 
 
-def test_trainer_is_told_not_to_switch_tf32_on_where_it_compiles() -> None:
-    assert "tf32" not in written("hf", {}).document
-    assert written("hf", {"compile": "full"}).document["tf32"] is False
-
-
 @pytest.mark.parametrize("to", ["deepspeed", "lightning", "accelerate"])
 def test_elsewhere_the_training_script_must_say_it(to: str) -> None:
     sections = {"backend": "deepspeed" if to == "deepspeed" else "fsdp"}
     assert fit(written(to, {**sections, "precision": {"matmul": "tf32"}})) is Fit.NEEDS_INPUT
     assert "precision.matmul" not in {item.key for item in written(to, sections).items if item.fit is Fit.NEEDS_INPUT}
-
-
-def test_accelerate_allows_tf32_where_it_compiles_fp32() -> None:
-    outcome = written("accelerate", {"compile": "full", "precision": {"matmul": "tf32"}})
-    assert fit(outcome) is Fit.EXACT
-    (said,) = [
-        item
-        for item in translate(outcome.document, "unishard", from_="accelerate").items
-        if item.key.endswith("dynamo_backend")
-    ]
-    assert "set precision.matmul: tf32 for the same" in said.note
-    mixed = written("accelerate", {"compile": "full", "precision": {"compute": "bf16", "matmul": "tf32"}})
-    assert fit(mixed) is Fit.NEEDS_INPUT
-    assert translate(mixed.document, "unishard", from_="accelerate").reading.config.precision.matmul == "keep"
-
-
-def test_composer_allows_tf32() -> None:
-    document = {"precision": "fp32", "max_duration": "10ba", "seed": 1}
-    (found,) = [item for item in translate(document, "unishard", from_="composer").items if item.key == "precision"]
-    assert "set precision.matmul: tf32 for the same" in found.note

@@ -38,17 +38,6 @@ FSDP = {
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     },
 }
-WITH_FP32 = {
-    **ADAM,
-    "gradient_accumulation_steps": 2,
-    "communication_data_type": "fp32",
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "zero_optimization": {"stage": 2, "overlap_comm": True},
-}
-
-
-def item(outcome: Outcome, key: str) -> Any:
-    return next(item for item in outcome.items if item.key == key)
 
 
 def back_of(outcome: Outcome) -> Any:
@@ -125,15 +114,6 @@ def test_no_key_that_is_in_no_output_is_exact(from_: str, to: str) -> None:
                 assert said or any(f".{word}." in key for word in words for key in keys), one
 
 
-@pytest.mark.parametrize(
-    "key", ["communication_data_type", "data_types.grad_accum_dtype", "zero_optimization.overlap_comm"]
-)
-def test_what_accelerate_has_no_key_for_is_not_exact(key: str) -> None:
-    found = item(translate(WITH_FP32, "accelerate", from_="deepspeed"), key)
-    assert found.fit is (Fit.IGNORED if "overlap" in key else Fit.APPROXIMATE)
-    assert "write it with --to deepspeed" in found.note
-
-
 def test_clipping_is_left_open_where_deepspeed_takes_it_from_the_script() -> None:
     outcome = translate(FSDP, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])
     assert outcome.document["deepspeed_config"]["gradient_clipping"] == "auto"
@@ -145,41 +125,6 @@ def test_clipping_is_left_open_where_deepspeed_takes_it_from_the_script() -> Non
     json = translate(FSDP, "deepspeed", from_="accelerate")
     assert json.document["gradient_clipping"] == "auto"
     assert "training.gradient_clipping" in {one.field for one in json.changes}
-
-
-SAVES = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-
-
-@pytest.mark.parametrize(
-    ("to", "overrides", "key"),
-    [
-        ("accelerate", ["backend=deepspeed"], "deepspeed_config.zero3_save_16bit_model"),
-        ("deepspeed", [], SAVES),
-        ("hf", ["backend=deepspeed"], f"deepspeed.{SAVES}"),
-    ],
-)
-def test_a_whole_model_is_saved_on_the_other_engine_too(to: str, overrides: list[str], key: str) -> None:
-    outcome = translate(FSDP, to, from_="accelerate", overrides=overrides)
-    assert dict(flat(outcome.document))[key] is True
-    assert item(outcome, "fsdp_config.fsdp_state_dict_type").becomes in (key, "fsdp_config.fsdp_state_dict_type")
-
-
-@pytest.mark.parametrize(
-    "name", ["stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"]
-)
-def test_what_deepspeed_gathers_is_a_full_state_dict(name: str) -> None:
-    data = {**ADAM, "zero_optimization": {"stage": 3, name: True}}
-    outcome = translate(data, "accelerate", from_="deepspeed", overrides=["backend=fsdp"])
-    assert outcome.document["fsdp_config"]["fsdp_state_dict_type"] == "FULL_STATE_DICT"
-    assert item(outcome, f"zero_optimization.{name}").fit is Fit.EXACT
-    assert (
-        translate(data, "accelerate", from_="deepspeed").document["deepspeed_config"]["zero3_save_16bit_model"] is True
-    )
-
-
-def test_what_fsdp_does_with_files_goes_to_the_trainer() -> None:
-    document = translate(FSDP, "hf", from_="accelerate").document["fsdp_config"]
-    assert (document["state_dict_type"], document["cpu_ram_efficient_loading"]) == ("FULL_STATE_DICT", True)
 
 
 def test_block_classes_come_back_from_deepspeed() -> None:
@@ -224,31 +169,6 @@ def test_how_long_parameters_stay_is_not_rewritten(to: str) -> None:
     sizes = {"stage3_max_reuse_distance": 5e8, "stage3_max_live_parameters": 3e8}
     outcome = translate({**ADAM, "zero_optimization": {"stage": 3, **sizes}}, to, from_="deepspeed")
     assert {key.rpartition(".")[2]: value for key, value in flat(outcome.document)}.items() >= sizes.items()
-
-
-def test_what_its_own_tool_would_not_read_yet_is_said() -> None:
-    outcome = translate({"output_dir": "${OUT}/run", "learning_rate": 1e-4, "bf16": True}, "unishard", from_="hf")
-    assert any(warning.startswith("not compared with its source: checkpoint.dir") for warning in outcome.warnings)
-
-
-def test_accelerate_needs_the_number_of_processes() -> None:
-    assert any("num_processes" in warning for warning in translate(ADAM, "accelerate", from_="deepspeed").warnings)
-    outcome = translate(ADAM, "accelerate", from_="deepspeed", topology=FOUR)
-    assert outcome.document["num_processes"] == 4
-    assert not any("num_processes" in warning for warning in outcome.warnings)
-
-
-def test_what_a_tool_requires_of_a_file_is_asked_for() -> None:
-    """As axolotl 0.18.0's own schema refuses it."""
-
-    def asked(data: dict[str, Any], to: str) -> str:
-        return " ".join(translate(data, to, from_="deepspeed").warnings)
-
-    silent = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    whole = "base_model, datasets, learning_rate, micro_batch_size, gradient_accumulation_steps; add them"
-    assert whole in asked(silent, "axolotl")
-    assert "without base_model, datasets; add them" in asked({**ADAM, **sizes}, "axolotl")
 
 
 def test_a_file_that_only_evaluates_is_no_training() -> None:

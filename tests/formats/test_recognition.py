@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from documents import SEEDS
-from files_of_other_tools import FILES
 
 from unishard.contract import registry
 from unishard.errors import ConfigError
@@ -18,6 +18,8 @@ from unishard.formats.other_tools import tools
 from unishard.formats.signs import by_entries
 from unishard.formats.source import open_source
 
+FILES = yaml.safe_load((Path(__file__).parent / "files_of_other_tools.yaml").read_text(encoding="utf-8"))
+"""A config of each tool that is named, as text."""
 MIXED = ("pipeline_model_parallel_size",)
 """Keys of Megatron that people also write, with 1, beside TrainingArguments."""
 

@@ -19,7 +19,6 @@ from unishard.formats.items import Item
 
 HF = {"per_device_train_batch_size": 4}
 AXOLOTL = {"base_model": "m", "micro_batch_size": 1}
-COMPOSER = {"max_duration": "1000ba", "global_train_batch_size": 8}
 TITAN: dict[str, Any] = {"training": {"steps": 100}}
 
 
@@ -92,38 +91,6 @@ def test_axolotl_says(document: dict[str, Any], expected: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("document", "expected"),
-    [
-        ({}, {}),
-        ({"save_folder": None, "save_interval": "5ba"}, {}),
-        ({"save_folder": "ckpt"}, {"dir": "ckpt", "every_steps": 1000}),
-        ({"save_folder": "ckpt", "save_interval": "500ba"}, {"dir": "ckpt", "every_steps": 500}),
-        ({"save_folder": "./{run_name}/ckpt", "run_name": "a", "save_interval": "1ep"}, {"dir": "./a/ckpt"}),
-        ({"save_folder": "ckpt", "save_interval": 1}, {"dir": "ckpt"}),
-        ({"save_folder": "ckpt", "save_interval": "0.1dur"}, {"dir": "ckpt", "every_steps": 100}),
-        ({"save_folder": "ckpt", "save_interval": "90sec"}, {"dir": "ckpt", "every_minutes": 1.5}),
-        ({"save_folder": "s3://bucket/{run_name}", "save_interval": "5ba"}, {"every_steps": 5}),
-        ({"save_folder": "ckpt", "save_interval": "0ba"}, {"dir": "ckpt", "every_steps": None}),
-        ({"save_num_checkpoints_to_keep": 3}, {"keep_last": 3}),
-        ({"save_num_checkpoints_to_keep": -1}, {"keep_last": None}),
-    ],
-    ids=str,
-)
-def test_composer_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert decided(COMPOSER | document, "composer") == expected
-
-
-def test_an_object_store_needs_a_decision_and_one_decides_it() -> None:
-    document = {**COMPOSER, "save_folder": "s3://bucket/a", "save_interval": "5ba"}
-    outcome = translate(document, "unishard", from_="composer")
-    assert "checkpoint.dir" in outcome.reading.undecided
-    assert item(outcome, "save_folder").fit is Fit.NEEDS_INPUT
-    assert outcome.document["checkpoint"] == {"dir": "${checkpoint.dir}", "every_steps": 5}
-    chosen = translate(document, "unishard", from_="composer", overrides=["checkpoint.dir=/mnt/a"])
-    assert chosen.document["checkpoint"] == {"dir": "/mnt/a", "every_steps": 5}
-
-
-@pytest.mark.parametrize(
     ("checkpoint", "job", "expected"),
     [
         ({"enable": False, "interval": 5}, {"dump_folder": "out"}, {}),
@@ -154,63 +121,6 @@ def test_an_object_store_needs_a_decision_and_one_decides_it() -> None:
 )
 def test_torchtitan_says(checkpoint: dict[str, Any], job: dict[str, Any], expected: dict[str, Any]) -> None:
     assert decided(TITAN | {"checkpoint": checkpoint, "job": job}, "torchtitan") == expected
-
-
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
-        (lightning(), {}),
-        (lightning(enable_checkpointing=False), {"every_steps": None}),
-        (lightning(enable_checkpointing=True), {}),
-        (
-            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5)),
-            {"dir": "a", "every_steps": 5, "keep_last": 1},
-        ),
-        (
-            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=-1)),
-            {"dir": "a", "every_steps": 5, "keep_last": None},
-        ),
-        (lightning(model_checkpoint(every_n_train_steps=5)), {"every_steps": 5, "keep_last": 1}),
-        (lightning(model_checkpoint(dirpath="a")), {"dir": "a"}),
-        (
-            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss", save_top_k=2)),
-            {"dir": "a", "every_steps": 5},
-        ),
-        (
-            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="step", mode="max", save_top_k=2)),
-            {"dir": "a", "every_steps": 5, "keep_last": 2},
-        ),
-        (
-            lightning(model_checkpoint(dirpath="a", train_time_interval="1 day, 0:30:00")),
-            {"dir": "a", "every_minutes": 1470.0, "keep_last": 1},
-        ),
-        (
-            lightning(
-                model_checkpoint(dirpath="a", train_time_interval={"_target_": "datetime.timedelta", "hours": 2})
-            ),
-            {"dir": "a", "every_minutes": 120.0, "keep_last": 1},
-        ),
-        (
-            lightning(
-                {"class_path": "LearningRateMonitor"},
-                model_checkpoint(dirpath="a", every_n_train_steps=5),
-                model_checkpoint(dirpath="a", train_time_interval="0:10:00"),
-            ),
-            {"dir": "a", "every_steps": 5, "every_minutes": 10.0, "keep_last": 1},
-        ),
-        (
-            lightning(
-                model_checkpoint(dirpath="a", every_n_train_steps=5),
-                model_checkpoint(dirpath="b", every_n_train_steps=7),
-            ),
-            {"dir": "a", "every_steps": 5, "keep_last": 1},
-        ),
-        (lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=0)), {}),
-    ],
-    ids=str,
-)
-def test_lightning_says(document: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert decided(document, "lightning") == expected
 
 
 ASKED = (
@@ -253,36 +163,6 @@ def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(
     assert dict(flat(again.document)) == dict(flat(again.document)) | {
         name: value for name, value in flat(document) if name in ASKED
     }
-
-
-@pytest.mark.parametrize(
-    ("document", "name", "key"),
-    [
-        (HF | {"save_steps": "often"}, "hf", "save_steps"),
-        (HF | {"save_strategy": "Steps"}, "hf", "save_strategy"),
-        (HF | {"save_total_limit": "few"}, "hf", "save_total_limit"),
-        (AXOLOTL | {"save_steps": [1]}, "axolotl", "save_steps"),
-        (COMPOSER | {"save_folder": "a", "save_interval": "often"}, "composer", "save_interval"),
-        (
-            COMPOSER | {"save_folder": "a", "save_num_checkpoints_to_keep": -2},
-            "composer",
-            "save_num_checkpoints_to_keep",
-        ),
-        (TITAN | {"checkpoint": {"enable": True, "interval": 0}}, "torchtitan", "checkpoint.interval"),
-        (TITAN | {"checkpoint": {"enable": True, "intervall": 9}}, "torchtitan", "checkpoint.intervall"),
-        (
-            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, save_top_k=2)),
-            "lightning",
-            "trainer.callbacks.0",
-        ),
-        (lightning(model_checkpoint(train_time_interval=90)), "lightning", "trainer.callbacks.0"),
-        (lightning(model_checkpoint(train_time_interval="9999999999999:00:00")), "lightning", "trainer.callbacks.0"),
-    ],
-)
-def test_what_a_tool_would_not_take_is_refused_with_what_instead(document: dict[str, Any], name: str, key: str) -> None:
-    found = [item for item in translate(document, "unishard", from_=name).items if item.key == key]
-    assert Fit.UNSUPPORTED in {item.fit for item in found}
-    assert all(";" in item.note for item in found if item.fit is Fit.UNSUPPORTED)
 
 
 WHOLE = {"dir": "runs/a", "every_steps": 50, "keep_last": 3}
@@ -351,20 +231,6 @@ def test_where_the_script_saves_the_report_says_so(name: str, backend: str) -> N
     call = "accelerator.save_state(...)" if name == "accelerate" else "engine.save_checkpoint(...)"
     assert call in found["every_steps"].note
     assert "runs/a" not in outcome.text
-
-
-def test_an_interval_in_minutes_is_said_where_a_tool_has_one() -> None:
-    document = {"checkpoint": {"dir": "runs/a", "every_minutes": 1.5}}
-    callbacks = translate(document, "lightning", from_="unishard").document["trainer"]["callbacks"]
-    assert callbacks == [model_checkpoint(dirpath="runs/a", train_time_interval="0:01:30", save_top_k=-1)]
-    assert item(translate(document, "hf", from_="unishard"), "checkpoint.every_minutes").fit is Fit.NEEDS_INPUT
-
-
-@pytest.mark.parametrize(("signals", "fit"), [(["SIGTERM"], Fit.EQUIVALENT), (["SIGTERM", "SIGUSR1"], Fit.NEEDS_INPUT)])
-def test_sigterm_is_the_one_signal_that_trainer_saves_at(signals: list[str], fit: Fit) -> None:
-    outcome = translate({"checkpoint": {"dir": "a", "on_signal": signals}}, "hf", from_="unishard")
-    assert item(outcome, "checkpoint.on_signal").fit is fit
-    assert outcome.document.get("enable_jit_checkpoint", False) is (fit is Fit.EQUIVALENT)
 
 
 @st.composite

@@ -105,62 +105,6 @@ def test_a_whole_training_is_understood(tmp_path):
     assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.scheduler.min_lr_ratio) == ("cosine", 1000, 0.1)
 
 
-def test_what_a_file_leaves_out_jobconfig_fills_in():
-    reading = read({"parallelism": {"data_parallel_shard_degree": 4}}, "torchtitan")
-    cfg = reading.config
-    assert reading.topology.world_size == 4
-    assert (cfg.optimizer.lr, cfg.training.micro_batch_size, cfg.training.gradient_clipping) == (8e-4, 8, 1.0)
-    assert (cfg.precision.compute, cfg.activation_checkpointing) == ("bf16", "selective")
-    assert (cfg.scheduler.name, cfg.scheduler.total_steps, cfg.scheduler.warmup_steps) == ("linear", 10000, 200)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "strategy", "group"),
-    [
-        ({"shard": -1, "replicate": 1}, "full_shard", None),
-        ({"shard": 8, "replicate": 1}, "full_shard", None),
-        ({"shard": 1, "replicate": 8}, "no_shard", None),
-        ({"shard": 4, "replicate": 2}, "hybrid_shard", 4),
-        ({"shard": -1, "replicate": 4}, "hybrid_shard", 2),
-    ],
-)
-def test_degrees_decide_the_strategy(degrees, strategy, group):
-    said = {f"data_parallel_{axis}_degree": size for axis, size in degrees.items()}
-    cfg = config({**DOCUMENT, "parallelism": said})
-    assert (cfg.sharding.strategy, cfg.sharding.group_size) == (strategy, group)
-
-
-@pytest.mark.parametrize(("word", "reshards"), [("default", True), ("always", True), ("never", False)])
-def test_resharding(word, reshards):
-    assert config(changed("parallelism.fsdp_reshard_after_forward", word)).sharding.reshard_after_forward is reshards
-
-
-def test_offload_and_formats():
-    cfg = config(changed("training.enable_cpu_offload", True))
-    assert (cfg.offload.params, cfg.offload.optimizer) == ("cpu", "cpu")
-    assert config(changed("training.mixed_precision_param", "float32")).precision.compute == "fp32"
-    assert config(changed("training.dtype", "bfloat16")).precision.master == "bf16"
-    assert config(changed("training.max_norm", math.inf)).training.gradient_clipping is None
-
-
-def test_warm_ups_begin_one_update_earlier():
-    item = items(changed("lr_scheduler.warmup_steps", 100))["lr_scheduler.warmup_steps"]
-    assert item.fit is Fit.APPROXIMATE
-    assert "(i + 1)" in item.note
-    constant = merge(
-        changed("lr_scheduler.warmup_steps", 100), {"lr_scheduler": {"decay_ratio": 0.0, "min_lr_factor": 0.0}}
-    )
-    cfg = config(constant)
-    assert (cfg.scheduler.name, cfg.scheduler.warmup_steps, cfg.scheduler.warmup_start_ratio) == ("constant", 99, 0.01)
-    assert items(constant)["lr_scheduler.warmup_steps"].fit is Fit.EXACT
-
-
-def test_a_decay_as_long_as_the_rest_is_no_other_schedule():
-    assert items(changed("lr_scheduler.decay_ratio", 1.0))["lr_scheduler.decay_ratio"].fit is Fit.IGNORED
-    stable = items(changed("lr_scheduler.decay_ratio", 0.2))["lr_scheduler.decay_ratio"]
-    assert stable.fit is Fit.UNSUPPORTED
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -187,38 +131,6 @@ def test_what_cannot_be_had_is_refused(key, value):
     item = items(changed(key, value))[key]
     assert item.fit is Fit.UNSUPPORTED
     assert item.note
-
-
-@pytest.mark.parametrize(
-    "key", ["optimizer.muon_lr", "training.z_loss", "parallelism.my_fork_degree", "model.tokenizer_kind"]
-)
-def test_a_key_of_a_fork_is_reported_and_not_refused(key):
-    item = items(changed(key, 2))[key]
-    assert (item.fit, "only a fork that adds it reads it" in item.note) == (Fit.APPROXIMATE, True)
-
-
-@pytest.mark.parametrize(("mode", "option"), [("selective", "op"), ("selective", "2"), ("memory_budget", "op")])
-def test_selective_checkpointing_keeps_other_results(mode, option):
-    document = {**DOCUMENT, "activation_checkpoint": {"mode": mode, "selective_ac_option": option}}
-    item = items(document)["activation_checkpoint.mode"]
-    assert (item.fit, config(document).activation_checkpointing) == (Fit.EQUIVALENT, "selective")
-
-
-def test_only_a_compiled_model_is_compiled():
-    document = {**DOCUMENT, "compile": {"enable": True, "components": ["loss"]}}
-    assert config(document).compile.mode == "none"
-    assert items(document)["compile.enable"].fit is Fit.EQUIVALENT
-
-
-def test_older_names():
-    training = {"batch_size": 4, "compile": True, "seed": 3, "steps": 50}
-    cfg = config({"training": training, "lr_scheduler": {"lr_min": 0.2, "warmup_steps": 0}, "parallelism": {}})
-    assert (cfg.training.micro_batch_size, cfg.compile.mode, cfg.training.seed, cfg.scheduler.min_lr_ratio) == (
-        4,
-        "per_block",
-        3,
-        0.2,
-    )
 
 
 def test_it_is_recognised():

@@ -82,7 +82,7 @@ def _take(draft: Draft, question: Question) -> None:
 
 
 def _change(draft: Draft, question: Question) -> str:
-    from unishard.formats.unishard.from_config import value_text
+    from unishard.formats.unishard.format import value_text
 
     return f"{question.path}={value_text(draft.proposal(question.path))}"
 

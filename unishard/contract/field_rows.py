@@ -14,26 +14,6 @@ from unishard.config.nested import Native, nested
 from unishard.config.topology import Topology
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Holds, Rule, Setting, When, unless
 
-__all__ = [
-    "BEFORE_EACH_FORWARD",
-    "BUFFERS",
-    "NO_FILES",
-    "RESHARDS_TO_ALL",
-    "asked",
-    "copied",
-    "exact",
-    "keeps_more",
-    "left_to_script",
-    "lost",
-    "moved_together",
-    "no_key",
-    "nonfinite_unchecked",
-    "row",
-    "saved_by_script",
-    "started_elsewhere",
-    "when_default",
-]
-
 _DEFAULT = Config()
 
 

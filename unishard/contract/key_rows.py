@@ -24,22 +24,6 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_template_word
 
-__all__ = [
-    "DETERMINISTIC",
-    "SEED",
-    "boolean",
-    "broadcast_buffers",
-    "drops",
-    "integer",
-    "listed",
-    "number",
-    "one_of",
-    "own",
-    "refuses",
-    "sets",
-    "text",
-]
-
 Convert = Callable[[Any], Any]
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 

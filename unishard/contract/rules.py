@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-
-__all__ = ["NO_KEY", "SCRIPT", "Fit", "Holds", "Rule", "Setting", "When", "done_by_unishard", "unless"]
 
 Setting = Callable[[Config, Topology], Native]
 Holds = Callable[[Config], bool]
@@ -65,6 +64,47 @@ class When(NamedTuple):
 def unless(case: str, holds: Holds, note: str = "") -> When:
     """A case in which the field has nothing to decide, so that nothing can be lost."""
     return When(case, holds, Fit.EXACT, note)
+
+
+def equivalent(case: str, holds: Holds, note: str) -> When:
+    """A case in which a rule fits with other collectives, memory or rounding."""
+    return When(case, holds, Fit.EQUIVALENT, note)
+
+
+def approximate(case: str, holds: Holds, note: str) -> When:
+    """A case in which a rule makes another trade-off."""
+    return When(case, holds, Fit.APPROXIMATE, note)
+
+
+def needs_input(case: str, holds: Holds, note: str) -> When:
+    """A case that the training script decides, or must see to."""
+    return When(case, holds, Fit.NEEDS_INPUT, note)
+
+
+def unsupported(case: str, holds: Holds, note: str) -> When:
+    """A case that is refused."""
+    return When(case, holds, Fit.UNSUPPORTED, note)
+
+
+def is_(path: str, value: str) -> tuple[str, Holds]:
+    """The case in which a field has a value, by which it is called; for `unless` and the others, behind a star."""
+    field = attrgetter(path)
+    return value, lambda cfg: bool(field(cfg) == value)
+
+
+PURE: tuple[str, Holds] = ("pure", lambda cfg: cfg.precision.pure)
+"""The case in which the master weights have the dtype of compute."""
+HYBRID: tuple[str, Holds] = ("hybrid", lambda cfg: cfg.sharding.hybrid)
+
+
+def sharded(cfg: Config) -> bool:
+    """Whether the ranks hold shards of the model's state."""
+    return cfg.sharding.strategy != "no_shard"
+
+
+def mixed(cfg: Config) -> bool:
+    """Whether the model computes in another dtype than fp32."""
+    return cfg.precision.compute != "fp32"
 
 
 class Rule(NamedTuple):

@@ -15,8 +15,6 @@ from unishard.formats.other_tools import named
 from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source
 
-__all__ = ["BLOCKS", "NAMES", "block", "chosen", "get", "loudest", "mentions", "recognise", "target", "written"]
-
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra composes or builds."""
 _LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")

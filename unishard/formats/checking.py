@@ -7,8 +7,6 @@ from unishard.contract import registry, report
 from unishard.errors import ConfigError, Problem
 from unishard.formats.translating import Outcome
 
-__all__ = ["check"]
-
 _BATCH = frozenset({"training.micro_batch_size", "training.gradient_accumulation_steps", "training.global_batch_size"})
 
 

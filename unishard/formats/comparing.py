@@ -10,8 +10,6 @@ from unishard.config.nested import flat
 from unishard.contract.entries import Entry
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["NOT_SAID", "Difference", "Side", "compare"]
-
 
 class Side(NamedTuple):
     """What one config says about one field."""
@@ -50,7 +48,6 @@ def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
 
 
 NOT_SAID = "not said"
-_DEFAULT = "default"
 _SILENT = Side(None, NOT_SAID, said=False)
 _RANKS = "ranks"
 
@@ -98,7 +95,7 @@ def _decided(value: Any, path: str, entry: Entry | None, reading: ReadDocument) 
     if entry.assumed:
         return Side(
             value,
-            _DEFAULT if reading.format == "unishard" else f"{reading.format} assumes {entry.key}",
+            "default" if reading.format == "unishard" else f"{reading.format} assumes {entry.key}",
             True,
             entry.key,
         )

@@ -9,8 +9,6 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-__all__ = ["inline_yaml", "json_text", "yaml_text"]
-
 
 def yaml_text(document: Any, *, old: bool = False, width: int = 140) -> str:
     """The YAML of a document.

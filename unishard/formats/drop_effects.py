@@ -11,8 +11,6 @@ from unishard.contract.rules import Fit
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Outcome
 
-__all__ = ["with_effects"]
-
 _FIELDS = frozenset(path for path, _ in leaves(Config))
 
 

@@ -11,8 +11,6 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
 
-__all__ = ["DroppedKey", "check_used", "drop_entries", "drop_keys"]
-
 
 class DroppedKey(NamedTuple):
     """A key that was left out."""

@@ -16,8 +16,6 @@ from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.rules import Fit
 
-__all__ = ["EngineBlock", "Spot", "combined"]
-
 
 class Spot(NamedTuple):
     """Where a document says something."""

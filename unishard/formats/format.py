@@ -19,8 +19,6 @@ from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.signs import Explained, Signs, by_entries
 from unishard.formats.source import Source
 
-__all__ = ["Deferred", "Format"]
-
 
 class Format:
     """A format of config files. Stateless; importing it imports neither torch nor the tool.

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["composed", "names_lightning"]
-
 _OF_HYDRA = ("_self_", "hydra/", "override hydra/", "override /hydra/")
 """What a list of defaults may name without another file of the user's."""
 _LIGHTNING = re.compile(r"(pytorch_)?lightning\..*(Trainer|Fabric|Strategy)")

@@ -10,8 +10,6 @@ from unishard.errors import ConfigError
 from unishard.formats.signs import Signs
 from unishard.formats.source import Source, open_named
 
-__all__ = ["InnerConfig", "block_in"]
-
 _NAMES = ("deepspeed", "deepspeed_config", "ds_config")
 _DEEPEST = 6
 _ENOUGH = 3

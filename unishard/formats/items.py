@@ -16,10 +16,7 @@ from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 from unishard.formats.roundtrip import goes_through, left_to_engine, stays, stays_with_engine, value_in
 
-__all__ = ["Item", "carried", "described", "item_of", "with_files"]
-
 _FULL = "state_dict_type"
-_LOADS = "cpu_ram_efficient_loading"
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
 _OF_ZERO = (
     "zero3_save_16bit_model",
@@ -56,9 +53,9 @@ def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
         reading.config.sharding.strategy == "full_shard",
     )
     found = {}
-    for entry in _written(reading.entries):
+    for entry in (entry for entry in reading.entries if not entry.assumed and entry.effect.fit is not Fit.UNSUPPORTED):
         name = _name(entry)
-        if fsdp and to in _FSDP and (name == _LOADS or _kind(entry)):
+        if fsdp and to in _FSDP and (name == "cpu_ram_efficient_loading" or _kind(entry)):
             found[entry.path] = _FSDP[to].format(name), _kind(entry) or entry.value
         elif fsdp and to in _FSDP and name in _OF_ZERO and _is_on(entry.value):
             found[entry.path] = _FSDP[to].format(_FULL), "FULL_STATE_DICT"
@@ -86,10 +83,6 @@ def described(item: Item, entry: Entry, found: dict[Path, tuple[str, Any]], to: 
     if to == "unishard":
         return item._replace(fit=Fit.EQUIVALENT, note=_NO_KEY.format(_HERE))
     return item._replace(fit=Fit.NEEDS_INPUT, note=_NO_KEY.format("gather it in your training script"))
-
-
-def _written(entries: Iterable[Entry]) -> Iterable[Entry]:
-    return (entry for entry in entries if not entry.assumed and entry.effect.fit is not Fit.UNSUPPORTED)
 
 
 def _name(entry: Entry) -> str:

@@ -16,8 +16,6 @@ from typing import Any
 from unishard.config.loading import Origin, Origins
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["BrokenJson", "looks_like_json", "parse"]
-
 _COMMENT = r"(?>//[^\n]*|/\*.*?\*/|#[^\n]*)"
 _START = re.compile(rf"(?>\s+|{_COMMENT})*+\{{(?![{{%])", re.DOTALL)
 _GAP = re.compile(rf"(?>[ \t\r\n]+|({_COMMENT}))*+", re.DOTALL)

@@ -16,8 +16,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.names import names
 from unishard.formats.shell_words import Word
 
-__all__ = ["launch_entries"]
-
 _PORT = 29500
 _NUMBER = re.compile(r"\d+")
 _RANGE = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
@@ -26,7 +24,6 @@ _ONE_HOST = "only used with several hosts; one host takes a free port"
 _NUMBERED = "the hosts are numbered as they meet; for a fixed number set launch.rendezvous=static and add --node-rank"
 _FILTERED = "names some GPUs of some hosts; as many ranks start on each host: set launch.processes_per_node"
 _EACH_GPU = "one rank for each GPU, as launch.processes_per_node: null"
-_SHOWN = "affects only what the launcher shows and where its logs are"
 _REACHED = "how DeepSpeed reaches the hosts; start the launcher on each host"
 
 _Read = Callable[[str, Launch], KeyEffect]
@@ -217,7 +214,7 @@ _OPTIONS: Mapping[str, _Read] = {
     "num_cpu_threads_per_process": _threads,
     **dict.fromkeys(
         names("tee t redirects r role log_dir local_ranks_filter monitor_interval start_method enable_each_rank_log"),
-        _says(_SHOWN),
+        _says("affects only what the launcher shows and where its logs are"),
     ),
     **dict.fromkeys(names("launcher launcher_args ssh_port no_ssh force_multi venv_script"), _says(_REACHED)),
 }

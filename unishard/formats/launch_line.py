@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from unishard.formats.names import names
 from unishard.formats.shell_words import Word, commands
 
-__all__ = ["LaunchLine", "code_in", "launch_lines", "script_arguments", "value_of_word"]
-
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
@@ -43,7 +41,6 @@ _FLAGS = frozenset(
         "exclusive label l u unbuffered kill_on_bad_exit overlap allow_run_as_root oversubscribe"
     )
 )
-_STARTS_RANKS = ("srun", "mpirun", "mpiexec")
 _HARMLESS = names(
     "echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps module export alias function install"
 )
@@ -113,7 +110,7 @@ def _launch_itself(words: list[Word]) -> LaunchLine | None:
             return None
         if "=" in word.text and word.text.partition("=")[0].isidentifier():
             settings[word.text.partition("=")[0]] = word._replace(text=word.text.partition("=")[2])
-        elif name in _STARTS_RANKS:
+        elif name in ("srun", "mpirun", "mpiexec"):
             around = options_of(following, _FLAGS)[0]
         elif start := _started(name, word, following):
             launcher, behind = start

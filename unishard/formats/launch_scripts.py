@@ -15,8 +15,6 @@ from unishard.formats.sidecar.following import names, recipe_named
 from unishard.formats.sidecar.sidecar import PAGES, script_text
 from unishard.formats.translating import Outcome, translate
 
-__all__ = ["LaunchScripts"]
-
 _SCRIPTS = frozenset({".sh", ".bash", ".slurm", ".sbatch", *PAGES})
 _LAUNCHER = ("distributed_type:", '"distributed_type"')
 """In each config of Accelerate."""

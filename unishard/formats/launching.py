@@ -11,8 +11,6 @@ from unishard.config.topology import Topology
 from unishard.contract.templates import placeholders_in
 from unishard.formats.launch_line import LaunchLine
 
-__all__ = ["Launch", "launch_of", "with_hosts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -69,7 +67,6 @@ _JOB = {
 """Variables in which Slurm repeats an option of the job."""
 _SBATCH = re.compile(r"^#SBATCH[ \t]+--?([\w-]+)[= \t]([^\s#]+)", re.MULTILINE)
 _INDEXES = re.compile(r"\d+(,\d+)*")
-_LOCAL = "localhost"
 _Options = Mapping[str, str]
 
 
@@ -219,4 +216,4 @@ def _number(text: str | None) -> int | str | None:
 def _included(text: str) -> str | None:
     """The GPUs of this machine that `--include` names."""
     host, _, devices = text.partition(":")
-    return devices if host == _LOCAL and _INDEXES.fullmatch(devices) else None
+    return devices if host == "localhost" and _INDEXES.fullmatch(devices) else None

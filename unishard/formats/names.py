@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unishard.contract.entries import Key
-from unishard.contract.key_rows import drops
-
-__all__ = ["NO_LOGS", "each", "ignored", "names"]
+from unishard.contract.key_rows import drops, refuses
 
 T = TypeVar("T")
 NO_LOGS = "affects only logs; write your own logging section"
@@ -25,15 +24,21 @@ def each(text: str, value: T) -> dict[str, T]:
     return dict.fromkeys(names(text), value)
 
 
-def ignored(file: str) -> dict[str, Key]:
+def ignored(file: str, row: Callable[[str], Key] = drops, off: Callable[[Any], bool] | None = None) -> dict[str, Key]:
     """Rows of keys that are left out, from a list in a format's folder: a reason, and below it, indented, their
-    names.
+    names. Those below a reason that begins with "refused: " are not supported.
+
+    Args:
+        file: The list.
+        row: Makes the row of what is left out from its reason.
+        off: Whether a value switches off what is not supported.
     """
     rows: dict[str, Key] = {}
     why = ""
     for line in (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines():
         if line[:1].isspace():
-            rows |= each(line, drops(why))
+            unsupported = why.removeprefix("refused: ")
+            rows |= each(line, row(why) if unsupported == why else refuses(unsupported, off))
         else:
             why = line
     return rows

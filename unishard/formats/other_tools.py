@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 from unishard.formats.signs import Signs, weighted
 
-__all__ = ["named", "tools"]
-
 _ENOUGH = 4
-_NAMES_A_CLASS = ("_target_", "_component_", "_recipe_", "class_path", "recipe")
 
 
 class OtherTool(NamedTuple):
@@ -72,7 +69,7 @@ def _classes(value: Any) -> Iterator[str]:
     match value:
         case Mapping():
             for key, item in value.items():
-                if key in _NAMES_A_CLASS and isinstance(item, str):
+                if key in ("_target_", "_component_", "_recipe_", "class_path", "recipe") and isinstance(item, str):
                     yield item
                 yield from _classes(item)
         case list():

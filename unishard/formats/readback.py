@@ -24,8 +24,6 @@ from unishard.formats.source import Source
 if TYPE_CHECKING:
     from unishard.formats.items import Item
 
-__all__ = ["Change", "changes", "differences", "read_back", "refusals", "to_write_out", "with_differences"]
-
 _BY_ENGINE = ("sharding", "offload", "precision", "activation_checkpointing", "communication", "native", "ranks")
 """Sections of which an engine does what the schema's default says where a file is silent; the others are the training
 script's."""

@@ -25,8 +25,6 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.source import Source
 from unishard.formats.undecided import without_unused
 
-__all__ = ["ReadDocument", "assemble", "default_of"]
-
 _LEFT_OUT: Any = object()
 _BACKEND = "backend="
 _FIELDS = dict(leaves(Config))

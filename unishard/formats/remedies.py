@@ -13,8 +13,6 @@ from unishard.formats.checking import check
 from unishard.formats.source import Source
 from unishard.formats.translating import Outcome, translate
 
-__all__ = ["Remedy", "remedy"]
-
 _INSTEAD: Mapping[str, tuple[str, ...]] = {
     "optimizer.name": ("adamw",),
     "offload.params": ("cpu", "none"),

@@ -16,9 +16,6 @@ from unishard.errors import ConfigError
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["goes_through", "left_to_engine", "stays", "stays_with_engine", "untouched", "value_in", "without_unishards"]
-
-_OURS = "unishard"
 _ONLY_DECIDED = {
     "data_types.grad_accum_dtype": "precision.accumulate",
     "zero_optimization.reduce_bucket_size": "communication.reduce_bucket_size",
@@ -43,7 +40,7 @@ def stays_with_engine(reading: ReadDocument) -> bool:
     before = next(
         (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields), None
     )
-    return reading.format != _OURS and before == reading.config.backend
+    return reading.format != "unishard" and before == reading.config.backend
 
 
 def without_unishards(document: Native, reading: ReadDocument) -> Native:
@@ -98,7 +95,6 @@ def _said(entries: list[Entry], key: str) -> Any:
     return next((entry.value for entry in entries if _is(entry, key)), None)
 
 
-_CLASSES = ("optimizer.name", "scheduler.name")
 _MISSING: Any = object()
 _ANEW = Undecided("its tool's current key")
 
@@ -118,7 +114,7 @@ def untouched(
     told = reading.topology if target.ranks(reading.source) is None else None
     try:
         plain = target.read(reading.source, (), told)
-        if any(_chosen(plain, name) != _chosen(reading, name) for name in _CLASSES):
+        if any(_chosen(plain, name) != _chosen(reading, name) for name in ("optimizer.name", "scheduler.name")):
             return None  # arguments of one class are none of another's
         before = write(without_stale(plain))
         wanted = dict(_wanted(reading, plain, after))

@@ -6,14 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Word", "commands"]
-
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
-_DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _HEREDOC = re.compile(r"<<-?[ \t]*([\"']?)([\w-]+)\1")
 _REDIRECTS = re.compile(r"\d*[<>]+&?\d*")
-_SHELLS = ("bash", "sh", "zsh")
 _ENDS = ";&|\n()"
 _MOST = 5
 """Rounds of variables inside variables."""
@@ -186,7 +182,7 @@ def _variables(found: Iterable[list[Word]]) -> dict[str, list[_Assigned]]:
                     else [Word(value, word.line)]
                 )
                 variables.setdefault(assignment.group(1), []).append(_Assigned(items, bool(assignment.group(2))))
-            elif word.text not in _DECLARES:
+            elif word.text not in ("export", "local", "declare", "readonly", "typeset"):
                 break
     return variables
 
@@ -208,7 +204,7 @@ def _expanded(words: Iterable[Word], variables: dict[str, list[_Assigned]], roun
 
 def _without_shell(words: list[Word], variables: dict[str, list[_Assigned]]) -> list[Word]:
     """The words of `bash -c "..."` in the place of it."""
-    at = next((at for at, word in enumerate(words) if word.text.rpartition("/")[2] in _SHELLS), None)
+    at = next((at for at, word in enumerate(words) if word.text.rpartition("/")[2] in ("bash", "sh", "zsh")), None)
     if at is None or not any(word.text in ("-c", "-lc") for word in words[at:]):
         return words
     inner = (part for command in split(words[-1].text, words[-1].line) for part in command)

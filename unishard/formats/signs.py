@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from unishard.contract.entries import Entry, Path
 
-__all__ = ["Explained", "Signs", "beside", "by_entries", "by_signs", "has", "weighted"]
-
 
 class Signs(NamedTuple):
     """What speaks for one format."""

@@ -15,8 +15,6 @@ from unishard.config.loading.validation import Finding
 from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
 
-__all__ = ["Source", "find_named", "open_named", "open_source"]
-
 _Parsed = tuple[Any, Origins, list[str], list[Problem]]
 """The data, the place of each key, what the file's own tool may not accept, and the keys that are written twice."""
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)

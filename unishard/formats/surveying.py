@@ -19,8 +19,6 @@ from unishard.formats.sidecar.launcher import engine_is_open
 from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, translate
 
-__all__ = ["ForeignConfig", "FoundConfig", "SkippedFile", "UnreadableConfig", "survey"]
-
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})
 _OF_A_MODEL = {"architectures", "model_type", "transformers_version"}
 """Keys of a model's own config.json, which has sizes such as `num_layers` too."""
@@ -40,7 +38,6 @@ _ELSEWHERE = frozenset(
 )
 _LARGEST = 2**20
 _TOLD = ("backend", "sharding.strategy", "precision.compute")
-_OPEN = "needs input"
 _LOUD_ENOUGH = 2
 """Of the keys that speak for a format, before a file counts as a config: files of other kinds have a word such as
 `optimizer` too."""
@@ -104,7 +101,7 @@ def survey(root: Path, to: str) -> Iterator[_Seen]:
     Yields:
         What each YAML, JSON and TOML file is, in the order of their paths: each exactly once.
     """
-    small = partial(filter, _is_small)
+    small = partial(filter, lambda path: path.stat().st_size <= _LARGEST)
     scripts = LaunchScripts(small(_candidates(root, LaunchScripts.suffixes)), small(_candidates(root, _SUFFIXES)))
     for path in _candidates(root, _SUFFIXES):
         try:
@@ -116,10 +113,6 @@ def survey(root: Path, to: str) -> Iterator[_Seen]:
             yield _failed(path, str(error))
         except OSError as error:
             yield UnreadableConfig(str(path), f"cannot be opened ({error.strerror})")
-
-
-def _is_small(path: Path) -> bool:
-    return path.stat().st_size <= _LARGEST
 
 
 def _failed(path: Path, message: str) -> UnreadableConfig | SkippedFile:
@@ -157,7 +150,7 @@ def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignC
     launched = () if decided or script or not scripts.launchers else _TOLD[:2]
     open_ = (*launched, *plain.reading.undecided)
     backend, strategy, precision = (
-        _OPEN if field in launched or field in reading.undecided else value_at(config, field) for field in _TOLD
+        "needs input" if field in launched or field in reading.undecided else value_at(config, field) for field in _TOLD
     )
     return FoundConfig(
         str(path),

@@ -27,8 +27,6 @@ from unishard.formats.source import Source, open_source
 if TYPE_CHECKING:
     from unishard.formats.sidecar.filling import Filling
 
-__all__ = ["Outcome", "read", "translate"]
-
 
 class Outcome(NamedTuple):
     """A translated document, and what became of each key."""

@@ -11,8 +11,6 @@ from unishard.config.loading.placeholders import Needs, needs
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
 from unishard.contract.rules import Fit
 
-__all__ = ["open_end", "without_unused"]
-
 
 def without_unused(
     entries: Sequence[Entry], fields: Mapping[str, Any], faults: Mapping[str, str], changed: Collection[str]

@@ -17,9 +17,7 @@ from unishard.contract import registry
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.reading import ReadDocument
-from unishard.formats.unishard.from_config import described
-
-__all__ = ["Draft", "Question", "offered"]
+from unishard.formats.unishard.format import described
 
 _FIELDS = dict(leaves(Config))
 _PROPOSALS: Mapping[str, Any] = {"precision.compute": "bf16", "training.gradient_clipping": 1.0}
@@ -43,16 +41,8 @@ def _hybrid(cfg: Config) -> bool:
     return cfg.sharding.hybrid
 
 
-def _sharded(cfg: Config) -> bool:
-    return cfg.sharding.strategy != "no_shard"
-
-
 def _gathered(cfg: Config) -> bool:
     return cfg.sharding.within_group == "full_shard"
-
-
-def _falling(cfg: Config) -> bool:
-    return cfg.scheduler.ends
 
 
 _QUESTIONS = (
@@ -67,9 +57,9 @@ _QUESTIONS = (
     Question("optimizer.lr", "Learning rate"),
     Question("optimizer.weight_decay", "Weight decay"),
     Question("scheduler.name", "Shape of the learning rate after the warm-up"),
-    Question("scheduler.total_steps", "Optimizer steps in the full run", _falling),
+    Question("scheduler.total_steps", "Optimizer steps in the full run", lambda cfg: cfg.scheduler.ends),
     Question("scheduler.warmup_steps", "Updates of warm-up"),
-    Question("offload.optimizer", "Where the optimizer state lives", _sharded),
+    Question("offload.optimizer", "Where the optimizer state lives", lambda cfg: cfg.sharding.strategy != "no_shard"),
     Question("offload.params", "Where the sharded parameters live", _gathered),
     Question("activation_checkpointing", "Modules whose forward runs again in backward"),
 )

@@ -12,7 +12,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import BUFFERS, exact, row
 from unishard.contract.key_rows import integer, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, is_, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
@@ -116,26 +116,21 @@ RULES: Mapping[str, Rule] = {
     ),
     "training.nonfinite": exact(
         "bf16.check_grad_overflow",
-        When(
-            "raise",
-            lambda cfg: cfg.training.nonfinite == "raise",
-            Fit.APPROXIMATE,
-            "DeepSpeed skips the update without an error; stage 0 in fp32 makes it",
+        approximate(
+            *is_("training.nonfinite", "raise"), "DeepSpeed skips the update without an error; stage 0 in fp32 makes it"
         ),
-        When(
+        approximate(
             "skip with no_shard in fp32",
             lambda cfg: cfg.training.nonfinite == "skip" and _bare(cfg),
-            Fit.APPROXIMATE,
             "DeepSpeed makes updates that are not finite at stage 0 in fp32",
         ),
-        When(
+        approximate(
             "ignore but with shard_optimizer or shard_grad_op in bf16",
             lambda cfg: (
                 cfg.training.nonfinite == "ignore"
                 and not _bare(cfg)
                 and not (fields.stage(cfg) in (1, 2) and cfg.precision.compute == "bf16")
             ),
-            Fit.APPROXIMATE,
             "DeepSpeed always skips an update that is not finite there",
         ),
         to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
@@ -145,11 +140,8 @@ RULES: Mapping[str, Rule] = {
         SCRIPT,
         "drop the micro-batches that do not fill a window",
         unless("gradient_accumulation_steps is 1", lambda cfg: cfg.training.gradient_accumulation_steps == 1),
-        When(
-            "step",
-            lambda cfg: cfg.training.last_window == "step",
-            Fit.APPROXIMATE,
-            "DeepSpeed carries an incomplete window over to the next epoch",
+        approximate(
+            *is_("training.last_window", "step"), "DeepSpeed carries an incomplete window over to the next epoch"
         ),
     ),
     "training.buffers": BUFFERS,

@@ -12,7 +12,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import exact
 from unishard.contract.key_rows import boolean, number, one_of, text
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When
+from unishard.contract.rules import Fit, Rule, equivalent, is_
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
 
@@ -127,11 +127,8 @@ RULES: Mapping[str, Rule] = {
     "offload.params": exact("zero_optimization.offload_param.device", to=_params_of),
     "offload.optimizer": exact(
         "zero_optimization.offload_optimizer.device",
-        When(
-            "nvme",
-            lambda cfg: cfg.offload.optimizer == "nvme",
-            Fit.EQUIVALENT,
-            "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files",
+        equivalent(
+            *is_("offload.optimizer", "nvme"), "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files"
         ),
         to=_optimizer_of,
     ),

@@ -12,7 +12,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided,
 from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import boolean, drops, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import SCRIPT, Fit, Rule, equivalent, is_, unless
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
 _P = "optimizer.params."
@@ -243,12 +243,7 @@ _GROUPS = "pass parameter groups to deepspeed.initialize(model_parameters=[...])
 RULES: Mapping[str, Rule] = {
     "optimizer.name": exact(
         "optimizer.type",
-        When(
-            "lion",
-            lambda cfg: cfg.optimizer.name == "lion",
-            Fit.EQUIVALENT,
-            "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)",
-        ),
+        equivalent(*is_("optimizer.name", "lion"), "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)"),
         to=_name_of,
     ),
     "optimizer.lr": Rule(Fit.EXACT, f"{_P}lr, scheduler.params.warmup_max_lr", to=_lr_of, auto=True),

@@ -15,7 +15,7 @@ from unishard.contract.fallbacks import FALLBACKS
 from unishard.contract.field_rows import exact, left_to_script, row
 from unishard.contract.key_rows import boolean, integer, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When, unless
+from unishard.contract.rules import Fit, Rule, When, approximate, is_, unless, unsupported
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype
@@ -297,16 +297,13 @@ RULES: Mapping[str, Rule] = {
     ),
     "precision.master": exact(
         "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states, fp16.fp16_master_weights_and_grads",
-        When(
+        unsupported(
             "that of compute with no_shard",
             lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
-            Fit.UNSUPPORTED,
             "stage 0 keeps fp32 master weights; write fp32, or choose shard_optimizer",
         ),
-        When(
-            "fp16",
-            lambda cfg: cfg.precision.master == "fp16",
-            Fit.APPROXIMATE,
+        approximate(
+            *is_("precision.master", "fp16"),
             "DeepSpeed has fp16 master weights only under DeepSpeedCPUAdam, with an fp32 state",
         ),
         to=_master_of,
@@ -316,10 +313,9 @@ RULES: Mapping[str, Rule] = {
     ),
     "precision.accumulate": exact(
         "data_types.grad_accum_dtype",
-        When(
+        approximate(
             "fp32 in bf16 or fp16 with no_shard",
             lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
-            Fit.APPROXIMATE,
             "stage 0 only accumulates in the dtype of compute, which is written",
         ),
         to=_accumulate_of,
@@ -357,10 +353,9 @@ RULES: Mapping[str, Rule] = {
         "fp16.initial_scale_power",
         _NOT_FP16,
         _STAYS,
-        When(
+        approximate(
             "no power of two",
             lambda cfg: 2.0 ** _power(cfg) != cfg.precision.initial_loss_scale,
-            Fit.APPROXIMATE,
             "DeepSpeed begins at a power of two; the nearest is written",
         ),
         to=lambda cfg, topology: _scale_of(initial_scale_power=_power(cfg)) if _moving(cfg) else {},

@@ -12,7 +12,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided,
 from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import drops, integer, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When, unless
+from unishard.contract.rules import Fit, Rule, approximate, is_, needs_input, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_deepspeed.arguments.optimizer import peak_of
@@ -255,30 +255,25 @@ def _floor_of(cfg: Config, topology: Topology) -> Native:
     )
 
 
-_AHEAD = When("cosine with a warm-up", lambda cfg: _type_of(cfg) == "WarmupCosineLR", Fit.APPROXIMATE, _BEHIND)
-_BUILT = When(
+_AHEAD = approximate("cosine with a warm-up", lambda cfg: _type_of(cfg) == "WarmupCosineLR", _BEHIND)
+_BUILT = needs_input(
     "linear or cosine without a warm-up, but with no_shard in fp32",
     lambda cfg: cfg.scheduler.ends and _type_of(cfg) is None,
-    Fit.NEEDS_INPUT,
     "pass LinearLR or CosineAnnealingLR: deepspeed.initialize(lr_scheduler=lambda o: ...)",
 )
-_TOO_SHORT = When(
+_TOO_SHORT = approximate(
     "2 with a warm-up of 1",
     lambda cfg: (cfg.scheduler.warmup_steps, cfg.scheduler.total_steps) == (1, 2),
-    Fit.APPROXIMATE,
     "DeepSpeed's warm-up lasts at least two updates, so one more is written",
 )
-_TWO_ENDS = When(
+_TWO_ENDS = approximate(
     "linear with warm-up, and warmup_start_ratio is not min_lr_ratio",
     lambda cfg: _type_of(cfg) == "WarmupDecayLR" and cfg.scheduler.warmup_start_ratio != cfg.scheduler.min_lr_ratio,
-    Fit.APPROXIMATE,
     "WarmupDecayLR begins and ends at one rate; that of the end is written",
 )
 
-_NO_CLASS = When(
-    "inverse_sqrt",
-    lambda cfg: cfg.scheduler.name == "inverse_sqrt",
-    Fit.NEEDS_INPUT,
+_NO_CLASS = needs_input(
+    *is_("scheduler.name", "inverse_sqrt"),
     "DeepSpeed has none: deepspeed.initialize(lr_scheduler=lambda o: transformers.get_inverse_sqrt_schedule(o, "
     "num_warmup_steps))",
 )
@@ -291,11 +286,8 @@ RULES: Mapping[str, Rule] = {
         to=_warmup_of,
         when=(
             _NO_CLASS,
-            When(
-                "1",
-                lambda cfg: cfg.scheduler.warmup_steps == 1,
-                Fit.APPROXIMATE,
-                "DeepSpeed's warm-ups last at least two updates",
+            approximate(
+                "1", lambda cfg: cfg.scheduler.warmup_steps == 1, "DeepSpeed's warm-ups last at least two updates"
             ),
         ),
         auto=True,
@@ -310,16 +302,14 @@ RULES: Mapping[str, Rule] = {
         "DeepSpeed's warm-ups always wait for one update",
         unless("constant without warm-up", lambda cfg: _type_of(cfg) is None),
         _AHEAD,
-        When(
+        approximate(
             "not 1 with a warm-up",
             lambda cfg: bool(cfg.scheduler.warmup_steps) and cfg.scheduler.delay_steps != 1,
-            Fit.APPROXIMATE,
             "DeepSpeed's warm-ups wait for one update; everything is one update later",
         ),
-        When(
+        approximate(
             "not 0 without a warm-up",
             lambda cfg: not cfg.scheduler.warmup_steps and bool(cfg.scheduler.delay_steps),
-            Fit.APPROXIMATE,
             "the schedule begins at once; torch's classes do not wait",
         ),
     ),

@@ -12,7 +12,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import boolean, drops, integer, listed, refuses
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When, unless
+from unishard.contract.rules import Fit, Rule, When, equivalent, is_, unless
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 
@@ -239,16 +239,13 @@ RULES: Mapping[str, Rule] = {
     "backend": Rule(Fit.EXACT, "deepspeed.initialize(config=...)"),
     "sharding.strategy": exact(
         "zero_optimization.stage",
-        When(
-            "hybrid_shard",
-            lambda cfg: cfg.sharding.strategy == "hybrid_shard",
-            Fit.EQUIVALENT,
+        equivalent(
+            *is_("sharding.strategy", "hybrid_shard"),
             "stage 3 over all ranks, and a second copy of the parameters in each group (hpZ)",
         ),
-        When(
+        equivalent(
             "hybrid_shard_grad_op",
             lambda cfg: cfg.sharding.hybrid,
-            Fit.EQUIVALENT,
             "stage 2 over all ranks: less memory, more traffic between nodes",
         ),
         to=_stage_of,
@@ -263,10 +260,9 @@ RULES: Mapping[str, Rule] = {
     "sharding.reshard_after_forward": exact(
         "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters, zero_hpz_partition_size",
         _NOT_FULL,
-        When(
+        equivalent(
             "a number with hybrid_shard",
             lambda cfg: cfg.sharding.hybrid and cfg.sharding.reshard_group is not None,
-            Fit.EQUIVALENT,
             "backward gathers in the group of hybrid_shard (hpZ)",
         ),
         to=lambda cfg, topology: merge(fields.gathering(cfg, topology), _kept_in_group(cfg)),
@@ -274,9 +270,7 @@ RULES: Mapping[str, Rule] = {
     "sharding.units": exact(
         "zero_optimization.leaf_module.classes",
         _NOT_FULL,
-        When(
-            "auto", lambda cfg: cfg.sharding.units == "auto", Fit.EQUIVALENT, "DeepSpeed gathers each module by itself"
-        ),
+        equivalent(*is_("sharding.units", "auto"), "DeepSpeed gathers each module by itself"),
         to=_units_of,
     ),
     "sharding.min_unit_params": row(
@@ -290,12 +284,7 @@ RULES: Mapping[str, Rule] = {
         "zero_optimization.leaf_module.classes",
         "gathered whole, and a rank that does not use one adds zeros",
         unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
-        When(
-            "strategy is not full_shard",
-            lambda cfg: not _three(cfg),
-            Fit.EQUIVALENT,
-            "unused parameters are reduced as zeros",
-        ),
+        equivalent("strategy is not full_shard", lambda cfg: not _three(cfg), "unused parameters are reduced as zeros"),
     ),
     "communication.reduce_bucket_size": exact(
         "zero_optimization.reduce_bucket_size",
@@ -304,9 +293,7 @@ RULES: Mapping[str, Rule] = {
     "communication.prefetch_bucket_size": exact(
         "zero_optimization.stage3_prefetch_bucket_size",
         _NOT_FULL,
-        When(
-            "null", _next_unit, Fit.EQUIVALENT, "left to DeepSpeed's 50,000,000 elements; affects only time and memory"
-        ),
+        equivalent("null", _next_unit, "left to DeepSpeed's 50,000,000 elements; affects only time and memory"),
         to=lambda cfg, topology: (
             fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if _three(cfg) and not _next_unit(cfg) else {}
         ),

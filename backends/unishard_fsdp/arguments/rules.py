@@ -15,16 +15,24 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import noted, rows
 from unishard.contract.field_rows import NO_FILES, exact, moved_together, nonfinite_unchecked, row, saved_by_script
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import (
+    NO_KEY,
+    SCRIPT,
+    Fit,
+    Rule,
+    approximate,
+    equivalent,
+    is_,
+    mixed,
+    needs_input,
+    sharded,
+    unless,
+)
 from unishard_fsdp.arguments.precision import DTYPES
 
 
-def _sharded(cfg: Config) -> bool:
-    return cfg.sharding.strategy != "no_shard"
-
-
 def _reshard(cfg: Config, topology: Topology) -> Native:
-    if not _sharded(cfg):
+    if not sharded(cfg):
         return {}
     return {"reshard_after_forward": cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward}
 
@@ -32,7 +40,7 @@ def _reshard(cfg: Config, topology: Topology) -> Native:
 def _mesh(cfg: Config, topology: Topology) -> Native:
     """The mesh axes, without the number of groups if the number of ranks is unknown."""
     if not cfg.sharding.hybrid:
-        return {} if _sharded(cfg) else {"mesh": {"replicate": topology.world_size, "shard": 1}}
+        return {} if sharded(cfg) else {"mesh": {"replicate": topology.world_size, "shard": 1}}
     group = shard_group_size(cfg, topology)
     if group == 1:
         return {}
@@ -41,7 +49,7 @@ def _mesh(cfg: Config, topology: Topology) -> Native:
 
 
 def _units(cfg: Config, topology: Topology) -> Native:
-    if not _sharded(cfg):
+    if not sharded(cfg):
         return {}
     if cfg.sharding.units != "auto":
         return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": list(cfg.sharding.units)}
@@ -49,17 +57,13 @@ def _units(cfg: Config, topology: Topology) -> Native:
 
 
 def _by_size(cfg: Config) -> bool:
-    return _sharded(cfg) and cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0
+    return sharded(cfg) and cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0
 
 
 def _least(cfg: Config, topology: Topology) -> Native:
     return (
         {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": cfg.sharding.min_unit_params} if _by_size(cfg) else {}
     )
-
-
-def _mixed(cfg: Config) -> bool:
-    return cfg.precision.compute != "fp32"
 
 
 def _dtype(argument: str, word: str) -> Native:
@@ -83,22 +87,17 @@ _OWN: Mapping[str, Rule] = {
     "backend": row(Fit.EXACT, "version", "FSDP2", to=lambda cfg, topology: {"version": 2}),
     "sharding.strategy": exact(
         "reshard_after_forward, mesh",
-        When(
+        equivalent(
             "no_shard",
-            lambda cfg: not _sharded(cfg),
-            Fit.EQUIVALENT,
+            lambda cfg: not sharded(cfg),
             "a mesh that only replicates; equals DistributedDataParallel except for rounding",
         ),
-        When(
-            "shard_optimizer",
-            lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-            Fit.APPROXIMATE,
-            f"{_NEAREST}: {_BETWEEN}, and reduces every micro-batch",
+        approximate(
+            *is_("sharding.strategy", "shard_optimizer"), f"{_NEAREST}: {_BETWEEN}, and reduces every micro-batch"
         ),
-        When(
+        approximate(
             "shard_grad_op or hybrid_shard_grad_op",
             lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-            Fit.APPROXIMATE,
             f"{_NEAREST}: {_BETWEEN}",
         ),
         to=lambda cfg, topology: _reshard(cfg, topology) | _mesh(cfg, topology),
@@ -113,7 +112,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "auto_wrap_policy, transformer_layer_cls_to_wrap",
         "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
-        unless("no_shard", lambda cfg: not _sharded(cfg), "nothing is gathered"),
+        unless("no_shard", lambda cfg: not sharded(cfg), "nothing is gathered"),
         to=_units,
     ),
     "sharding.min_unit_params": row(
@@ -121,10 +120,9 @@ _OWN: Mapping[str, Rule] = {
         "min_num_params",
         "FSDP makes units of any module of this size, not only blocks",
         unless("0", lambda cfg: not cfg.sharding.min_unit_params),
-        When(
+        equivalent(
             "beside class names",
             lambda cfg: not _by_size(cfg),
-            Fit.EQUIVALENT,
             "FSDP has no minimum size with class names; same maths with smaller units",
         ),
         to=_least,
@@ -137,25 +135,24 @@ _OWN: Mapping[str, Rule] = {
     ),
     "precision.compute": exact(
         "mixed_precision.param_dtype",
-        to=lambda cfg, topology: _dtype("param_dtype", cfg.precision.compute) if _mixed(cfg) else {},
+        to=lambda cfg, topology: _dtype("param_dtype", cfg.precision.compute) if mixed(cfg) else {},
     ),
     "precision.master": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "cast the model to this dtype before fully_shard",
-        unless("compute is fp32", lambda cfg: not _mixed(cfg)),
+        unless("compute is fp32", lambda cfg: not mixed(cfg)),
         unless("fp32", lambda cfg: cfg.precision.master == "fp32", "if the training script loads the model in fp32"),
     ),
     "precision.reduce": exact(
         "mixed_precision.reduce_dtype",
-        to=lambda cfg, topology: _dtype("reduce_dtype", cfg.precision.reduce) if _mixed(cfg) else {},
+        to=lambda cfg, topology: _dtype("reduce_dtype", cfg.precision.reduce) if mixed(cfg) else {},
     ),
     "precision.accumulate": exact(
         "dtype of the parameters' gradients",
-        When(
+        approximate(
             "not that of master",
             lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-            Fit.APPROXIMATE,
             "FSDP2 accumulates gradients in the master dtype, which is more exact",
         ),
     ),
@@ -163,10 +160,9 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "mixed_precision.cast_forward_inputs",
         "in 16 bits FSDP also casts the other arguments of units, such as rotary tables",
-        When(
+        needs_input(
             "names",
             lambda cfg: not isinstance(cfg.precision.cast_inputs, bool),
-            Fit.NEEDS_INPUT,
             "FSDP2 only knows all and none: false is written; cast the named arguments in the training script",
         ),
         to=lambda cfg, topology: (
@@ -177,7 +173,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         SCRIPT,
         "call fully_shard on the modules of these parameters with a policy without param_dtype, and cast around them",
-        unless("compute is fp32", lambda cfg: not _mixed(cfg)),
+        unless("compute is fp32", lambda cfg: not mixed(cfg)),
         unless(
             "auto", lambda cfg: cfg.precision.keep_fp32 == "auto", "unless the class of a transformers model names some"
         ),
@@ -203,16 +199,13 @@ _OWN: Mapping[str, Rule] = {
         unless("none", lambda cfg: cfg.activation_checkpointing == "none"),
         unless("full", lambda cfg: cfg.activation_checkpointing == "full", "of the units"),
         unless("the units by name", lambda cfg: cfg.activation_checkpointing == cfg.sharding.units, "of the units"),
-        When(
-            "selective",
-            lambda cfg: cfg.activation_checkpointing == "selective",
-            Fit.EQUIVALENT,
+        equivalent(
+            *is_("activation_checkpointing", "selective"),
             "recomputes the units completely: same results, less memory, more time",
         ),
-        When(
+        equivalent(
             "other classes",
             lambda cfg: True,
-            Fit.EQUIVALENT,
             "recomputes the units, not these classes: same results, other memory and time",
         ),
         to=lambda cfg, topology: {} if cfg.activation_checkpointing == "none" else {"activation_checkpointing": True},
@@ -232,10 +225,9 @@ _OWN: Mapping[str, Rule] = {
     "native": exact(
         "mixed_precision, and calls of your training script",
         unless("nothing for fsdp", lambda cfg: not cfg.native.get("fsdp")),
-        When(
+        needs_input(
             "more than mp_policy",
             lambda cfg: set(cfg.native["fsdp"]) != {"mp_policy"},
-            Fit.NEEDS_INPUT,
             "call the method of each setting, such as set_requires_gradient_sync",
         ),
         to=_own,

@@ -24,18 +24,6 @@ from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 from unishard.formats.source import Source, open_named
 
-__all__ = [
-    "FILE",
-    "LAUNCHER",
-    "NAMES",
-    "NEVER",
-    "NO_FILE",
-    "OF_THE_FILE",
-    "deepspeed_entries",
-    "file_entries",
-    "opened",
-]
-
 NAMES: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",

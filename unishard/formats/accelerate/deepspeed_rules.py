@@ -16,13 +16,21 @@ from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import rows
 from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row, when_default
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import (
+    HYBRID,
+    NO_KEY,
+    SCRIPT,
+    Fit,
+    Rule,
+    approximate,
+    equivalent,
+    unless,
+    unsupported,
+)
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
-
-__all__ = ["DEEPSPEED_RULES", "SAVE", "SAVE_KEY"]
 
 _STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 _FILE = "needs a deepspeed_config_file; write it with --to deepspeed"
@@ -49,16 +57,12 @@ def _device(what: str, key: str) -> Rule:
     return exact(
         f"deepspeed_config.{key}",
         unless("none", lambda cfg: getattr(cfg.offload, what) == "none"),
-        When(
-            "nvme",
-            lambda cfg: getattr(cfg.offload, what) == "nvme",
-            Fit.UNSUPPORTED,
-            f"Accelerate 1.15.0 drops the path; it {_FILE}",
+        unsupported(
+            "nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", f"Accelerate 1.15.0 drops the path; it {_FILE}"
         ),
-        When(
+        approximate(
             "the optimizer's, of sgd or lion",
             lambda cfg: what == "optimizer" and cfg.optimizer.name in ("sgd", "lion"),
-            Fit.APPROXIMATE,
             "Accelerate 1.15.0 replaces every optimizer that it does not know by DeepSpeedCPUAdam",
         ),
         to=lambda cfg, topology: _inline(**{key: getattr(cfg.offload, what)}),
@@ -88,12 +92,7 @@ _SHARDING: Mapping[str, Rule] = {
     ),
     "sharding.strategy": exact(
         "deepspeed_config.zero_stage",
-        When(
-            "hybrid",
-            lambda cfg: cfg.sharding.hybrid,
-            Fit.UNSUPPORTED,
-            "Accelerate has no rank groups for DeepSpeed; use backend=fsdp or full_shard",
-        ),
+        unsupported(*HYBRID, "Accelerate has no rank groups for DeepSpeed; use backend=fsdp or full_shard"),
         to=lambda cfg, topology: _inline(zero_stage=_STAGES[cfg.sharding.strategy]),
     ),
     "sharding.group_size": no_key(
@@ -179,10 +178,9 @@ _LOOP: Mapping[str, Rule] = {
     ),
     "training.gradient_clipping": exact(
         "deepspeed_config.gradient_clipping",
-        When(
+        equivalent(
             "null",
             lambda cfg: cfg.training.gradient_clipping is None,
-            Fit.EQUIVALENT,
             "written as a norm that is never reached: Accelerate 1.15.0 turns null into 1.0",
         ),
         to=_clipping,

@@ -11,19 +11,6 @@ from unishard.config.describe import shown
 from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable
 from unishard.contract.rules import Fit
 
-__all__ = [
-    "KINDS",
-    "TOOL",
-    "block_of",
-    "dropped",
-    "kind_named",
-    "kind_of",
-    "overlooked",
-    "precision_of",
-    "precision_word",
-    "refused",
-]
-
 TOOL = "Accelerate 1.15.0"
 
 

@@ -25,8 +25,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-__all__ = ["FORMAT"]
-
 _BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
 _PREFIXED = ("dynamo_config", "fp8_config")
 """Blocks whose keys Accelerate also takes without their prefix."""
@@ -165,10 +163,6 @@ def _precision_entries(spot: Spot, precision: str, engine: str) -> Iterator[Entr
         yield Entry(spot.path, spot.value, KeyEffect(Fit.APPROXIMATE, note, fields), spot.assumed)
 
 
-def _fsdp(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
-    return fsdp_entries(source.data, precision, spot, topology)
-
-
 def _replicas(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
     """Replicas have no engine's arguments; groups of ranks are only another number of replicas."""
     block = block_of(source.data, "parallelism_config")
@@ -187,7 +181,7 @@ def _deepspeed(source: Source, precision: str, spot: Spot, topology: Topology | 
 
 
 _ENGINES: Mapping[str, Callable[[Source, str, Spot, Topology | None], list[Entry]]] = {
-    "fsdp": _fsdp,
+    "fsdp": (lambda source, precision, spot, topology: fsdp_entries(source.data, precision, spot, topology)),
     "deepspeed": _deepspeed,
     "none": _replicas,
 }

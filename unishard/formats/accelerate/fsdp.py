@@ -16,8 +16,6 @@ from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overloo
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 
-__all__ = ["CLASSES", "NAMES", "fsdp_entries"]
-
 NAMES: Mapping[str, str] = {
     f"fsdp_{name}": name
     for name in names(
@@ -35,8 +33,6 @@ _NULLABLE = names(
 )
 """Not passed on where they are null; Accelerate makes the text `none` of every other null."""
 
-_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST")
-_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 _AUTOCAST = f"{TOOL} also runs FSDP1 in torch.autocast: some operations stay in fp32; without it all run in this dtype"
 _LIST = "read as class names; write them comma-separated, Accelerate 1.15.0 takes no list"
@@ -139,9 +135,9 @@ def _word(words: tuple[str, ...]) -> Callable[[Any], str]:
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "fsdp_version": integer(1, 2),
     "fsdp_backward_prefetch": lambda value: (
-        "NO_PREFETCH" if str(value).upper() == "NO_PREFETCH" else _word(_PREFETCH)(value)
+        "NO_PREFETCH" if str(value).upper() == "NO_PREFETCH" else _word(("BACKWARD_PRE", "BACKWARD_POST"))(value)
     ),
-    "fsdp_state_dict_type": _word(_STATE_DICTS),
+    "fsdp_state_dict_type": _word(("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
     "fsdp_transformer_layer_cls_to_wrap": listed,
     "fsdp_min_num_params": integer(0),
 } | dict.fromkeys(

@@ -18,17 +18,11 @@ from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import KINDS, TOOL, kind_named, precision_word
 from unishard.formats.names import names
 
-__all__ = ["KEYS"]
-
-
 _LAUNCHER = "launcher setting; start the ranks with torchrun or srun"
-_ENVIRONMENT = f"{TOOL} refuses a file with this key; export the variables before the launch instead"
-_TPU = "only used on TPUs"
-_FP8 = "only used with fp8, which becomes bf16"
 _LOST = "Accelerate 1.15.0 reads {} instead; only used with fp8, which becomes bf16"
 _INTEL = f"Intel's extension of PyTorch; {TOOL} refuses this key, so remove it"
 _GONE: Mapping[str, str] = {
-    "env": _ENVIRONMENT,
+    "env": f"{TOOL} refuses a file with this key; export the variables before the launch instead",
     "ipex_config": _INTEL,
     "xpu_config": _INTEL,
     "tpu_cluster": f"only used on TPUs; {TOOL} refuses this key, so remove it",
@@ -36,10 +30,6 @@ _GONE: Mapping[str, str] = {
 """Keys with which Accelerate refuses a file, though nothing is lost without them."""
 _RANKS = "num_processes divided by num_machines"
 _ONE_HOST = "only used with several hosts; one host takes a free port"
-_NUMBERED = (
-    "differs by host: pass --node-rank to the launcher, where launch.rendezvous is static; c10d numbers the "
-    "hosts as they meet"
-)
 _BACKENDS = ("static", "c10d", "etcd-v2", "etcd")
 PORT = 29500
 """Of the rendezvous, in Accelerate as in torchrun."""
@@ -144,7 +134,7 @@ def _compiles(given: DocumentValues) -> bool:
 
 def _compile_backend(value: Any, given: DocumentValues) -> KeyEffect:
     if not _compiles(given):
-        return left_out(_NO_COMPILE)
+        return left_out("Accelerate 1.15.0 does not pass this on to DeepSpeed: nothing is compiled")
     name = text(value).lower() if value is not False else "no"
     if name not in _DYNAMO:
         raise Unreadable(
@@ -207,7 +197,6 @@ _DYNAMO = names(
     "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt "
     "aot_torchxla_trace_once torchxla_trace_once ipex tvm hpu_backend"
 )
-_NO_COMPILE = "Accelerate 1.15.0 does not pass this on to DeepSpeed: nothing is compiled"
 _TIME = "affects only how code is compiled"
 
 _DYNAMO_KEYS: Mapping[str, Key] = {
@@ -226,7 +215,7 @@ _DYNAMO_KEYS: Mapping[str, Key] = {
 }
 
 _FP8_KEYS: Mapping[str, Key] = {
-    f"fp8_config.{name}": drops(_FP8)
+    f"fp8_config.{name}": drops("only used with fp8, which becomes bf16")
     for name in names(
         "backend use_autocast_during_eval margin interval fp8_format format amax_history_len amax_compute_algo "
         "override_linear_precision opt_level enable_fsdp_float8_all_gather pad_inner_dim"
@@ -268,14 +257,17 @@ KEYS: Mapping[str, Key] = {
     "num_machines": Key(_machines, "launch.nodes"),
     "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "computes on the accelerator where there is one"),
     **{name: drops(_LAUNCHER) for name in names("same_network enable_cpu_affinity mpirun_config")},
-    "machine_rank": drops(_NUMBERED),
+    "machine_rank": drops(
+        "differs by host: pass --node-rank to the launcher, where launch.rendezvous is static; c10d numbers the "
+        "hosts as they meet"
+    ),
     "rdzv_backend": Key(_rendezvous, "launch.rendezvous", note="with several machines"),
     "gpu_ids": Key(_gpus, "launch.environment", note="CUDA_VISIBLE_DEVICES"),
     "main_process_ip": Key(lambda value, given: _endpoint(given), "launch.endpoint", note="with several machines"),
     "main_process_port": Key(_port, "launch.endpoint", note="with several machines"),
     "debug": drops("Accelerate's own check of its collectives; see communication.desync_check"),
     **{
-        name: drops(_TPU)
+        name: drops("only used on TPUs")
         for name in names(
             "main_training_function downcast_bf16 tpu_name tpu_zone tpu_vm tpu_env tpu_use_cluster tpu_use_sudo "
             "command_file commands"

@@ -25,10 +25,20 @@ from unishard.contract.field_rows import (
     row,
     when_default,
 )
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import (
+    NO_KEY,
+    PURE,
+    SCRIPT,
+    Fit,
+    Rule,
+    approximate,
+    equivalent,
+    is_,
+    needs_input,
+    sharded,
+    unless,
+)
 from unishard.formats.accelerate.script import BY_SCRIPT
-
-__all__ = ["FSDP_RULES", "mixed"]
 
 
 def mixed(cfg: Config) -> bool:
@@ -36,21 +46,17 @@ def mixed(cfg: Config) -> bool:
     return cfg.precision.compute != "fp32" and not cfg.precision.pure
 
 
-def _sharded(cfg: Config) -> bool:
-    return cfg.sharding.strategy != "no_shard"
-
-
 def _replicas(cfg: Config) -> bool:
-    return not _sharded(cfg)
+    return not sharded(cfg)
 
 
 def _fsdp(cfg: Config, **keys: Any) -> Native:
     """Keys of the block `fsdp_config`, which only sharding has."""
-    return {"fsdp_config": {f"fsdp_{key}": value for key, value in keys.items()}} if _sharded(cfg) else {}
+    return {"fsdp_config": {f"fsdp_{key}": value for key, value in keys.items()}} if sharded(cfg) else {}
 
 
 def _backend(cfg: Config, topology: Topology) -> Native:
-    kind = "FSDP" if _sharded(cfg) else "MULTI_GPU"
+    kind = "FSDP" if sharded(cfg) else "MULTI_GPU"
     return {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, **_fsdp(cfg, version=2)}
 
 
@@ -68,19 +74,11 @@ def _groups(cfg: Config, topology: Topology) -> Native:
     return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
 
 
-def _by_size(cfg: Config) -> bool:
-    return cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0
-
-
 def _units(cfg: Config, topology: Topology) -> Native:
-    if _by_size(cfg):
+    if cfg.sharding.units == "auto" and cfg.sharding.min_unit_params > 0:
         return _fsdp(cfg, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=cfg.sharding.min_unit_params)
     named = {} if cfg.sharding.units == "auto" else {"transformer_layer_cls_to_wrap": ",".join(cfg.sharding.units)}
     return _fsdp(cfg, auto_wrap_policy="TRANSFORMER_BASED_WRAP", **named)
-
-
-def _offloaded(cfg: Config) -> bool:
-    return "cpu" in (cfg.offload.params, cfg.offload.optimizer)
 
 
 def _allows_tf32(cfg: Config) -> bool:
@@ -104,17 +102,11 @@ _SHARDING: Mapping[str, Rule] = {
     "sharding.strategy": exact(
         "fsdp_config.fsdp_reshard_after_forward, parallelism_config",
         unless("no_shard", _replicas, "MULTI_GPU: DistributedDataParallel"),
-        When(
-            "shard_optimizer",
-            lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-            Fit.APPROXIMATE,
-            f"{_NEAREST}, and reduces gradients on every micro-batch",
+        approximate(
+            *is_("sharding.strategy", "shard_optimizer"), f"{_NEAREST}, and reduces gradients on every micro-batch"
         ),
-        When(
-            "shard_grad_op or hybrid_shard_grad_op",
-            lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-            Fit.APPROXIMATE,
-            _NEAREST,
+        approximate(
+            "shard_grad_op or hybrid_shard_grad_op", lambda cfg: cfg.sharding.within_group == "shard_grad_op", _NEAREST
         ),
         to=_strategy,
     ),
@@ -146,13 +138,8 @@ _SHARDING: Mapping[str, Rule] = {
 _PRECISION: Mapping[str, Rule] = {
     "precision.compute": exact(
         "mixed_precision",
-        When(
-            "pure",
-            lambda cfg: cfg.precision.pure,
-            Fit.EQUIVALENT,
-            "mixed_precision: no computes in the model's dtype; load the model in this one",
-        ),
-        When("no_shard in bf16 or fp16", lambda cfg: _replicas(cfg) and mixed(cfg), Fit.APPROXIMATE, _AUTOCAST),
+        equivalent(*PURE, "mixed_precision: no computes in the model's dtype; load the model in this one"),
+        approximate("no_shard in bf16 or fp16", lambda cfg: _replicas(cfg) and mixed(cfg), _AUTOCAST),
         to=lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"},
     ),
     "precision.master": row(
@@ -176,10 +163,9 @@ _PRECISION: Mapping[str, Rule] = {
                 lambda cfg: _allows_tf32(cfg) and cfg.precision.matmul == "tf32",
                 "Accelerate allows it",
             ),
-            When(
+            needs_input(
                 "keep with compile in fp32",
                 lambda cfg: _allows_tf32(cfg) and cfg.precision.matmul == "keep",
-                Fit.NEEDS_INPUT,
                 "Accelerate then allows TF32; after Accelerator(), call torch.set_float32_matmul_precision('highest') "
                 "to forbid it",
             ),
@@ -188,16 +174,14 @@ _PRECISION: Mapping[str, Rule] = {
     ),
     "precision.accumulate": exact(
         "dtype of the parameters' gradients",
-        When(
+        approximate(
             "not that of master",
             lambda cfg: cfg.precision.accumulate != cfg.precision.master,
-            Fit.APPROXIMATE,
             "FSDP2 adds gradients up in the dtype of the master weights, which is more exact",
         ),
-        When(
+        approximate(
             "mixed, with accumulation",
-            lambda cfg: mixed(cfg) and _sharded(cfg) and cfg.training.gradient_accumulation_steps > 1,
-            Fit.APPROXIMATE,
+            lambda cfg: mixed(cfg) and sharded(cfg) and cfg.training.gradient_accumulation_steps > 1,
             "accumulates in the reduce dtype; GradientAccumulationPlugin(sync_each_batch=True)",
         ),
     ),
@@ -205,21 +189,19 @@ _PRECISION: Mapping[str, Rule] = {
 
 _LOOP: Mapping[str, Rule] = {
     **moved_together(
-        "fsdp_config.fsdp_offload_params", lambda cfg, topology: _fsdp(cfg, offload_params=_offloaded(cfg))
+        "fsdp_config.fsdp_offload_params",
+        lambda cfg, topology: _fsdp(cfg, offload_params=("cpu" in (cfg.offload.params, cfg.offload.optimizer))),
     ),
     "activation_checkpointing": row(
         Fit.EXACT,
         "fsdp_config.fsdp_activation_checkpointing",
         "of the units",
         when_default("activation_checkpointing"),
-        When(
-            "no_shard", _replicas, Fit.NEEDS_INPUT, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"
-        ),
+        needs_input("no_shard", _replicas, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
         unless("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), "of the units"),
-        When(
+        equivalent(
             "selective, or other classes",
             lambda cfg: True,
-            Fit.EQUIVALENT,
             "full units are recomputed: the same results, other memory and time",
         ),
         to=lambda cfg, topology: _fsdp(cfg, activation_checkpointing=cfg.activation_checkpointing != "none"),
@@ -237,45 +219,31 @@ _LOOP: Mapping[str, Rule] = {
         Fit.APPROXIMATE,
         NO_KEY,
         "torch steps with infinite or NaN gradients; check what clip_grad_norm_ returns",
-        When(
-            "raise in fp16",
-            lambda cfg: cfg.precision.compute == "fp16",
-            Fit.APPROXIMATE,
-            "GradScaler skips it without an error",
+        approximate(
+            "raise in fp16", lambda cfg: cfg.precision.compute == "fp16", "GradScaler skips it without an error"
         ),
     ),
     "training.buffers": BUFFERS._replace(
         when=(
-            When(
+            needs_input(
                 "local with no_shard",
                 lambda cfg: _replicas(cfg) and cfg.training.buffers == "local",
-                Fit.NEEDS_INPUT,
                 "pass DistributedDataParallelKwargs(broadcast_buffers=False) in kwargs_handlers of the Accelerator",
             ),
             *BUFFERS.when,
-            When("rank0 with no_shard", _replicas, Fit.EQUIVALENT, BEFORE_EACH_FORWARD),
+            equivalent("rank0 with no_shard", _replicas, BEFORE_EACH_FORWARD),
         )
     ),
     "compile.mode": exact(
         "dynamo_config",
         when_default("compile.mode"),
-        When(
-            "a backend without a word",
-            lambda cfg: cfg.compile.backend not in _BACKENDS,
-            Fit.NEEDS_INPUT,
-            "call torch.compile",
-        ),
+        needs_input("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, "call torch.compile"),
         to=_compile,
     ),
     "compile.backend": exact(
         "dynamo_config.dynamo_backend",
         when_default("compile.mode"),
-        When(
-            "one without a word",
-            lambda cfg: cfg.compile.backend not in _BACKENDS,
-            Fit.NEEDS_INPUT,
-            "call torch.compile",
-        ),
+        needs_input("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, "call torch.compile"),
     ),
 }
 

@@ -13,13 +13,11 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import FALLBACKS, noted
 from unishard.contract.field_rows import exact, left_to_script, row, saved_by_script, when_default
-from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
+from unishard.contract.rules import NO_KEY, Fit, Rule, approximate, is_, needs_input, unless
 from unishard.formats.accelerate.deepspeed import LAUNCHER
 from unishard.formats.accelerate.entries import block_of
 from unishard.formats.accelerate.keys import PORT
 from unishard.formats.launching import Launch
-
-__all__ = ["BY_SCRIPT", "launch_of"]
 
 _FILTERS = {"deepspeed_inclusion_filter": "those in", "deepspeed_exclusion_filter": "without"}
 
@@ -55,10 +53,6 @@ def _hosts(block: Mapping[str, Any]) -> str | None:
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def _nodes(cfg: Config, topology: Topology) -> Native:
-    return {"num_machines": cfg.launch.max_nodes} if cfg.launch.max_nodes > 1 else {}
-
-
 def _processes(cfg: Config, topology: Topology) -> Native:
     each = cfg.launch.processes_per_node
     return {} if each is None else {"num_processes": each * cfg.launch.max_nodes, "num_machines": cfg.launch.max_nodes}
@@ -84,10 +78,6 @@ def _devices(cfg: Config, topology: Topology) -> Native:
     return {} if value is None else {"gpu_ids": str(value)}
 
 
-def _other_variables(cfg: Config) -> bool:
-    return bool(cfg.launch.environment.keys() - {_DEVICES})
-
-
 def _elastic(cfg: Config) -> bool:
     return cfg.launch.min_nodes != cfg.launch.max_nodes
 
@@ -100,8 +90,8 @@ def _argument(name: str, note: str) -> Rule:
 LAUNCH_RULES: Mapping[str, Rule] = {
     "launch.nodes": exact(
         "num_machines",
-        When("a range", _elastic, Fit.APPROXIMATE, "a fixed number: the run does not go on with fewer"),
-        to=_nodes,
+        approximate("a range", _elastic, "a fixed number: the run does not go on with fewer"),
+        to=lambda cfg, topology: {"num_machines": cfg.launch.max_nodes} if cfg.launch.max_nodes > 1 else {},
     ),
     "launch.processes_per_node": exact("num_processes", to=_processes),
     "launch.endpoint": exact("main_process_ip, main_process_port", to=_endpoint),
@@ -113,20 +103,15 @@ LAUNCH_RULES: Mapping[str, Rule] = {
     "launch.max_restarts": _argument("max_restarts", "pass accelerate launch --max_restarts"),
     "launch.environment": exact(
         "gpu_ids",
-        When(
+        needs_input(
             "other variables",
-            _other_variables,
-            Fit.NEEDS_INPUT,
+            lambda cfg: bool(cfg.launch.environment.keys() - {_DEVICES}),
             f"export them before the launch; only {_DEVICES} has a key",
         ),
         to=_devices,
     ),
 }
 """Rows by field, the same for every engine."""
-
-
-def _every_step(cfg: Config) -> bool:
-    return cfg.training.gradient_accumulation_steps == 1
 
 
 _SCHEDULE = "steps once for each rank: pass step_scheduler_with_optimizer=False"
@@ -136,13 +121,8 @@ BY_SCRIPT: Mapping[str, Rule] = {
         Fit.APPROXIMATE,
         NO_KEY,
         "Accelerate divides the last update by the full window: the last samples weigh less",
-        unless("no accumulation", _every_step, "every window is full"),
-        When(
-            "drop",
-            lambda cfg: cfg.training.last_window == "drop",
-            Fit.NEEDS_INPUT,
-            "leave out the batches that do not fill a window",
-        ),
+        unless("no accumulation", lambda cfg: cfg.training.gradient_accumulation_steps == 1, "every window is full"),
+        needs_input(*is_("training.last_window", "drop"), "leave out the batches that do not fill a window"),
     ),
     "training.seed": left_to_script(
         "call accelerate.utils.set_seed(..., device_specific=True), and seed the DataLoader"

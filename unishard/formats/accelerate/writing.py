@@ -20,8 +20,6 @@ from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-__all__ = ["expressed", "for_trainer", "text_of"]
-
 
 def for_trainer(source: Source) -> tuple[Mapping[str, Any], Path | None]:
     """The arguments, and where in the file DeepSpeed's own config is named."""
@@ -66,7 +64,6 @@ _NO_KEY = FieldResult(
 _ENGINES = ("backend", "native", "sharding.", "offload.")
 """Fields that are the engine's, not the training script's: Accelerate without `fsdp_auto_wrap_policy` gathers the whole
 model at once."""
-_CLIPPING = "training.gradient_clipping"
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
@@ -82,7 +79,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Rendered:
         raise ConfigError([Problem("backend", message)])
     left = frozenset(path for path in reading.unsaid if path in reading.undecided or not path.startswith(_ENGINES))
     open_ = frozenset(
-        {_CLIPPING} & left if config.backend == "deepspeed" else ()
+        {"training.gradient_clipping"} & left if config.backend == "deepspeed" else ()
     )  # its own default would clip to 1.0 in silence
     # Where a value is not set, the key is left out: Accelerate's own default is the same as its word "auto".
     table = {

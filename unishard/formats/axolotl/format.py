@@ -23,8 +23,6 @@ from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-__all__ = ["FORMAT"]
-
 _VARIABLE = re.compile(r"\$\{[^}]+\}")
 _SHIPPED = re.compile(r"zero[123](_torch_compile|_bf16)?(_cpuoffload_(all|params))?\.json")
 _BACK = {argument: name for name, argument in NAMES.items()}

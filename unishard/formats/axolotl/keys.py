@@ -8,41 +8,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
-from unishard.contract.key_rows import boolean, drops, integer, number, refuses
+from unishard.contract.key_rows import boolean, integer, number, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.axolotl.rules import NAMES, SAVED
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import DEEPSPEED, FSDP, checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
-from unishard.formats.names import ignored, names
-
-__all__ = ["ENGINES", "KEYS", "TOOL"]
-
-_GROUPED = "gives some parameters another rate; make parameter groups of it"
-_RESTARTS = "restarts the schedule during training; build the scheduler in the training script"
-_PARALLEL = "parallelism within a model is not supported; write 1 and use more ranks"
-
-
-def _is_one(value: object) -> bool:
-    return off(value) or value == 1
-
+from unishard.formats.names import each, ignored, names
 
 IGNORED: Mapping[str, Key] = {
-    **ignored("axolotl/ignored.txt"),
-    "embedding_lr": refuses(_GROUPED, off),
-    "embedding_lr_scale": refuses(_GROUPED, off),
-    "lr_groups": refuses(_GROUPED, off),
-    "loraplus_lr_ratio": refuses(_GROUPED, off),
-    "loraplus_lr_embedding": refuses(_GROUPED, off),
-    "jagged_restart_steps": refuses(_RESTARTS, off),
-    "relora": refuses(_RESTARTS, off),
-    "relora_steps": refuses(_RESTARTS, off),
-    "lr_quadratic_warmup": refuses("a quadratic warmup is not supported; build the scheduler in the script", off),
-    "fp8": refuses("fp8 is not supported; write bf16", off),
-    "tensor_parallel_size": refuses(_PARALLEL, _is_one),
-    "context_parallel_size": refuses(_PARALLEL, _is_one),
-    "sequence_parallel_degree": refuses(_PARALLEL, _is_one),
-    "expert_parallel_size": refuses(_PARALLEL, _is_one),
+    **ignored("axolotl/ignored.txt", off=off),
+    **each(
+        "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size",
+        refuses(
+            "parallelism within a model is not supported; write 1 and use more ranks",
+            lambda value: off(value) or value == 1,
+        ),
+    ),
 }
 """Keys that a config of the training does not need, and some that it cannot say."""
 
@@ -58,9 +40,8 @@ _SAME = names(
     "accelerator_config warmup_ratio"
 )
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
-_TORCH = "torch's AdamW: the same algorithm"
 _OWN = {
-    "optimi_adamw": ("adamw", Fit.EQUIVALENT, _TORCH),
+    "optimi_adamw": ("adamw", Fit.EQUIVALENT, "torch's AdamW: the same algorithm"),
     "ao_adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
     "ao_adamw_4bit": ("adamw", Fit.APPROXIMATE, _EIGHT.replace("8-bit", "4-bit")),
     "ao_adamw_fp8": ("adamw", Fit.APPROXIMATE, _EIGHT.replace("8-bit", "fp8")),
@@ -121,7 +102,6 @@ def _tf32(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 _FALLS = "a cosine that stops falling before the end is not supported; build the scheduler in the training script"
-_UNSCALED = "loads the model in fp16 and trains it without a loss scale; write fp16 instead"
 
 
 def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
@@ -192,10 +172,6 @@ def _batch(value: Any, given: DocumentValues) -> KeyEffect:
 _RAY = "start it with unishard launch --ray"
 
 
-def _ray(value: Any, given: DocumentValues) -> KeyEffect:
-    return left_out("is off" if off(value) else _RAY)
-
-
 def _workers(value: Any, given: DocumentValues) -> KeyEffect:
     """`ray_num_workers`: on any host."""
     if off(value) or off(given.get("use_ray")):
@@ -245,12 +221,8 @@ KEYS: Mapping[str, Key] = {
     "bf16": Key(_brain, "precision.compute, precision.master, precision.reduce", tool_default="auto"),
     "tf32": Key(_tf32, "precision.matmul"),
     "bfloat16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
-    "float16": refuses(_UNSCALED, off),
-    "float32": drops("the default without bf16 and fp16"),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
-    "fp32_norms": refuses("unishard computes norms in the dtype of the model; remove it", off),
-    "fp32_norm_classes": drops("names what fp32_norms switches on"),
-    "use_ray": Key(_ray, "", Fit.IGNORED, _RAY),
+    "use_ray": Key(lambda value, given: left_out("is off" if off(value) else _RAY), "", Fit.IGNORED, _RAY),
     "ray_num_workers": Key(
         _workers, "launch.processes_per_node", Fit.EQUIVALENT, f"workers of Ray on any host; {_RAY}"
     ),

@@ -14,7 +14,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.field_rows import asked, exact, keeps_more, started_elsewhere, when_default
 from unishard.contract.key_rows import number, text
 from unishard.contract.render import FieldResult, Rendered, render
-from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import PURE, SCRIPT, Fit, Rule, approximate, equivalent, unless
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off, switched_on, without
 from unishard.formats.hf.rules import RULES as ARGUMENTS
@@ -22,8 +22,6 @@ from unishard.formats.hf.rules import decided_of, engine_of
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
 from unishard.formats.hf.scheduling import lengths_of
 from unishard.formats.reading import ReadDocument
-
-__all__ = ["NAMES", "RULES", "SAVED", "written"]
 
 NAMES: Mapping[str, str] = {
     "micro_batch_size": "per_device_train_batch_size",
@@ -122,7 +120,7 @@ SAVING: Mapping[str, Rule] = {
     "checkpoint.keep_last": exact(
         "save_total_limit",
         when_default("checkpoint.keep_last", "all: written as a number that no training reaches"),
-        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, "all are kept"),
+        approximate("with keep_every or keep_best", keeps_more, "all are kept"),
         to=_kept,
     ),
     **asked(
@@ -173,7 +171,6 @@ def _bf16_without_engine(cfg: Config) -> bool:
     return without(cfg) and cfg.precision.compute == "bf16"
 
 
-_NEAREST = ARGUMENTS["sharding.strategy"].when[-1]
 _LOADED = "axolotl loads the model in bf16: without an engine, optimizer state is bf16 too"
 _PURE = "axolotl's engines keep fp32 master weights beside bf16: more exact, more memory"
 
@@ -192,17 +189,16 @@ _OWN: Mapping[str, Rule] = {
     "sharding.strategy": exact(
         "fsdp_config.reshard_after_forward, dp_replicate_size, dp_shard_size",
         ARGUMENTS["sharding.strategy"].when[0],
-        _NEAREST,
+        ARGUMENTS["sharding.strategy"].when[-1],
         to=_groups,
     ),
     "sharding.group_size": exact("dp_shard_size, dp_replicate_size"),
     "offload.pin_memory": exact("fsdp_config.cpu_offload_pin_memory", to=_pinned),
     "precision.compute": exact(
         "bf16, fp16",
-        When(
+        equivalent(
             "fp16 and no_shard",
             lambda cfg: without(cfg) and cfg.precision.compute == "fp16",
-            Fit.EQUIVALENT,
             "torch.autocast keeps some operations in fp32; without it all run in this dtype",
         ),
         to=_precision,
@@ -211,13 +207,13 @@ _OWN: Mapping[str, Rule] = {
         "bf16, fp16",
         unless("fp32", lambda cfg: not cfg.precision.pure and not _bf16_without_engine(cfg)),
         unless("bf16 without an engine", lambda cfg: cfg.precision.pure and _bf16_without_engine(cfg)),
-        When("fp32 without an engine", lambda cfg: not cfg.precision.pure, Fit.APPROXIMATE, _LOADED),
-        When("pure", lambda cfg: cfg.precision.pure, Fit.APPROXIMATE, _PURE),
+        approximate("fp32 without an engine", lambda cfg: not cfg.precision.pure, _LOADED),
+        approximate(*PURE, _PURE),
     ),
     "precision.reduce": ARGUMENTS["precision.reduce"]._replace(
         when=(
             unless("bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.reduce == "bf16"),
-            When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
+            approximate("fp32 without an engine", _bf16_without_engine, _LOADED),
             *ARGUMENTS["precision.reduce"].when,
         )
     ),
@@ -226,7 +222,7 @@ _OWN: Mapping[str, Rule] = {
             unless(
                 "bf16 without an engine", lambda cfg: _bf16_without_engine(cfg) and cfg.precision.accumulate == "bf16"
             ),
-            When("fp32 without an engine", _bf16_without_engine, Fit.APPROXIMATE, _LOADED),
+            approximate("fp32 without an engine", _bf16_without_engine, _LOADED),
             *ARGUMENTS["precision.accumulate"].when,
         )
     ),
@@ -263,12 +259,8 @@ def _renamed(document: Native) -> Native:
     """The document under axolotl's names."""
     found: Native = {}
     for name, value in document.items():
-        found |= _RENAMED.get(name, _plain)(name, value)
+        found |= _RENAMED[name](name, value) if name in _RENAMED else {_WORDS.get(name, name): value}
     return found
-
-
-def _plain(name: str, value: Any) -> Native:
-    return {_WORDS.get(name, name): value}
 
 
 def _fsdp(name: str, value: Mapping[str, Any]) -> Native:
@@ -282,10 +274,6 @@ def _kwargs(name: str, value: Mapping[str, Any]) -> Native:
     return {"cosine_min_lr_ratio": value["min_lr_rate"]} if "min_lr_rate" in value else {name: value}
 
 
-def _shape(name: str, value: str) -> Native:
-    return {"lr_scheduler": "cosine" if value == "cosine_with_min_lr" else value}
-
-
 def _warmup(name: str, value: Any) -> Native:
     """Axolotl takes whole numbers as `warmup_steps` (schemas/config.py)."""
     return {"warmup_ratio" if isinstance(value, float) and 0 < value < 1 else name: value}
@@ -296,7 +284,7 @@ _RENAMED: Mapping[str, Callable[[str, Any], Native]] = {
     "fsdp": lambda name, value: {},
     "fsdp_config": _fsdp,
     "lr_scheduler_kwargs": _kwargs,
-    "lr_scheduler_type": _shape,
+    "lr_scheduler_type": (lambda name, value: {"lr_scheduler": "cosine" if value == "cosine_with_min_lr" else value}),
     "warmup_steps": _warmup,
     "activation_checkpointing": lambda name, value: {"gradient_checkpointing": value},
     "activation_checkpointing_kwargs": lambda name, value: {"gradient_checkpointing_kwargs": value},

@@ -19,8 +19,6 @@ from unishard.formats.hf.sharding import words_of
 from unishard.formats.names import names
 from unishard.formats.source import Source
 
-__all__ = ["sharded"]
-
 _NAMES: Mapping[str, str] = {
     "version": "version",
     "offload_params": "cpu_offload",

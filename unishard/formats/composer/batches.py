@@ -13,8 +13,6 @@ from unishard.contract.key_rows import integer
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 
-__all__ = ["BATCHES", "updates"]
-
 _TIME = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(ba|ep|dur|tok|sp|sec|iter)\s*")
 _UNITS = {
     "ep": "the length of the data: {text} are epochs",
@@ -53,8 +51,6 @@ def updates(value: Any, given: DocumentValues) -> int | Undecided:
 
 _AUTOMATIC = Undecided("Composer's automatic micro-batching, which takes what fits into memory; write a size")
 _RANKS = Undecided("the number of ranks: global batch / (micro-batch x ranks); add --world-size")
-_GLOBAL = ("global_train_batch_size", "train_batch_size")
-_ACCUMULATION = ("device_train_grad_accum", "grad_accum")
 
 
 def _size(given: DocumentValues, *keys: str) -> int | Undecided | None:
@@ -68,7 +64,7 @@ def _size(given: DocumentValues, *keys: str) -> int | Undecided | None:
 
 def _global_batch_size(given: DocumentValues) -> int | None:
     """Samples in one update over all ranks."""
-    found = _size(given, *_GLOBAL)
+    found = _size(given, "global_train_batch_size", "train_batch_size")
     if isinstance(found, int):
         return found
     each = _size(given, "device_train_batch_size")
@@ -96,7 +92,7 @@ def _part(given: DocumentValues) -> int | None:
 def _plan(given: DocumentValues) -> tuple[Any, Any]:
     """Micro-batch and accumulation; None for what nothing says."""
     part, micro = _part(given), _size(given, "device_train_microbatch_size")
-    windows = _size(given, *_ACCUMULATION)
+    windows = _size(given, "device_train_grad_accum", "grad_accum")
     if isinstance(micro, int):
         if part is None:
             return micro, _RANKS if _global_batch_size(given) else windows

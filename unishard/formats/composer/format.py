@@ -21,8 +21,6 @@ from unishard.formats.format import Format
 from unishard.formats.source import Source
 from unishard.formats.undecided import open_end
 
-__all__ = ["FORMAT"]
-
 _NAME = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _DEEP = 16
 """Interpolations within interpolations that are followed; a circle ends here and stays text."""

@@ -17,8 +17,6 @@ from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.names import names
 
-__all__ = ["ARGUMENTS", "DEEPSPEED", "FSDP", "engine", "trains"]
-
 ARGUMENTS: Mapping[str, str] = {
     name: name
     for name in names(

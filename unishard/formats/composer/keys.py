@@ -16,12 +16,9 @@ from unishard.formats.composer.fsdp_keys import FSDP
 from unishard.formats.composer.optimization_keys import OPTIMIZATION
 from unishard.formats.names import ignored
 
-__all__ = ["KEYS", "RUN", "deferred"]
-
 _STEPS = 1000
 """llm-foundry's interval if it is not set."""
 _LAST = "Composer also saves at the end of the training; call engine.save() there"
-_NOWHERE = "nothing is saved without save_folder"
 
 
 def _folder(value: Any, given: DocumentValues) -> KeyEffect:
@@ -43,7 +40,7 @@ def _folder(value: Any, given: DocumentValues) -> KeyEffect:
 
 def _interval(value: Any, given: DocumentValues) -> KeyEffect:
     if not given.get("save_folder"):
-        return left_out(_NOWHERE)
+        return left_out("nothing is saved without save_folder")
     if isinstance(value, str) and value.strip().endswith("sec"):
         minutes = number(0)(value.strip().removesuffix("sec")) / 60
         return KeyEffect(Fit.EQUIVALENT, _LAST, {"checkpoint.every_minutes": minutes or None})
@@ -77,14 +74,12 @@ SAVED: Mapping[str, Key] = {
 }
 """What each key says."""
 
-_DEGREE = "tensor_parallel_degree"
-
 
 _WHOLE = "layers that are split between ranks are not supported; remove it and use only fsdp_config"
 
 
 def _tensor_parallel(value: Any, given: DocumentValues) -> KeyEffect:
-    degree = value.get(_DEGREE, 1) if isinstance(value, Mapping) else value
+    degree = value.get("tensor_parallel_degree", 1) if isinstance(value, Mapping) else value
     if degree in (None, 1, {}):
         return KeyEffect(Fit.IGNORED, "is off")
     return KeyEffect(Fit.UNSUPPORTED, _WHOLE)
@@ -127,9 +122,8 @@ KEYS: Mapping[str, Key] = {
 }
 """What each says; the rows of an engine's arguments stand in the engine's table."""
 
-_LAUNCHER = "only concerns MosaicML's platform"
 RUN: Mapping[str, Key] = {
-    key: drops(_LAUNCHER)
+    key: drops("only concerns MosaicML's platform")
     for key in (
         *("name", "run_name", "image", "integrations", "command", "compute", "cluster"),
         *("gpu_type", "gpu_num", "scheduling", "env_variables", "metadata"),

@@ -12,10 +12,6 @@ from unishard.contract.key_rows import boolean, drops, number, one_of, sets, tex
 from unishard.contract.rules import Fit
 from unishard.formats.composer.batches import updates
 
-__all__ = ["OPTIMIZATION", "defaults_of"]
-
-_KNOWN = ("param_str_match", "lr", "weight_decay")
-
 
 def _groups(value: Any, given: DocumentValues) -> KeyEffect:
     """What the groups say."""
@@ -34,7 +30,7 @@ def _group(item: Any, given: DocumentValues) -> Native:
         raise Unreadable(
             f"must have param_str_match, got {shown(item)}; write {{param_str_match: norm, weight_decay: 0.0}}"
         )
-    unknown = next((key for key in item if key not in _KNOWN), None)
+    unknown = next((key for key in item if key not in ("param_str_match", "lr", "weight_decay")), None)
     if unknown is not None:
         raise Unreadable(f"takes only lr and weight_decay, got {unknown}; remove it")
     if len(item) == 1:

@@ -16,8 +16,6 @@ from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.roundtrip import without_unishards
 from unishard.formats.source import Source
 
-__all__ = ["FORMAT"]
-
 _BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What transformers and Accelerate fill in; DeepSpeed itself refuses `"auto"` here."""
 _FOLLOWS = "precision.compute=", "precision.reduce="

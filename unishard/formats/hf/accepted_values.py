@@ -12,8 +12,6 @@ from unishard.contract.entries import Unreadable
 from unishard.contract.key_rows import integer
 from unishard.formats.names import names
 
-__all__ = ["VALUES"]
-
 Accepts = Callable[[Any], Any]
 
 

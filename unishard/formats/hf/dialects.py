@@ -12,20 +12,6 @@ from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.names import ignored, names
 
-__all__ = [
-    "ARGUMENTS",
-    "DIALECT",
-    "LLAMAFACTORY",
-    "SURE",
-    "around",
-    "bare",
-    "section_in",
-    "sure",
-    "swift",
-    "with_script_defaults",
-    "wrapped",
-]
-
 ARGUMENTS = names("training training_args training_arguments trainer train TrainingArguments sft dpo args")
 """Where TrainingArguments stand."""
 SURE = "per_device_train_batch_size"
@@ -111,17 +97,12 @@ def _recomputes(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 _SURELY = 5
-_OPTIMIZERS = ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
 _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
     "sequence_parallel_size tensor_parallel_size pipeline_parallel_size expert_parallel_size "
     "virtual_pipeline_model_parallel_size"
 )
 _WHOLE = "layers or sequences that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
-
-
-def _one(value: Any) -> bool:
-    return off(value) or str(value) == "1"
 
 
 DIALECT: Mapping[str, Key] = {
@@ -136,9 +117,9 @@ DIALECT: Mapping[str, Key] = {
         f"use_{name.lower().replace('-', '_')}": refuses(
             f"{name} is not supported; build the optimizer in the training script", off
         )
-        for name in _OPTIMIZERS
+        for name in ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
     },
-    **{name: refuses(_WHOLE, _one) for name in _DEGREES},
+    **{name: refuses(_WHOLE, lambda value: off(value) or str(value) == "1") for name in _DEGREES},
     "disable_gradient_checkpointing": Key(_recomputes, "activation_checkpointing"),
     "loraplus_lr_ratio": refuses("gives LoRA's B matrices another rate; write optimizer.groups instead", off),
 }

@@ -22,8 +22,6 @@ from unishard.formats.reading import ReadDocument
 from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 
-__all__ = ["ScriptFormat"]
-
 
 class HfFormat(Format):
     """TrainingArguments."""

@@ -17,11 +17,6 @@ from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
 from unishard.formats.names import ignored
 
-__all__ = ["ENGINES", "KEYS"]
-
-_NOISE = "adds noise to the embeddings; add it in the training script with a forward hook"
-_SMOOTHING = "changes the loss, which the training script computes; smooth the labels there"
-
 _FILES = "affects only checkpoints"
 _DATA = "concerns the DataLoader, which the training script builds"
 
@@ -44,13 +39,9 @@ def _best(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 IGNORED: Mapping[str, Key] = {
-    **ignored("hf/ignored.txt"),
+    **ignored("hf/ignored.txt", off=off),
     "load_best_model_at_end": Key(_best, "", Fit.IGNORED, _FILES),
     "dataloader_prefetch_factor": Key(_prefetched, "", Fit.IGNORED, _DATA),
-    "label_smoothing_factor": refuses(_SMOOTHING, off),
-    "neftune_noise_alpha": refuses(_NOISE, off),
-    "sharded_ddp": refuses("transformers removed fairscale's sharded DDP; write fsdp: true", off),
-    "torchdynamo": refuses("transformers calls it torch_compile_backend now; write that", off),
     "tp_size": refuses("tensor parallelism is not supported; remove it", lambda value: off(value) or value == 1),
 }
 

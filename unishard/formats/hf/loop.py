@@ -11,21 +11,8 @@ from unishard.config import Config
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import boolean, broadcast_buffers, drops, integer, number, refuses, sets, text
+from unishard.contract.key_rows import boolean, broadcast_buffers, integer, number, sets, text
 from unishard.contract.rules import Fit
-
-__all__ = [
-    "DEEPSPEED",
-    "FSDP",
-    "FSDP_ON",
-    "LOOP",
-    "checkpointing",
-    "compute",
-    "matmul",
-    "off",
-    "switched_on",
-    "without",
-]
 
 FSDP = "fsdp"
 """The argument for FSDP."""
@@ -159,9 +146,6 @@ def _tokens(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.NEEDS_INPUT, note, copy_verbatim=True)
 
 
-_OBJECT = "is a ParallelismConfig object; write sharding.strategy and sharding.group_size"
-
-
 def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is not set")
@@ -177,7 +161,6 @@ LOOP: Mapping[str, Key] = {
     ),
     "gradient_accumulation_steps": sets("training.gradient_accumulation_steps", integer(1), tool_default=1),
     "max_grad_norm": Key(clipping, "training.gradient_clipping", tool_default=1.0),
-    "auto_find_batch_size": refuses("Trainer finds the batch size by trial; write per_device_train_batch_size", off),
     "average_tokens_across_devices": Key(
         _tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"
     ),
@@ -199,9 +182,5 @@ LOOP: Mapping[str, Key] = {
         "the same number; Trainer's sampler draws an order of its own from it",
         tool_default=42,
     ),
-    "data_seed": drops("seeds only the data order, which training.seed does here"),
-    "full_determinism": drops("is a switch of torch (torch.use_deterministic_algorithms) for your training script"),
     "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "affects only how Accelerate loads data"),
-    "parallelism_config": refuses(_OBJECT, off),
-    "distributed_config": refuses(_OBJECT, off),
 }

@@ -12,10 +12,8 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.field_rows import asked, copied, exact, row
 from unishard.contract.key_rows import number, refuses, sets
-from unishard.contract.rules import SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent, needs_input, unless
 from unishard.formats.names import names
-
-__all__ = ["NO_DECAY", "OPTIMIZER", "OPTIMIZING", "named"]
 
 NO_DECAY = r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 """The names that `Trainer.get_decay_parameter_names` exempts (transformers 5.23, trainer.py), as one pattern."""
@@ -24,7 +22,6 @@ ADAM = ("adamw", "adam")
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
 _FOUR = "4-bit state there, the dtype of the master weights here: more exact, more memory"
 _PAGED = "the same algorithm; its state lies in device memory and is not paged to the host"
-_BETAS = "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"
 _NAMES: Mapping[str, tuple[str, Fit, str]] = {
     "adamw_torch": ("adamw", Fit.EXACT, ""),
     "adamw_torch_fused": ("adamw", Fit.EXACT, ""),
@@ -45,7 +42,7 @@ _NAMES: Mapping[str, tuple[str, Fit, str]] = {
     "paged_adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
     "sgd": ("sgd", Fit.EXACT, ""),
     "adagrad": ("adagrad", Fit.EXACT, ""),
-    "lion_32bit": ("lion", Fit.EQUIVALENT, _BETAS),
+    "lion_32bit": ("lion", Fit.EQUIVALENT, "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"),
     "lion_8bit": ("lion", Fit.APPROXIMATE, _EIGHT),
     "paged_lion_32bit": ("lion", Fit.EQUIVALENT, _PAGED),
     "paged_lion_8bit": ("lion", Fit.APPROXIMATE, _EIGHT),
@@ -249,8 +246,8 @@ _CLIMB = "transformers warms up linearly from 0; Trainer(..., optimizers=(optimi
 OPTIMIZING: Mapping[str, Rule] = {
     "optimizer.name": exact(
         "optim",
-        When("adam", _named("adam"), Fit.NEEDS_INPUT, f"transformers has only AdamW; {_PASS} torch.optim.Adam"),
-        When("lion", _named("lion"), Fit.EQUIVALENT, "bitsandbytes' Lion: the same algorithm"),
+        needs_input("adam", _named("adam"), f"transformers has only AdamW; {_PASS} torch.optim.Adam"),
+        equivalent("lion", _named("lion"), "bitsandbytes' Lion: the same algorithm"),
         to=lambda cfg, topology: {"optim": _WRITTEN[cfg.optimizer.name]} if cfg.optimizer.name in _WRITTEN else {},
     ),
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),
@@ -266,10 +263,9 @@ OPTIMIZING: Mapping[str, Rule] = {
         f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
         unless("no weight decay", lambda cfg: not cfg.optimizer.weight_decay),
         unless("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY]),
-        When(
+        approximate(
             "empty",
             lambda cfg: not cfg.optimizer.no_decay,
-            Fit.APPROXIMATE,
             f"Trainer exempts biases and norms from weight decay; to decay them, {_GROUPS}",
         ),
     ),

@@ -20,7 +20,21 @@ from unishard.contract.field_rows import (
     when_default,
 )
 from unishard.contract.render import AUTO, FieldResult, Rendered, render
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import (
+    HYBRID,
+    NO_KEY,
+    PURE,
+    SCRIPT,
+    Fit,
+    Rule,
+    approximate,
+    equivalent,
+    is_,
+    mixed,
+    needs_input,
+    sharded,
+    unless,
+)
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.loop import FSDP_ON, switched_on, without
 from unishard.formats.hf.optimizing import OPTIMIZING
@@ -31,21 +45,11 @@ from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 from unishard.formats.roundtrip import without_unishards
 
-__all__ = ["RULES", "decided_of", "engine_of", "written"]
-
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
 _NOT_ZERO = ("precision.matmul",)
 """A switch of torch, whatever the engine."""
-
-
-def _sharded(cfg: Config) -> bool:
-    return cfg.sharding.strategy != "no_shard"
-
-
-def _mixed(cfg: Config) -> bool:
-    return cfg.precision.compute != "fp32"
 
 
 _SCALER = "GradScaler has its defaults; override Trainer.create_accelerator_and_postprocess"
@@ -54,53 +58,37 @@ FSDP: Mapping[str, Rule] = {
     **noted(each("precision.loss_scale precision.initial_loss_scale precision.loss_scale_growth_interval", _SCALER)),
     "precision.master": exact(
         "bf16, fp16",
-        When(
-            "pure",
-            lambda cfg: cfg.precision.pure,
-            Fit.NEEDS_INPUT,
-            "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out",
-        ),
+        needs_input(*PURE, "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out"),
     ),
     "precision.reduce": exact(
         "bf16, fp16",
-        unless("fp32 throughout", lambda cfg: not _mixed(cfg)),
-        unless("no_shard in fp32", lambda cfg: not _sharded(cfg) and cfg.precision.reduce == "fp32"),
-        When("no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "reduced in fp32, which is more exact"),
-        When(
-            "fp32",
-            lambda cfg: cfg.precision.reduce == "fp32",
-            Fit.APPROXIMATE,
+        unless("fp32 throughout", lambda cfg: not mixed(cfg)),
+        unless("no_shard in fp32", lambda cfg: not sharded(cfg) and cfg.precision.reduce == "fp32"),
+        equivalent("no_shard", lambda cfg: not sharded(cfg), "reduced in fp32, which is more exact"),
+        approximate(
+            *is_("precision.reduce", "fp32"),
             "Accelerate 1.15.0 reduces FSDP's gradients in bf16 or fp16, which loses small ones",
         ),
     ),
     "precision.accumulate": exact(
         NO_KEY,
-        unless("fp32 throughout", lambda cfg: not _mixed(cfg)),
+        unless("fp32 throughout", lambda cfg: not mixed(cfg)),
         when_default("training.gradient_accumulation_steps"),
-        When(
+        approximate(
             "fp32 with fsdp",
-            lambda cfg: _sharded(cfg) and cfg.precision.accumulate == "fp32",
-            Fit.APPROXIMATE,
+            lambda cfg: sharded(cfg) and cfg.precision.accumulate == "fp32",
             "FSDP2 accumulates unreduced gradients in the reduce dtype (torch 2.13)",
         ),
         when_default("precision.accumulate"),
-        When(
-            "else", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, "gradients are added up in fp32, which is more exact"
-        ),
+        equivalent("else", lambda cfg: not sharded(cfg), "gradients are added up in fp32, which is more exact"),
     ),
     "sharding.strategy": exact(
         "fsdp, fsdp_config.reshard_after_forward",
-        unless("no_shard", lambda cfg: not _sharded(cfg), "DistributedDataParallel"),
-        When(
-            "hybrid",
-            lambda cfg: cfg.sharding.hybrid,
-            Fit.NEEDS_INPUT,
-            "pass parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)",
-        ),
-        When(
+        unless("no_shard", lambda cfg: not sharded(cfg), "DistributedDataParallel"),
+        needs_input(*HYBRID, "pass parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)"),
+        approximate(
             "shard_optimizer or shard_grad_op",
             lambda cfg: cfg.sharding.within_group != "full_shard",
-            Fit.APPROXIMATE,
             "nearest is reshard_after_forward: false; FSDP gathers in every forward",
         ),
     ),
@@ -148,7 +136,7 @@ _RESHARD = "reshard_after_forward"
 
 def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
     cfg = reading.config
-    taken = {key: value for key, value in said.document.items() if key in BOTH and _sharded(cfg)}
+    taken = {key: value for key, value in said.document.items() if key in BOTH and sharded(cfg)}
     words = {
         name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES
     }
@@ -185,10 +173,6 @@ def _deepspeed(reading: ReadDocument, said: Rendered) -> Rendered:
 _ENGINES: Mapping[str, Callable[[ReadDocument, Rendered], Rendered]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
 
 
-def _compute(cfg: Config, topology: Topology) -> Native:
-    return {} if cfg.precision.compute == "fp32" else {cfg.precision.compute: True}
-
-
 def _checkpointing(cfg: Config, topology: Topology) -> Native:
     if cfg.activation_checkpointing == "none":
         return {}
@@ -197,75 +181,53 @@ def _checkpointing(cfg: Config, topology: Topology) -> Native:
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 
 
-def _backend(cfg: Config, topology: Topology) -> Native:
-    return FSDP_ON if switched_on(cfg) else {}
-
-
-def _compiled(cfg: Config, topology: Topology) -> Native:
-    return {} if cfg.compile.mode == "none" else {"torch_compile": True}
-
-
-def _sent(cfg: Config, topology: Topology) -> Native:
-    return (
-        {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"}
-        if without(cfg) and cfg.training.buffers != "sync"
-        else {}
-    )
-
-
 def _matmul(cfg: Config, topology: Topology) -> Native:
     if cfg.precision.matmul != "keep":
         return {"tf32": cfg.precision.matmul == "tf32"}
     return {"tf32": False} if cfg.compile.mode != "none" else {}
 
 
-_NONE = when_default("activation_checkpointing")
 _BLOCKS = "transformers recomputes full blocks: the same losses, other memory and time"
 
 _OWN: Mapping[str, Rule] = {
     "backend": exact(
         "fsdp",
         unless("fsdp with no_shard", lambda cfg: cfg.sharding.strategy == "no_shard", "DistributedDataParallel"),
-        to=_backend,
+        to=lambda cfg, topology: FSDP_ON if switched_on(cfg) else {},
     ),
     "precision.compute": exact(
         "bf16, fp16",
-        When(
+        needs_input(
             "pure",
             lambda cfg: cfg.precision.pure and cfg.backend == "fsdp",
-            Fit.NEEDS_INPUT,
             "load the model in this dtype (dtype=torch.bfloat16) and leave bf16 and fp16 out",
         ),
-        When(
+        equivalent(
             "no_shard on torch",
             lambda cfg: cfg.precision.compute != "fp32" and without(cfg),
-            Fit.EQUIVALENT,
             "torch.autocast keeps some operations in fp32; without it all run in this dtype",
         ),
-        to=_compute,
+        to=lambda cfg, topology: {} if cfg.precision.compute == "fp32" else {cfg.precision.compute: True},
     ),
     "precision.matmul": exact(
         "tf32",
-        When(
+        equivalent(
             "keep with compile",
             lambda cfg: cfg.precision.matmul == "keep" and cfg.compile.mode != "none",
-            Fit.EQUIVALENT,
             "false, since Trainer switches TF32 on where it compiles; also keeps convolutions in fp32",
         ),
         when_default("precision.matmul"),
-        When(
-            "fp32",
-            lambda cfg: cfg.precision.matmul == "fp32",
-            Fit.EQUIVALENT,
+        equivalent(
+            *is_("precision.matmul", "fp32"),
             "Trainer then also keeps convolutions in fp32, which torch computes in TF32 by default",
         ),
         to=_matmul,
     ),
     "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",
-        _NONE,
-        When("selective", lambda cfg: cfg.activation_checkpointing == "selective", Fit.EQUIVALENT, _BLOCKS),
-        When("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), Fit.EQUIVALENT, _BLOCKS),
+        when_default("activation_checkpointing"),
+        equivalent(*is_("activation_checkpointing", "selective"), _BLOCKS),
+        equivalent("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), _BLOCKS),
         to=_checkpointing,
     ),
     "training.micro_batch_size": copied("training.micro_batch_size", "per_device_train_batch_size"),
@@ -284,17 +246,19 @@ _OWN: Mapping[str, Rule] = {
     ),
     "training.last_window": exact(
         "none: Trainer steps at the end of an epoch",
-        When(
-            "drop",
-            lambda cfg: cfg.training.last_window == "drop",
-            Fit.NEEDS_INPUT,
+        needs_input(
+            *is_("training.last_window", "drop"),
             "Trainer steps with a partial window at an epoch's end; cut the dataset to full ones",
         ),
     ),
     "training.buffers": BUFFERS._replace(
         key="ddp_broadcast_buffers",
-        to=_sent,
-        when=(*BUFFERS.when, When("rank0 with no_shard on torch", without, Fit.EQUIVALENT, BEFORE_EACH_FORWARD)),
+        to=lambda cfg, topology: (
+            {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"}
+            if without(cfg) and cfg.training.buffers != "sync"
+            else {}
+        ),
+        when=(*BUFFERS.when, equivalent("rank0 with no_shard on torch", without, BEFORE_EACH_FORWARD)),
     ),
     "training.seed": Rule(
         Fit.EQUIVALENT,
@@ -304,13 +268,10 @@ _OWN: Mapping[str, Rule] = {
     ),
     "compile.mode": exact(
         "torch_compile",
-        When(
-            "per_block",
-            lambda cfg: cfg.compile.mode == "per_block",
-            Fit.EQUIVALENT,
-            "Trainer compiles the full model: the same results, a longer start",
+        equivalent(
+            *is_("compile.mode", "per_block"), "Trainer compiles the full model: the same results, a longer start"
         ),
-        to=_compiled,
+        to=lambda cfg, topology: {} if cfg.compile.mode == "none" else {"torch_compile": True},
     ),
     "compile.backend": exact(
         "torch_compile_backend",

@@ -14,11 +14,9 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.field_rows import asked, copied, exact, keeps_more, row, when_default
 from unishard.contract.key_rows import boolean, integer, number, text
-from unishard.contract.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
-
-__all__ = ["EPOCHS", "SAVED", "SAVING", "limit", "stepped"]
 
 FOLDER = "trainer_output"
 """Where Trainer writes if it is not set."""
@@ -131,10 +129,6 @@ def _kept(cfg: Config, topology: Topology) -> Native:
     return {} if spared else {"save_total_limit": cfg.checkpoint.keep_last}
 
 
-def _caught(cfg: Config, topology: Topology) -> Native:
-    return {"enable_jit_checkpoint": True} if "SIGTERM" in cfg.checkpoint.on_signal else {}
-
-
 _ALL = "Trainer keeps the newest or all: all are kept"
 _FLAG = "a TrainerCallback that sets control.should_save"
 
@@ -149,15 +143,15 @@ SAVING: Mapping[str, Rule] = {
     ),
     **asked(Fit.NEEDS_INPUT, SCRIPT, {"checkpoint.every_minutes": f"{_FLAG} after so many minutes"}),
     "checkpoint.keep_last": exact(
-        "save_total_limit", When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL), to=_kept
+        "save_total_limit", approximate("with keep_every or keep_best", keeps_more, _ALL), to=_kept
     ),
     "checkpoint.on_signal": row(
         Fit.NEEDS_INPUT,
         f"enable_jit_checkpoint, {SCRIPT}",
         f"other signals than SIGTERM: {_FLAG} and control.should_training_stop",
         when_default("checkpoint.on_signal"),
-        When("only SIGTERM", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, Fit.EQUIVALENT, _EXIT),
-        to=_caught,
+        equivalent("only SIGTERM", lambda cfg: set(cfg.checkpoint.on_signal) == {"SIGTERM"}, _EXIT),
+        to=lambda cfg, topology: {"enable_jit_checkpoint": True} if "SIGTERM" in cfg.checkpoint.on_signal else {},
     ),
 }
 """How each field is said."""

@@ -17,8 +17,6 @@ from unishard.formats.hf.loop import off
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["SCHEDULE", "lengths_of"]
-
 UPDATES = "the number of updates, which Trainer counts from the dataset and num_train_epochs"
 
 _SHAPES: Mapping[str, str] = {
@@ -33,7 +31,6 @@ _SHAPES: Mapping[str, str] = {
 }
 _ENDING = ("linear", "cosine")
 """Shapes that fall until the end of the training."""
-_OTHERS = ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
 _INSTEAD = "build the scheduler in the training script, or write linear or cosine"
 
 
@@ -52,7 +49,7 @@ def _type(value: Any, given: DocumentValues) -> KeyEffect:
     word = _shape_of(value)
     if word in _SHAPES:
         return _shaped(word, _kwargs_of(given), given)
-    if word in _OTHERS:
+    if word in ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"):
         return KeyEffect(Fit.UNSUPPORTED, f"the schedule {word} is not supported; {_INSTEAD}")
     raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine")
 
@@ -148,19 +145,11 @@ def _ends(given: DocumentValues) -> bool:
     return _SHAPES.get(_shape_of(given.get("lr_scheduler_type"))) in _ENDING
 
 
-def _constant(given: DocumentValues) -> bool:
-    return _shape_of(given.get("lr_scheduler_type")) == "constant"
-
-
-def _refused(given: DocumentValues) -> bool:
-    return _shape_of(given.get("lr_scheduler_type")) not in _SHAPES
-
-
 def _warmup(value: Any, given: DocumentValues) -> KeyEffect:
     number(0)(value or 0)
-    if _refused(given):
+    if _shape_of(given.get("lr_scheduler_type")) not in _SHAPES:
         return left_out("belongs to the schedule, which the training script builds")
-    if _constant(given):
+    if _shape_of(given.get("lr_scheduler_type")) == "constant":
         note = "is off" if not value else "the constant schedule ignores warmup; write constant_with_warmup"
         return left_out(note)
     found = warmup(given)

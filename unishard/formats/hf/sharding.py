@@ -18,8 +18,6 @@ from unishard.formats.hf.shipped import opened
 from unishard.formats.names import names
 from unishard.formats.source import Source
 
-__all__ = ["BOTH", "FIRST", "known", "replicated", "sharded", "words_of"]
-
 BOTH = names(
     "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params "
     "cpu_ram_efficient_loading state_dict_type activation_checkpointing xla xla_fsdp_v2 xla_fsdp_settings "

@@ -14,8 +14,6 @@ from unishard.errors import ConfigError
 from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.source import Source, open_named
 
-__all__ = ["opened", "shipped", "shipped_config", "told"]
-
 
 def opened(text: str, source: Source) -> Mapping[str, Any] | str:
     """What JSON in a text says, or the file of this name holds; or what is wrong with it."""

@@ -22,8 +22,6 @@ from unishard.formats.hf.shipped import opened
 from unishard.formats.names import names
 from unishard.formats.source import Source
 
-__all__ = ["filled_from", "partitioned", "with_precedence"]
-
 _RATES = {
     "learning_rate": "optimizer.params.lr",
     "adam_beta1": "optimizer.params.betas",
@@ -172,7 +170,7 @@ def partitioned(value: Any, source: Source, get: Arguments, topology: Topology |
     """
     if off(value):
         return [Entry(("deepspeed",), value, left_out("is off"))]
-    config = _config(value, source)
+    config = opened(value, source) if isinstance(value, str) else value
     if isinstance(config, str):
         return _absent(value, config)
     if not isinstance(config, Mapping):
@@ -181,10 +179,6 @@ def partitioned(value: Any, source: Source, get: Arguments, topology: Topology |
     on = KeyEffect(fields={"backend": "deepspeed"})
     entries = [Entry(("deepspeed",), value if isinstance(value, str) else True, on, assumed=not isinstance(value, str))]
     return entries + _read(config, get, topology)
-
-
-def _config(value: Any, source: Source) -> Any:
-    return opened(value, source) if isinstance(value, str) else value
 
 
 def _absent(value: Any, why: str) -> list[Entry]:

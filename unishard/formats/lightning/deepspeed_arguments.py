@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from unishard.contract.entries import Key
 from unishard.formats.lightning.keys import left
-from unishard.formats.names import each, names
-
-__all__ = ["ARGUMENTS", "OWN", "SCALING", "leaves_of"]
+from unishard.formats.names import ignored, names
 
 ARGUMENTS: Mapping[str, Any] = {
     "zero_optimization": True,
@@ -60,13 +58,6 @@ _ZERO = names(
     "stage contiguous_gradients overlap_comm allgather_partitions reduce_scatter allgather_bucket_size "
     "reduce_bucket_size sub_group_size"
 )
-_AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
-_RECOMPUTATION = (
-    "partition_activations",
-    "cpu_checkpointing",
-    "contiguous_memory_optimization",
-    "synchronize_checkpoint_boundary",
-)
 _SAID = ("stage", "overlap_comm", "allgather_bucket_size", "reduce_bucket_size", "sub_group_size")
 """Defaults that are not DeepSpeed's own, so that silence means something else."""
 
@@ -101,9 +92,14 @@ def leaves_of(written: Mapping[str, Any]) -> Iterator[Leaf]:
         yield from said("zero_allow_untested_optimizer", "zero_allow_untested_optimizer", own=True)
         yield from _offloads(values, leaf)
     if "nvme" in _devices(values):
-        for name in _AIO:
+        for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count"):
             yield from said(f"aio.{name}", name, own=False)
-    for name in _RECOMPUTATION:
+    for name in (
+        "partition_activations",
+        "cpu_checkpointing",
+        "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary",
+    ):
         yield from said(f"activation_checkpointing.{name}", name, own=False)
     if values["logging_batch_size_per_gpu"] != "auto":
         yield leaf("train_micro_batch_size_per_gpu", values["logging_batch_size_per_gpu"], "logging_batch_size_per_gpu")
@@ -137,13 +133,5 @@ def _true(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-_LAUNCH = "the launcher decides it"
-OWN: Mapping[str, Key] = {
-    **each("accelerator parallel_devices cluster_environment process_group_backend timeout", left(_LAUNCH)),
-    "logging_level": left("affects only logs"),
-    "remote_device": left("where the parameters lie while the model is made"),
-    "load_full_weights": left("affects only how a checkpoint is read"),
-    "exclude_frozen_parameters": left("affects only the files of checkpoints"),
-    **each("precision_plugin precision", left("precision beside the strategy counts")),
-}
+OWN: Mapping[str, Key] = ignored("lightning/ignored_deepspeed.txt", left)
 """The arguments that concern only Lightning."""

@@ -15,26 +15,10 @@ from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.hydra import composed
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
-from unishard.formats.names import NO_LOGS, each, ignored, names
-
-__all__ = [
-    "BESIDE",
-    "CALLBACKS",
-    "OLDER",
-    "PRECISIONS",
-    "TRAINER",
-    "UNSET",
-    "left",
-    "off",
-    "optional",
-    "place_in",
-    "strategy_in",
-]
+from unishard.formats.names import NO_LOGS, ignored, names
 
 UNSET = left_out("is not set")
 _OFF = left_out("is off")
-_FILES = "affects only files"
-_EVALUATION = "affects only evaluation, which your loop does here"
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
 
 
@@ -73,10 +57,9 @@ def _accumulation(value: Any, given: DocumentValues) -> KeyEffect:
     fields = {"training.gradient_accumulation_steps": steps}
     if steps == 1 or given.get("strategy") == "DeepSpeedStrategy":
         return KeyEffect(fields=fields)
-    return KeyEffect(Fit.EQUIVALENT, _TAIL, fields)
+    return KeyEffect(Fit.EQUIVALENT, "alike in full windows; Lightning divides the last one by the full window", fields)
 
 
-_TAIL = "alike in full windows; Lightning divides the last one by the full window"
 _SHARDS = "Lightning 2.6.6 cannot clip by norm with FSDP"
 
 
@@ -101,13 +84,10 @@ def _algorithm(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
 
 
-_DEVICES = ("auto", "gpu", "cuda", "cpu")
-
-
 def _accelerator(value: Any, given: DocumentValues) -> KeyEffect:
     found = built(value)
     word = short(found.path).removesuffix("Accelerator").lower() if found else str(value).lower()
-    if word not in _DEVICES:
+    if word not in ("auto", "gpu", "cuda", "cpu"):
         return KeyEffect(Fit.UNSUPPORTED, f"only CUDA devices and CPUs are supported, not {word}; write gpu or cpu")
     return left_out(_LAUNCH)
 
@@ -187,7 +167,6 @@ def _saving(value: Any, given: DocumentValues) -> KeyEffect:
 
 PRECISIONS = ("FSDPPrecision", "MixedPrecision", "DeepSpeedPrecision", "HalfPrecision")
 """Plugins that stand for a word of `precision`."""
-_PLUGINS = ("Environment", "CheckpointIO")
 
 
 def _plugins(value: Any, given: DocumentValues) -> KeyEffect:
@@ -200,7 +179,7 @@ def _plugins(value: Any, given: DocumentValues) -> KeyEffect:
         if found and name in PRECISIONS:
             fields |= _scaler(found.arguments)
             formats = True
-        elif not name.endswith(_PLUGINS):
+        elif not name.endswith(("Environment", "CheckpointIO")):
             return KeyEffect(Fit.UNSUPPORTED, f"{name} changes how Lightning computes; write precision instead")
     if fields or formats:
         return KeyEffect(fields=fields)
@@ -251,7 +230,6 @@ TRAINER: Mapping[str, Key] = {
     "plugins": optional(_plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
     "sync_batchnorm": _script("call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before the model is wrapped"),
     "deterministic": _script("call torch.use_deterministic_algorithms(True); Lightning's value is {value}"),
-    "benchmark": left("affects only time; set torch.backends.cudnn.benchmark in your training script"),
     "use_distributed_sampler": Key(
         lambda value, given: (
             _OFF
@@ -274,19 +252,7 @@ TRAINER: Mapping[str, Key] = {
     "overfit_batches": _script("your training loop uses this much of the data: {value}", 0, 0.0),
     "fast_dev_run": _script("a trial run of {value} batches; leave it out to train"),
     "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the source of a NaN"),
-    **each(
-        "limit_val_batches limit_test_batches limit_predict_batches val_check_interval "
-        "check_val_every_n_epoch num_sanity_val_steps inference_mode",
-        left(_EVALUATION),
-    ),
-    **dict.fromkeys(
-        names(
-            "logger loggers log_every_n_steps enable_progress_bar profiler enable_model_summary barebones "
-            "enable_autolog_hparams"
-        ),
-        left(NO_LOGS),
-    ),
-    **each("default_root_dir model_registry", left(_FILES)),
+    **ignored("lightning/ignored_trainer.txt", left),
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 
@@ -298,11 +264,9 @@ def _composed(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.APPROXIMATE, note, copy_verbatim=True, notable=True)
 
 
-_OURS = "concerns the model or the data, which your training script builds"
 BESIDE: Mapping[str, Key] = {
     "seed_everything": optional(_seed, "training.seed"),
-    **each("model data ckpt_path subcommand config weights_only", left(_OURS)),
-    **each("print_config verbose hydra", left(NO_LOGS)),
+    **ignored("lightning/ignored_cli.txt", left),
     "defaults": optional(_composed),
 }
 """LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own
@@ -332,12 +296,10 @@ def _gpus(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 OLDER: Mapping[str, Key] = {
-    **ignored("lightning/ignored_older.txt"),
+    **ignored("lightning/ignored_older.txt", off=off),
     "amp_backend": refuses(
         "Apex is gone; write precision: 16-mixed or bf16-mixed", lambda value: off(value) or value == "native"
     ),
-    "tpu_cores": refuses("only CUDA devices and CPUs are supported; write devices", off),
-    "ipus": refuses("only CUDA devices and CPUs are supported; write devices", off),
     "gpus": Key(_gpus, "launch.processes_per_node, launch.environment"),
     "replace_sampler_ddp": TRAINER["use_distributed_sampler"],
     "terminate_on_nan": Key(_nonfinite, "training.nonfinite"),

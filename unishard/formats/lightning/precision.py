@@ -11,10 +11,8 @@ from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, KeyEffect, Unreadable
 from unishard.contract.field_rows import exact, when_default
-from unishard.contract.rules import Fit, Rule, When, unless
+from unishard.contract.rules import Fit, Rule, approximate, equivalent, mixed, needs_input, sharded, unless
 from unishard.formats.lightning.trainer_rules import trainer
-
-__all__ = ["DEFAULT", "PRECISION", "precision", "precision_section", "word_of"]
 
 DEFAULT = "32-true"
 _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -88,7 +86,6 @@ def precision_section(word: str, scaling: Mapping[str, Any]) -> Native:
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _FSDP = "lightning.pytorch.strategies.FSDPStrategy"
-_MIXED = "torch.distributed.fsdp.MixedPrecision"
 _SCALERS = {
     True: (
         "lightning.pytorch.plugins.FSDPPrecision",
@@ -98,14 +95,6 @@ _SCALERS = {
     False: ("lightning.pytorch.plugins.MixedPrecision", {"device": "cuda"}, "torch.amp.GradScaler"),
 }
 """By whether the parameters are sharded: the precision plugin, what it needs, and the class of its scaler."""
-
-
-def _sharded(cfg: Config) -> bool:
-    return cfg.sharding.strategy != "no_shard"
-
-
-def _mixed(cfg: Config) -> bool:
-    return cfg.precision.compute != "fp32"
 
 
 def _scaled(cfg: Config) -> bool:
@@ -118,7 +107,7 @@ def _word(cfg: Config) -> str:
         return {"bf16": "bf16-true", "fp16": "16-true"}[compute]
     if compute == "fp16":
         return "16-mixed"
-    return "bf16-mixed" if compute == "bf16" and not _sharded(cfg) else "32-true"
+    return "bf16-mixed" if compute == "bf16" and not sharded(cfg) else "32-true"
 
 
 def _scaling(cfg: Config) -> dict[str, Any]:
@@ -139,50 +128,44 @@ def _precision(cfg: Config, topology: Topology) -> Native:
     scaling = _scaling(cfg)
     if not scaling:
         return trainer(precision=_word(cfg))
-    plugin, needed, scaler = _SCALERS[_sharded(cfg)]
+    plugin, needed, scaler = _SCALERS[sharded(cfg)]
     arguments = {"precision": _word(cfg), **needed, "scaler": {"class_path": scaler, "init_args": scaling}}
     return trainer(plugins=[{"class_path": plugin, "init_args": arguments}])
 
 
 def _format(argument: str, word: str) -> Native:
-    formats = {"class_path": _MIXED, "init_args": {argument: _DTYPES[word]}}
+    formats = {"class_path": "torch.distributed.fsdp.MixedPrecision", "init_args": {argument: _DTYPES[word]}}
     return trainer(strategy={"class_path": _FSDP, "init_args": {"mixed_precision": formats}})
 
 
 def _compute(cfg: Config, topology: Topology) -> Native:
-    own = _format("param_dtype", cfg.precision.compute) if _sharded(cfg) and _mixed(cfg) else {}
+    own = _format("param_dtype", cfg.precision.compute) if sharded(cfg) and mixed(cfg) else {}
     return merge(_precision(cfg, topology), own)
 
 
-def _reduce(cfg: Config, topology: Topology) -> Native:
-    return _format("reduce_dtype", cfg.precision.reduce) if _sharded(cfg) and _mixed(cfg) else {}
-
-
 def _buffers(cfg: Config, topology: Topology) -> Native:
-    return _format("buffer_dtype", cfg.precision.buffers) if _sharded(cfg) and cfg.precision.buffers != "keep" else {}
+    return _format("buffer_dtype", cfg.precision.buffers) if sharded(cfg) and cfg.precision.buffers != "keep" else {}
 
 
 _ALSO_AUTOCAST = "{word} also uses torch.autocast: norms, softmax and losses in fp32"
 _NOT_SCALED = unless("nothing is scaled", lambda cfg: cfg.precision.compute != "fp16")
-_NEVER_SCALED = When(
+_NEVER_SCALED = approximate(
     "16-true",
     lambda cfg: cfg.precision.pure and cfg.precision.loss_scale != 1.0,
-    Fit.APPROXIMATE,
     "Lightning scales no loss in 16-true; write precision.master: fp32, or bf16",
 )
 _ONE = unless("16-true, a loss scale of 1", lambda cfg: cfg.precision.pure)
 _SCALER = "Lightning 2.6.6 refuses a scaler in FSDPPrecision; the snippet sets it afterwards"
 _OWN_SCALER = unless("the default", lambda cfg: not _scaling(cfg), "is the scaler's default")
-_SET_LATER = When("FSDP", _sharded, Fit.EQUIVALENT, _SCALER)
+_SET_LATER = equivalent("FSDP", sharded, _SCALER)
 
 PRECISION: Mapping[str, Rule] = {
     "precision.compute": exact(
         "mixed_precision.param_dtype",
-        When("fp16 with fp32 master weights", _scaled, Fit.EQUIVALENT, _ALSO_AUTOCAST.format(word="16-mixed")),
-        When(
+        equivalent("fp16 with fp32 master weights", _scaled, _ALSO_AUTOCAST.format(word="16-mixed")),
+        equivalent(
             "bf16 without sharding",
-            lambda cfg: not _sharded(cfg) and _mixed(cfg) and not cfg.precision.pure,
-            Fit.EQUIVALENT,
+            lambda cfg: not sharded(cfg) and mixed(cfg) and not cfg.precision.pure,
             _ALSO_AUTOCAST.format(word="bf16-mixed"),
         ),
         to=_compute,
@@ -190,22 +173,18 @@ PRECISION: Mapping[str, Rule] = {
     "precision.master": exact("precision"),
     "precision.reduce": exact(
         "mixed_precision.reduce_dtype",
-        When(
+        approximate(
             "without sharding, not the dtype of the gradients",
-            lambda cfg: not _sharded(cfg) and cfg.precision.reduce != cfg.precision.master,
-            Fit.APPROXIMATE,
+            lambda cfg: not sharded(cfg) and cfg.precision.reduce != cfg.precision.master,
             "DDP reduces gradients in their dtype, that of the master weights",
         ),
-        to=_reduce,
+        to=lambda cfg, topology: _format("reduce_dtype", cfg.precision.reduce) if sharded(cfg) and mixed(cfg) else {},
     ),
     "precision.buffers": exact(
         "mixed_precision.buffer_dtype",
         when_default("precision.buffers"),
-        When(
-            "without sharding",
-            lambda cfg: not _sharded(cfg),
-            Fit.NEEDS_INPUT,
-            "cast the model's floating-point buffers yourself",
+        needs_input(
+            "without sharding", lambda cfg: not sharded(cfg), "cast the model's floating-point buffers yourself"
         ),
         to=_buffers,
     ),
@@ -214,10 +193,9 @@ PRECISION: Mapping[str, Rule] = {
         _NOT_SCALED,
         _NEVER_SCALED,
         _ONE,
-        When(
+        approximate(
             "a number",
             lambda cfg: cfg.precision.loss_scale != "dynamic",
-            Fit.APPROXIMATE,
             "torch's scaler starts here and halves at an overflow; in the snippet it never grows",
         ),
     ),

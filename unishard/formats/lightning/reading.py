@@ -13,12 +13,9 @@ from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import BESIDE, OLDER, PRECISIONS, TRAINER, UNSET, place_in, strategy_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
 from unishard.formats.lightning.saving import saving_entries
-from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, built, short
-from unishard.formats.lightning.strategies import Strategy, strategy_of
+from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, Strategy, built, short, strategy_of
 from unishard.formats.lightning.strategy_arguments import TOOL, StrategyArguments, entries_of
 from unishard.formats.source import Source
-
-__all__ = ["LightningDocument"]
 
 _RECIPES = {"optimizer": optimizer_entries, "lr_scheduler": scheduler_entries}
 _OWN_CLASS = "LightningCLI hands it to a class of your training script"

@@ -13,8 +13,6 @@ from unishard.formats.lightning.keys import UNSET
 from unishard.formats.lightning.shape import Built, built, short
 from unishard.formats.names import each
 
-__all__ = ["OPTIMIZER", "optimizer_entries", "scheduler_entries"]
-
 _NAMES = {
     "AdamW": "adamw",
     "Adam": "adam",
@@ -35,7 +33,6 @@ def _pair(value: Any) -> tuple[float, ...]:
     return tuple(number(0, 1)(item) for item in value)
 
 
-_HOW = "how the update is computed, not what"
 OPTIMIZER: Mapping[str, Key] = {
     "lr": sets("optimizer.lr", number(0)),
     "betas": sets("optimizer.betas", _pair),
@@ -44,7 +41,7 @@ OPTIMIZER: Mapping[str, Key] = {
     "amsgrad": sets("optimizer.amsgrad", boolean),
     "momentum": sets("optimizer.momentum", number(0)),
     "nesterov": sets("optimizer.nesterov", boolean),
-    **each("foreach fused capturable differentiable use_triton", drops(_HOW)),
+    **each("foreach fused capturable differentiable use_triton", drops("how the update is computed, not what")),
 }
 """Arguments of torch's optimizers; any other must be at its default."""
 _NOTHING: Mapping[str, Any] = {

@@ -21,12 +21,21 @@ from unishard.contract.field_rows import (
     row,
     when_default,
 )
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import (
+    NO_KEY,
+    SCRIPT,
+    Fit,
+    Rule,
+    approximate,
+    equivalent,
+    is_,
+    needs_input,
+    sharded,
+    unless,
+)
 from unishard.formats.lightning.precision import PRECISION
 from unishard.formats.lightning.saving import SAVING
 from unishard.formats.lightning.trainer_rules import LAUNCHING, MODULE, RECIPE, TRAINING, UNCLIPPED, trainer
-
-__all__ = ["FSDP", "strategy"]
 
 CLASSES = {
     "ddp": "lightning.pytorch.strategies.DDPStrategy",
@@ -40,17 +49,13 @@ def strategy(runs: str, **arguments: Any) -> Native:
     return trainer(strategy={"class_path": CLASSES[runs], **({"init_args": arguments} if arguments else {})})
 
 
-def _sharded(cfg: Config) -> bool:
-    return cfg.sharding.strategy != "no_shard"
-
-
 def _keeps(cfg: Config) -> bool:
     """Whether FSDP leaves parameters gathered after forward."""
     return cfg.sharding.within_group == "shard_grad_op" or not cfg.sharding.reshard_after_forward
 
 
 def _strategy(cfg: Config, topology: Topology) -> Native:
-    if not _sharded(cfg):
+    if not sharded(cfg):
         return strategy("ddp")
     if cfg.sharding.hybrid:
         return strategy("fsdp", sharding_strategy="_HYBRID_SHARD_ZERO2" if _keeps(cfg) else "HYBRID_SHARD")
@@ -70,16 +75,8 @@ def _unnamed(cfg: Config) -> bool:
     return cfg.sharding.units == "auto" and not cfg.sharding.min_unit_params
 
 
-def _units(cfg: Config, topology: Topology) -> Native:
-    return (
-        strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units))
-        if _sharded(cfg) and cfg.sharding.units != "auto"
-        else {}
-    )
-
-
 def _least(cfg: Config, topology: Topology) -> Native:
-    if not _sharded(cfg) or cfg.sharding.units != "auto" or not cfg.sharding.min_unit_params:
+    if not sharded(cfg) or cfg.sharding.units != "auto" or not cfg.sharding.min_unit_params:
         return {}
     policy = "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy"
     return strategy(
@@ -100,25 +97,16 @@ def _recomputed(cfg: Config) -> list[str] | None:
 
 
 def _recomputation(cfg: Config, topology: Topology) -> Native:
-    names = None if cfg.activation_checkpointing == "none" or not _sharded(cfg) else _recomputed(cfg)
+    names = None if cfg.activation_checkpointing == "none" or not sharded(cfg) else _recomputed(cfg)
     return strategy("fsdp", activation_checkpointing_policy=list(names)) if names else {}
 
 
 def _buckets(cfg: Config, topology: Topology) -> Native:
-    return {} if _sharded(cfg) else strategy("ddp", bucket_cap_mb=cfg.communication.reduce_bucket_size * 4 / 2**20)
-
-
-def _sent(cfg: Config, topology: Topology) -> Native:
-    return (
-        {}
-        if _sharded(cfg) or cfg.training.buffers == "sync"
-        else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
-    )
+    return {} if sharded(cfg) else strategy("ddp", bucket_cap_mb=cfg.communication.reduce_bucket_size * 4 / 2**20)
 
 
 _NEAREST = "nearest is SHARD_GRAD_OP; FSDP gathers in every forward"
-_DDP = "DDPStrategy"
-_UNSHARDED = unless("no_shard", lambda cfg: not _sharded(cfg), "nothing is gathered")
+_UNSHARDED = unless("no_shard", lambda cfg: not sharded(cfg), "nothing is gathered")
 _TIME = "affects only time and memory"
 _CLIPPING = "Lightning 2.6.6 cannot clip by norm with FSDP: the snippet overrides the hook"
 
@@ -127,21 +115,18 @@ _OWN: Mapping[str, Rule] = {
         Fit.EQUIVALENT,
         "FSDPStrategy",
         "Lightning's FSDPStrategy is FSDP1, with the same math",
-        unless("no_shard", lambda cfg: not _sharded(cfg)),
+        unless("no_shard", lambda cfg: not sharded(cfg)),
     ),
     "sharding.strategy": exact(
         "sharding_strategy",
-        unless("no_shard", lambda cfg: not _sharded(cfg), _DDP),
-        When(
-            "shard_optimizer",
-            lambda cfg: cfg.sharding.strategy == "shard_optimizer",
-            Fit.APPROXIMATE,
+        unless("no_shard", lambda cfg: not sharded(cfg), "DDPStrategy"),
+        approximate(
+            *is_("sharding.strategy", "shard_optimizer"),
             f"{_NEAREST}; it reduces gradients on every micro-batch; or write backend: deepspeed",
         ),
-        When(
+        approximate(
             "shard_grad_op or hybrid_shard_grad_op",
             lambda cfg: cfg.sharding.within_group == "shard_grad_op",
-            Fit.APPROXIMATE,
             f"{_NEAREST}; or write backend: deepspeed",
         ),
         to=_strategy,
@@ -160,20 +145,18 @@ _OWN: Mapping[str, Rule] = {
     "sharding.units": exact(
         "auto_wrap_policy",
         _UNSHARDED,
-        When(
+        needs_input(
             "auto with a hybrid strategy",
             lambda cfg: _unnamed(cfg) and cfg.sharding.hybrid and cfg.sharding.group_size is None,
-            Fit.NEEDS_INPUT,
             "name your model's block class in auto_wrap_policy (--set sharding.units=[Block]): Lightning refuses "
             "HYBRID_SHARD without one",
         ),
-        When(
-            "auto",
-            _unnamed,
-            Fit.NEEDS_INPUT,
-            "name your model's block class in auto_wrap_policy, or all is gathered at once",
+        needs_input("auto", _unnamed, "name your model's block class in auto_wrap_policy, or all is gathered at once"),
+        to=lambda cfg, topology: (
+            strategy("fsdp", auto_wrap_policy=list(cfg.sharding.units))
+            if sharded(cfg) and cfg.sharding.units != "auto"
+            else {}
         ),
-        to=_units,
     ),
     "sharding.min_unit_params": row(
         Fit.EQUIVALENT,
@@ -181,10 +164,9 @@ _OWN: Mapping[str, Rule] = {
         "size_based_auto_wrap_policy cuts at any module of this size, not at blocks",
         _UNSHARDED,
         when_default("sharding.min_unit_params"),
-        When(
+        equivalent(
             "beside class names",
             lambda cfg: cfg.sharding.units != "auto",
-            Fit.EQUIVALENT,
             "Lightning has no smallest size beside class names; the same math with smaller units",
         ),
         to=_least,
@@ -194,53 +176,48 @@ _OWN: Mapping[str, Rule] = {
         SCRIPT,
         "leave these out of auto_wrap_policy; every rank must use their parameters in each step",
         when_default("sharding.conditional_modules"),
-        When(
-            "no_shard",
-            lambda cfg: not _sharded(cfg),
-            Fit.NEEDS_INPUT,
-            "DDPStrategy needs find_unused_parameters=True for them",
-        ),
+        needs_input("no_shard", lambda cfg: not sharded(cfg), "DDPStrategy needs find_unused_parameters=True for them"),
     ),
     **moved_together("cpu_offload", _offload),
     "activation_checkpointing": exact(
         "activation_checkpointing_policy",
         when_default("activation_checkpointing"),
-        When(
+        needs_input(
             "without sharding",
-            lambda cfg: not _sharded(cfg),
-            Fit.NEEDS_INPUT,
+            lambda cfg: not sharded(cfg),
             "DDPStrategy has no argument for it; call torch's apply_activation_checkpointing",
         ),
-        When(
+        needs_input(
             "no classes named",
             lambda cfg: _recomputed(cfg) is None,
-            Fit.NEEDS_INPUT,
             "name the class of your model's blocks in activation_checkpointing_policy",
         ),
-        When(
-            "selective",
-            lambda cfg: cfg.activation_checkpointing == "selective",
-            Fit.EQUIVALENT,
+        equivalent(
+            *is_("activation_checkpointing", "selective"),
             "full blocks are recomputed: the same results, less memory, more time",
         ),
         to=_recomputation,
     ),
     "training.gradient_clipping": TRAINING["training.gradient_clipping"]._replace(
-        when=(UNCLIPPED, When("FSDPStrategy", _sharded, Fit.EQUIVALENT, _CLIPPING))
+        when=(UNCLIPPED, equivalent("FSDPStrategy", sharded, _CLIPPING))
     ),
     "training.buffers": BUFFERS._replace(
         key="broadcast_buffers of DDPStrategy",
-        to=_sent,
+        to=lambda cfg, topology: (
+            {}
+            if sharded(cfg) or cfg.training.buffers == "sync"
+            else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
+        ),
         when=(
             *BUFFERS.when,
-            When("rank0 with no_shard", lambda cfg: not _sharded(cfg), Fit.EQUIVALENT, BEFORE_EACH_FORWARD),
+            equivalent("rank0 with no_shard", lambda cfg: not sharded(cfg), BEFORE_EACH_FORWARD),
         ),
     ),
     "communication.reduce_bucket_size": row(
         Fit.IGNORED,
         "bucket_cap_mb of DDPStrategy",
         "FSDP reduces unit by unit: affects only time and memory",
-        unless("no_shard", lambda cfg: not _sharded(cfg)),
+        unless("no_shard", lambda cfg: not sharded(cfg)),
         to=_buckets,
     ),
     "communication.prefetch_bucket_size": row(

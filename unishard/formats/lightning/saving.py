@@ -14,10 +14,8 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided, Unreadable
 from unishard.contract.field_rows import asked, exact, keeps_more, row, when_default
 from unishard.contract.key_rows import integer, number, text
-from unishard.contract.rules import SCRIPT, Fit, Rule, When
+from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, needs_input
 from unishard.formats.lightning.shape import Built, built, short
-
-__all__ = ["SAVING", "minutes_of", "saving_entries"]
 
 _CLASS = "lightning.pytorch.callbacks.ModelCheckpoint"
 _EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
@@ -152,10 +150,9 @@ SAVING: Mapping[str, Rule] = {
     "checkpoint.dir": exact(
         "dirpath of ModelCheckpoint",
         when_default("checkpoint.dir"),
-        When(
+        needs_input(
             "nothing is saved automatically",
             lambda cfg: not cfg.checkpoint.automatic,
-            Fit.NEEDS_INPUT,
             "the directory of trainer.save_checkpoint(...) in your script",
         ),
         to=_callbacks,
@@ -172,11 +169,10 @@ SAVING: Mapping[str, Rule] = {
         "save_top_k of ModelCheckpoint",
         'with monitor="step" and mode="max", which keeps the newest',
         when_default("checkpoint.keep_last", "-1 keeps all"),
-        When("with keep_every or keep_best", keeps_more, Fit.APPROXIMATE, _ALL),
-        When(
+        approximate("with keep_every or keep_best", keeps_more, _ALL),
+        needs_input(
             "nothing is saved automatically",
             lambda cfg: not cfg.checkpoint.automatic,
-            Fit.NEEDS_INPUT,
             "delete older checkpoints in your script",
         ),
         to=_callbacks,

@@ -1,4 +1,5 @@
-"""Where a file has the Trainer's arguments, and where those of its strategy.
+"""Where a file has the Trainer's arguments, and where those of its strategy; Lightning's names and classes of
+strategies (2.6.6, pytorch/strategies and fabric/strategies), and what each runs.
 
 LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write only the
 Trainer's arguments, or a strategy's class with its arguments; Hydra says `_target_` for `class_path` and has the
@@ -9,18 +10,18 @@ Trainer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from unishard.contract.entries import Path
-
-__all__ = ["ARGUMENTS", "CLASS", "Built", "Shape", "built", "short"]
+from unishard.config.describe import shown
+from unishard.contract.entries import Path, Unreadable
+from unishard.formats.names import each
 
 CLASS = ("class_path", "_target_", "target")
 """The keys that name a class: jsonargparse's, Hydra's, and that of latent-diffusion."""
 ARGUMENTS = ("init_args", "dict_kwargs", "params")
 """Sections with its arguments."""
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
-_ROOTS = ("trainer", "fabric")
 
 
 class Shape(NamedTuple):
@@ -40,7 +41,7 @@ class Shape(NamedTuple):
         if _section(data.get("lightning")) and _section(data["lightning"].get("trainer")):
             top = ("lightning",)
         inner = data[top[0]] if top else data
-        root = next((word for word in _ROOTS if _section(inner.get(word))), None)
+        root = next((word for word in ("trainer", "fabric") if _section(inner.get(word))), None)
         if root:
             apart = top == ("lightning",) and "strategy" in inner and "strategy" not in inner[root]
             return cls(top, (*top, root), (*top, "strategy") if apart else (*top, root, "strategy"))
@@ -127,3 +128,112 @@ def _at(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     for name in path:
         found = found[name]
     return found  # type: ignore[no-any-return]  # `of` has looked
+
+
+_NVME = {
+    "stage": 3,
+    "offload_optimizer": True,
+    "offload_parameters": True,
+    "remote_device": "nvme",
+    "offload_params_device": "nvme",
+    "offload_optimizer_device": "nvme",
+}
+NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "auto": ("DDPStrategy", {}),
+    "ddp": ("DDPStrategy", {}),
+    **{
+        f"ddp{start}{unused}": ("DDPStrategy", {})
+        for start in ("", "_spawn", "_fork", "_notebook")
+        for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+    },
+    "single_device": ("DDPStrategy", {}),
+    "fsdp": ("FSDPStrategy", {}),
+    "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
+    "deepspeed": ("DeepSpeedStrategy", {}),
+    "deepspeed_stage_1": ("DeepSpeedStrategy", {"stage": 1}),
+    "deepspeed_stage_1_offload": ("DeepSpeedStrategy", {"stage": 1, "offload_optimizer": True}),
+    "deepspeed_stage_2": ("DeepSpeedStrategy", {"stage": 2}),
+    "deepspeed_stage_2_offload": ("DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": ("DeepSpeedStrategy", {"stage": 3}),
+    "deepspeed_stage_3_offload": (
+        "DeepSpeedStrategy",
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
+    "deepspeed_stage_3_offload_nvme": ("DeepSpeedStrategy", _NVME),
+}
+"""What each name of the registry runs, and the arguments that it stands for."""
+
+_FORMER: Mapping[str, str] = {
+    "fsdp_native": "fsdp",
+    "fsdp_native_full_shard_offload": "fsdp_cpu_offload",
+    "ddp_find_unused_parameters": "ddp_find_unused_parameters_true",
+    "ddp2": "ddp",
+}
+"""Names of Lightning 1 that 2.6.6 does not know any more, and what they are called now."""
+
+_NO_DEVICE = "only CUDA devices and CPUs are supported; write ddp, fsdp or deepspeed"
+_NEVER: Mapping[str, str] = {
+    "dp": "Lightning has removed DataParallel too; write ddp",
+    "ddp_sharded": "Lightning has removed FairScale; write deepspeed_stage_2, which shards the same",
+    "ddp_sharded_spawn": "Lightning has removed FairScale; write deepspeed_stage_2, which shards the same",
+    "fsdp_fairscale": "Lightning has removed FairScale; write fsdp",
+    "horovod": "Lightning has removed Horovod; write ddp",
+    "colossalai": "Colossal-AI is not supported; write deepspeed_stage_3 or fsdp",
+    "bagua": "Bagua is not supported; write ddp",
+    **each("xla xla_debug xla_fsdp single_xla single_tpu tpu_spawn hpu_parallel hpu_single", _NO_DEVICE),
+}
+
+CLASSES: Mapping[str, str] = {
+    "DDPStrategy": "DDPStrategy",
+    "SingleDeviceStrategy": "DDPStrategy",
+    "FSDPStrategy": "FSDPStrategy",
+    "DDPFullyShardedNativeStrategy": "FSDPStrategy",
+    "DeepSpeedStrategy": "DeepSpeedStrategy",
+    "ModelParallelStrategy": "ModelParallelStrategy",
+}
+"""What each class runs."""
+
+
+class Strategy(NamedTuple):
+    """A strategy that a file asks for."""
+
+    runs: str
+    """The class: `DDPStrategy`, `FSDPStrategy`, `DeepSpeedStrategy` or `ModelParallelStrategy`."""
+    fabric: bool
+    """Whether it is Fabric's, which has other defaults and leaves more to the training script."""
+    stands_for: Mapping[str, Any]
+    """The arguments that its name stands for."""
+    former: str = ""
+    """What its name became since Lightning 1; empty for one that is known."""
+
+
+def strategy_of(found: Built | None, value: Any, *, fabric: bool) -> Strategy:
+    """What a strategy's name or class runs.
+
+    Raises:
+        Unreadable: unishard has none like it, or it is no strategy at all.
+    """
+    if value is None:
+        return Strategy("DDPStrategy", fabric, {})
+    if found is None:
+        raise Unreadable(
+            f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args"
+        )
+    class_ = short(found.path)
+    if class_ in CLASSES:
+        return Strategy(CLASSES[class_], fabric or ".fabric." in found.path or "_fabric" in found.path, {})
+    name = _FORMER.get(found.path.lower(), found.path.lower())
+    if name in NAMES and not found.key:
+        runs, stands_for = NAMES[name]
+        return Strategy(
+            runs, fabric or name == "deepspeed_stage_1_offload", stands_for, name if name != found.path.lower() else ""
+        )
+    if name in _NEVER:
+        raise Unreadable(f"must be a strategy that is supported: {_NEVER[name]}")
+    near = get_close_matches(class_, [*NAMES, *CLASSES], 1, 0.75)
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"write one of {', '.join(('ddp', 'fsdp', 'deepspeed_stage_2', *CLASSES))}"
+    )
+    raise Unreadable(f"must be a strategy of Lightning 2.6.6, got {shown(found.path)}; {hint}")

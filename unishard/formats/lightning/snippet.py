@@ -12,8 +12,6 @@ from unishard.formats.lightning.saving import minutes_of
 from unishard.formats.lightning.shape import Shape, built, short
 from unishard.formats.reading import ReadDocument
 
-__all__ = ["snippet"]
-
 _BLOCKS = ("auto_wrap_policy", "activation_checkpointing_policy", "activation_checkpointing")
 _POLICY = '''
 

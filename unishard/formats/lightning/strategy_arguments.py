@@ -16,14 +16,11 @@ from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.lightning import deepspeed_arguments, torch_arguments
 from unishard.formats.lightning.keys import UNSET, off
 from unishard.formats.lightning.precision import precision_section, word_of
-from unishard.formats.lightning.strategies import Strategy
+from unishard.formats.lightning.shape import Strategy
 from unishard.formats.lightning.torch_arguments import DDP, MODEL_PARALLEL
 from unishard.formats.source import open_source
 
-__all__ = ["TOOL", "StrategyArguments", "entries_of"]
-
 TOOL = "Lightning 2.6.6"
-_NO_EFFECT = "has no effect with the other arguments"
 _REPLACED = "not used: config replaces every DeepSpeed argument"
 
 
@@ -159,7 +156,7 @@ def _deepspeed(given: StrategyArguments) -> Iterator[Entry]:
     yield from _with_name(given, block, block.placed(_without_precision(given, parsed)))
     yield from _precision_entry(given, parsed)
     used = {name for leaf in leaves for name in leaf.arguments} | scaling
-    yield from _unused(given, used, _NO_EFFECT)
+    yield from _unused(given, used, "has no effect with the other arguments")
 
 
 def _configured(given: StrategyArguments) -> Iterator[Entry]:

@@ -8,19 +8,15 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import broadcast_buffers, drops, integer, number, refuses
+from unishard.contract.key_rows import broadcast_buffers, drops, integer, number
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.keys import left, off, optional
 from unishard.formats.lightning.shape import built, short
-from unishard.formats.names import each
-
-__all__ = ["DDP", "MODEL_PARALLEL"]
+from unishard.formats.names import each, ignored
 
 _LAUNCH = "the launcher decides it"
 _BYTES = 4
 _CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
-_TIME = "affects only time and memory"
-_HOOK = "hooks are not supported; use a smaller dtype to reduce gradients in, and remove it"
 
 
 def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
@@ -29,30 +25,9 @@ def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 DDP: Mapping[str, Key] = {
-    **each(
-        "accelerator parallel_devices cluster_environment process_group_backend timeout start_method", left(_LAUNCH)
-    ),
-    **dict.fromkeys(_CHECKS, left("one device a rank, and what ranks check at the start")),
-    "checkpoint_io": left("affects only files"),
-    **each(
-        "precision_plugin precision",
-        refuses("a plugin cannot be read from a file; write precision beside the strategy", off),
-    ),
-    "find_unused_parameters": left("parameters that no rank uses are no problem here, and need no search"),
-    **each(
-        "static_graph gradient_as_bucket_view bucket_cap_mb_list batched_grad_copy skip_all_reduce_unused_params",
-        left(_TIME),
-    ),
+    **ignored("lightning/ignored_ddp.txt", left, off),
     **each("broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
     "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
-    **each("ddp_comm_hook ddp_comm_state ddp_comm_wrapper", refuses(_HOOK, off)),
-    "model_averaging_period": refuses("averaging weights instead of gradients is no engine's here; remove it", off),
-    "mixed_precision": refuses(
-        "DDP's own mixed precision is not what Lightning's precision says; write precision", off
-    ),
-    "delay_all_reduce_named_params": refuses("every gradient is reduced here; remove it", off),
-    "param_to_hook_all_reduce": refuses("every gradient is reduced here; remove it", off),
-    "process_group": refuses("groups are objects of the training script; remove it", off),
 }
 """The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""
 
@@ -148,9 +123,6 @@ def _recomputed(value: Any) -> Native:
     return {"activation_checkpointing": names}
 
 
-_POLICY_CLASSES = ("ModuleWrapPolicy", "transformer_auto_wrap_policy")
-
-
 def _classes(value: Any) -> list[str]:
     """Names of classes without their modules, from a class, a list of them, or a policy made of them; empty for
     anything else.
@@ -165,7 +137,7 @@ def _classes(value: Any) -> list[str]:
     if found is None:
         # YAML's set of names is a mapping to nothing.
         return _classes(list(value)) if isinstance(value, Mapping) and value and not any(value.values()) else []
-    if short(found.path) in _POLICY_CLASSES:
+    if short(found.path) in ("ModuleWrapPolicy", "transformer_auto_wrap_policy"):
         return _classes(found.arguments.get("module_classes") or found.arguments.get("transformer_layer_cls") or [])
     return [short(found.path)] if not found.key and not found.path.endswith(("policy", "fn")) else []
 
@@ -206,14 +178,7 @@ ARGUMENTS: Mapping[str, ToNative] = {
 
 
 OWN: Mapping[str, Key] = {
-    **each("accelerator parallel_devices cluster_environment process_group_backend device_id", left(_LAUNCH)),
+    **ignored("lightning/ignored_fsdp.txt", left, off),
     "timeout": drops("how long a collective may hang; see communication.desync_timeout"),
-    "checkpoint_io": left("affects only files"),
-    **each(
-        "precision_plugin precision",
-        refuses("a plugin cannot be read from a file; write precision beside the strategy", off),
-    ),
-    "process_group": refuses("process groups are objects; write device_mesh: [replicas, ranks in each]", off),
-    "param_init_fn": refuses("a function cannot be read from a file; build the model on the meta device", off),
 }
 """The arguments that concern only Lightning, with those that no file can say."""

@@ -10,9 +10,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.field_rows import exact, row, when_default
-from unishard.contract.rules import NO_KEY, Fit, Rule, When, unless
-
-__all__ = ["LAUNCHING", "MODULE", "RECIPE", "TRAINING", "UNCLIPPED", "trainer"]
+from unishard.contract.rules import NO_KEY, Fit, Rule, approximate, is_, needs_input, unless
 
 MODULE = "your LightningModule"
 _OPTIMIZERS = {
@@ -73,10 +71,8 @@ TRAINING: Mapping[str, Rule] = {
         "accumulate_grad_batches",
         "Lightning divides a partial last window by the full window",
         unless("no accumulation", lambda cfg: not _accumulates(cfg), "there is no window to fill"),
-        When(
-            "drop",
-            lambda cfg: cfg.training.last_window == "drop",
-            Fit.NEEDS_INPUT,
+        needs_input(
+            *is_("training.last_window", "drop"),
             "make the DataLoader end with a full window: Lightning also steps with a partial one",
         ),
     ),
@@ -171,19 +167,12 @@ def _around(name: str, note: str) -> Rule:
     return row(Fit.IGNORED, NO_KEY, note, when_default(f"launch.{name}"))
 
 
-def _others(cfg: Config) -> bool:
-    return bool(cfg.launch.environment.keys() - {_DEVICES}) or (
-        _DEVICES in cfg.launch.environment and _named(cfg) is None
-    )
-
-
 LAUNCHING: Mapping[str, Rule] = {
     "launch.nodes": exact(
         "num_nodes",
-        When(
+        approximate(
             "a range",
             lambda cfg: cfg.launch.min_nodes != cfg.launch.max_nodes,
-            Fit.APPROXIMATE,
             "a fixed number: the run does not go on with fewer",
         ),
         to=_nodes,
@@ -197,10 +186,12 @@ LAUNCHING: Mapping[str, Rule] = {
     ),
     "launch.environment": exact(
         "devices",
-        When(
+        needs_input(
             "other variables",
-            _others,
-            Fit.NEEDS_INPUT,
+            lambda cfg: (
+                bool(cfg.launch.environment.keys() - {_DEVICES})
+                or (_DEVICES in cfg.launch.environment and _named(cfg) is None)
+            ),
             f"export them before the launch; only {_DEVICES} has an argument",
         ),
     ),

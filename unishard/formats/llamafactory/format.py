@@ -15,8 +15,6 @@ from unishard.formats.hf.shipped import shipped_config, told
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-__all__ = ["FORMAT"]
-
 _SWITCHES = {(DEEPSPEED, name, "enabled") for name in ("bf16", "fp16")}
 _RECOMPUTES = "activation_checkpointing"
 

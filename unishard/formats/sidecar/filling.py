@@ -24,8 +24,6 @@ from unishard.formats.sidecar.launcher import clashes, decided, deciding, engine
 from unishard.formats.sidecar.sidecar import TRAINER, Sidecar, open_sidecar, trainer
 from unishard.formats.source import Source
 
-__all__ = ["Filling"]
-
 _COMPUTE, _REDUCE = "precision.compute", "precision.reduce"
 
 
@@ -131,7 +129,6 @@ _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 _FIELDS = frozenset(path for path, _ in leaves(Config))
 _BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"
 _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
-_PLAIN = "hf"
 _OTHER = (
     "starts the training with this file, not with the one that is translated; name a line that starts it: --with "
     "FILE:LINE"
@@ -270,7 +267,7 @@ class _Sidecar(NamedTuple):
     def default(self) -> str:
         """Where a value that is not in the file comes from."""
         tool = catalog.get(self.sidecar.format).tool
-        return f"default of {f'TrainingArguments ({tool})' if self.sidecar.format == _PLAIN else tool}"
+        return f"default of {f'TrainingArguments ({tool})' if self.sidecar.format == 'hf' else tool}"
 
     def placed(self, entry: Entry) -> Entry:
         """The entry with where it comes from."""

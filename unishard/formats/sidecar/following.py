@@ -15,8 +15,6 @@ from unishard.formats.launch_line import LaunchLine
 from unishard.formats.shell_words import Word
 from unishard.formats.source import Source, find_named, open_source
 
-__all__ = ["LAUNCHER", "Named", "launcher_named", "missing", "names", "opened", "recipe_named"]
-
 LAUNCHER = "accelerate --config-file"
 _RECIPE = "config"
 _CONFIGS = (".yaml", ".yml", ".json")

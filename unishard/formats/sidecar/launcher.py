@@ -16,8 +16,6 @@ from unishard.formats.reading import ReadDocument
 from unishard.formats.sidecar.following import LAUNCHER
 from unishard.formats.sidecar.sidecar import Sidecar
 
-__all__ = ["clashes", "decided", "deciding", "engine_is_open", "staying"]
-
 _DECIDED = ("backend", "sharding.strategy")
 _ABSENT = (
     "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set "

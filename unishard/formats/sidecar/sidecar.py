@@ -25,8 +25,6 @@ from unishard.formats.shell_words import Word
 from unishard.formats.sidecar.following import Named, launcher_named, opened, recipe_named
 from unishard.formats.source import Source, find_named, open_source
 
-__all__ = ["PAGES", "TRAINER", "Sidecar", "open_sidecar", "script_text", "trainer"]
-
 TRAINER = ("hf", "trl", "llamafactory", "swift")
 """Formats whose arguments are those of TrainingArguments."""
 _SURE = "per_device_train_batch_size"

@@ -19,8 +19,6 @@ from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-__all__ = ["FORMAT"]
-
 _CONFIG = "fsdp_config"
 _HPZ = "zero_hpz_partition_size"
 _SWITCHES = ("bf16", "fp16")

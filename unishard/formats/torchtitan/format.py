@@ -18,8 +18,6 @@ from unishard.formats.source import Source
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.undecided import open_end
 
-__all__ = ["FORMAT"]
-
 _DEGREES = (
     "tensor_parallel_degree",
     "pipeline_parallel_degree",

@@ -1,4 +1,4 @@
-"""The keys of torchtitan 0.2's TOML (torchtitan.config.JobConfig), and a few older names.
+"""The keys of torchtitan 0.2's TOML (torchtitan.config.JobConfig; components/checkpoint.py), and a few older names.
 
 What a file leaves out, JobConfig fills in.
 """
@@ -6,17 +6,96 @@ What a file leaves out, JobConfig fills in.
 from __future__ import annotations
 
 import math
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
-from unishard.contract.key_rows import DETERMINISTIC, SEED, boolean, drops, integer, number, one_of, refuses, sets
+from unishard.contract.key_rows import DETERMINISTIC, SEED, boolean, drops, integer, number, one_of, refuses, sets, text
 from unishard.contract.rules import Fit
-from unishard.formats.names import each, ignored
-from unishard.formats.torchtitan.saving import SAVED
+from unishard.formats.names import ignored
 
-__all__ = ["DEGREES", "ENGINE", "KEYS", "RESHARDING", "degree"]
+_DUMP, _FOLDER = "job.dump_folder", "checkpoint.folder"
+_SILENT: Mapping[str, Any] = {
+    _DUMP: "./outputs",
+    _FOLDER: "checkpoint",
+    "checkpoint.interval": 500,
+    "checkpoint.keep_latest_k": 10,
+}
+_LAST = "torchtitan also saves at the end of the training; call engine.save() there"
+
+
+def _saves(given: DocumentValues) -> bool:
+    return given.get("checkpoint.enable") in (True, "true")
+
+
+def _value(key: str, given: DocumentValues) -> Any:
+    return given.get(key) if key in given else _SILENT[key]
+
+
+def _directory(given: DocumentValues) -> Mapping[str, Any]:
+    dump, folder = text(_value(_DUMP, given)), text(_value(_FOLDER, given))
+    return {"checkpoint.dir": folder if dump == "." else posixpath.join(dump, folder)}
+
+
+def _interval(given: DocumentValues) -> Mapping[str, Any]:
+    """In updates, or, in older versions, in seconds."""
+    if str(given.get("checkpoint.interval_type")).lower() == "seconds":
+        return {"checkpoint.every_minutes": number(1e-9)(_value("checkpoint.interval", given)) / 60}
+    return {"checkpoint.every_steps": integer(1)(_value("checkpoint.interval", given))}
+
+
+def _limit(given: DocumentValues) -> Mapping[str, Any]:
+    return {"checkpoint.keep_last": integer(0)(_value("checkpoint.keep_latest_k", given)) or None}
+
+
+def _enabled(value: Any, given: DocumentValues) -> KeyEffect:
+    if not boolean(value):
+        return left_out("is off")
+    fields = dict(_directory(given)) if _DUMP not in given and _FOLDER not in given else {}
+    fields |= {} if "checkpoint.interval" in given else _interval(given)
+    fields |= {} if "checkpoint.keep_latest_k" in given else _limit(given)
+    return KeyEffect(Fit.EQUIVALENT, _LAST, fields) if fields else left_out(_LAST)
+
+
+def _key(fields: str, read: Any, note: str = "") -> Key:
+    """A key that is only used where checkpoints are written."""
+
+    def effect(value: Any, given: DocumentValues) -> KeyEffect:
+        return KeyEffect(fields=read(given)) if _saves(given) else left_out("only used when checkpoint.enable is true")
+
+    return Key(effect, fields, note=note)
+
+
+def _mode(given: DocumentValues) -> Mapping[str, Any]:
+    modes = {"disabled": False, "async": True, "async_with_pinned_mem": True}
+    return {"checkpoint.async_save": one_of(modes)(given.get("checkpoint.async_mode"))}
+
+
+_JOB = "config_file description use_for_integration_test print_args print_config save_config_file custom_config_module"
+_OTHERS = (
+    "interval_type initial_load_path initial_load_model_only initial_load_in_hf initial_load_in_hf_quantized "
+    "last_save_model_only last_save_in_hf model_weights_only export_dtype create_seed_checkpoint load_step load_only "
+    "exclude_from_loading enable_first_step_checkpoint enable_ft_dataloader_checkpoints"
+)
+
+SAVED: Mapping[str, Key] = {
+    _DUMP: _key("checkpoint.dir", _directory, "with checkpoint.folder below it"),
+    **{f"job.{name}": drops("launcher setting") for name in _JOB.split()},
+    "checkpoint.enable": Key(
+        _enabled, "checkpoint.dir, checkpoint.every_steps, checkpoint.keep_last", Fit.EQUIVALENT, _LAST
+    ),
+    _FOLDER: _key("checkpoint.dir", _directory, "below job.dump_folder"),
+    "checkpoint.interval": _key(
+        "checkpoint.every_steps", _interval, "checkpoint.every_minutes where interval_type is seconds"
+    ),
+    "checkpoint.keep_latest_k": _key("checkpoint.keep_last", _limit, "0 keeps all"),
+    "checkpoint.async_mode": _key("checkpoint.async_save", _mode),
+    **{f"checkpoint.{name}": drops("affects only the files of checkpoints") for name in _OTHERS.split()},
+}
+"""What each key says."""
+
 
 DEGREES = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
 RESHARDING = {"default": True, "always": True, "never": False}
@@ -137,7 +216,7 @@ def _clip(value: Any, given: DocumentValues) -> KeyEffect:
     limit = math.inf if value in (math.inf, "inf") else number()(value)
     if limit <= 0:
         raise Unreadable(f"must be above 0, got {shown(value)}; write inf for no clipping")
-    if _steps_early(given):
+    if given.get("optimizer.early_step_in_backward") in (True, "true"):
         return KeyEffect(
             Fit.IGNORED, "clips nothing: early_step_in_backward has made the update, and no gradient is left"
         )
@@ -208,10 +287,6 @@ def _off(value: Any) -> bool:
 _EARLY = "here the step comes after backward: the same math, more memory; nothing is clipped"
 
 
-def _steps_early(given: DocumentValues) -> bool:
-    return given.get("optimizer.early_step_in_backward") in (True, "true")
-
-
 def _early(value: Any, given: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return left_out("is off")
@@ -222,13 +297,6 @@ def _early(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT, _EARLY, {"training.gradient_clipping": None})
 
 
-def _sharded(value: Any) -> bool:
-    return str(value).lower() != "ddp"
-
-
-_FLOAT8 = refuses("it computes products in float8, which is not supported; remove it", _off)
-_TIME = drops("affects only time")
-
 KEYS: Mapping[str, Key] = {
     "optimizer.name": sets("optimizer.name", one_of({"adamw": "adamw", "adam": "adam"}), tool_default="AdamW"),
     "optimizer.lr": sets("optimizer.lr", number(0), tool_default=8e-4),
@@ -237,7 +305,6 @@ KEYS: Mapping[str, Key] = {
     "optimizer.eps": sets("optimizer.eps", number(0), tool_default=1e-8),
     "optimizer.weight_decay": sets("optimizer.weight_decay", number(0), tool_default=0.1),
     "optimizer.early_step_in_backward": Key(_early, "training.gradient_clipping", Fit.EQUIVALENT, _EARLY),
-    "experimental.torch_spmd": refuses("torchtitan has no such engine any more; remove it", _off),
     "lr_scheduler.warmup_steps": Key(_warmup, "scheduler.warmup_steps", Fit.APPROXIMATE, _WARMUP, tool_default=200),
     "lr_scheduler.decay_ratio": Key(_decay, "scheduler.name"),
     "lr_scheduler.decay_type": Key(_shape, "scheduler.name", tool_default="linear"),
@@ -254,23 +321,18 @@ KEYS: Mapping[str, Key] = {
     "training.compile": Key(_compiled, "compile.mode", note="an older name of compile.enable"),
     "debug.seed": SEED,
     "debug.deterministic": DETERMINISTIC,
-    "debug.deterministic_warn_only": _TIME,
-    "debug.moe_force_load_balance": refuses("it changes the training; remove it", _off),
     "compile.enable": Key(_compiled, "compile.mode"),
     "compile.backend": Key(_compiler, "compile.backend"),
     "activation_checkpoint.mode": Key(_checkpointing, "activation_checkpointing", tool_default="selective"),
-    "model.converters": refuses("they change the model's dtypes, which is not supported; remove them", _off),
     "parallelism.tensor_parallel_degree": _only_1("tensor"),
     "parallelism.context_parallel_degree": _only_1("context"),
     "parallelism.pipeline_parallel_degree": _only_1("pipeline"),
     "parallelism.expert_parallel_degree": _only_1("expert"),
-    **each("float8.enable_float8_linear training.enable_float8_linear training.enable_fp8_linear", _FLOAT8),
-    "training.fp8_linear": _FLOAT8,
     "training.data_parallel_type": refuses(
-        "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1", _sharded
+        "no longer exists; write data_parallel_replicate_degree: RANKS, data_parallel_shard_degree: 1",
+        lambda value: str(value).lower() != "ddp",
     ),
-    "fault_tolerance.enable": refuses("groups that come and go are not supported; remove it", _off),
     **SAVED,
-    **ignored("torchtitan/ignored.txt"),
+    **ignored("torchtitan/ignored.txt", off=_off),
 }
 """What each says. The degrees of data parallelism and what `ENGINE` names stand in FSDP's own table."""

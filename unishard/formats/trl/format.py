@@ -12,8 +12,6 @@ from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
 from unishard.formats.names import names
 
-__all__ = ["FORMAT"]
-
 _LOADED = drops("the dtype in which the training script loads the model")
 _KINDS: Mapping[float, tuple[str, ...]] = {
     1e-6: names(

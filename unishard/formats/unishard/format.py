@@ -1,13 +1,16 @@
-"""Reads a unishard file entry by entry, and writes one with a comment wherever a decision is needed."""
+"""Reads a unishard file entry by entry, and writes one with comments: where a decision is needed, or at each field."""
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from unishard.config import Config, leaves, value_at
+from unishard.config import Config, Section, leaves, value_at
 from unishard.config.loading.document import from_mapping, without_own_sections
 from unishard.config.loading.placeholders import placeholder, stand_ins, undecided_in
 from unishard.config.loading.renamed import current_names
@@ -20,15 +23,13 @@ from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
+from unishard.formats.documents import inline_yaml, yaml_text
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble, default_of
 from unishard.formats.signs import Explained
 from unishard.formats.source import Source
-from unishard.formats.unishard.text import plain, text_of
 from unishard.version import __version__
-
-__all__ = ["FORMAT"]
 
 _LEAVES = [path for path, _ in leaves(Config)]
 
@@ -230,3 +231,102 @@ def _document(reading: ReadDocument) -> Native:
         elif path == "native" and value:
             document["native"] = value
     return document
+
+
+_WIDTH = 120
+
+
+def described(document: Mapping[str, Any], undecided: Mapping[str, str]) -> str:
+    """The text of a config, each field below the first sentence of its description.
+
+    Args:
+        document: Nested; only the fields that it has are written.
+        undecided: Fields whose value is a placeholder, and who knows each.
+    """
+    return "\n".join(_lines(Config, document, undecided, "")).lstrip("\n") + ("\n" if document else "")
+
+
+def _lines(
+    section: type[Section], document: Mapping[str, Any], undecided: Mapping[str, str], prefix: str
+) -> Iterator[str]:
+    indent, descriptions = "  " * prefix.count("."), section.descriptions()
+    for name, field in section.model_fields.items():
+        if name not in document:
+            continue
+        kind = field.annotation
+        inner = kind if isinstance(kind, type) and issubclass(kind, Section) else None
+        if not prefix:
+            yield ""
+        yield from _comment(inspect.getdoc(inner) if inner else descriptions[name], indent)
+        if inner:
+            yield f"{indent}{name}:"
+            yield from _lines(inner, document[name], undecided, f"{prefix}{name}.")
+        else:
+            who = undecided.get(prefix + name)
+            yield f"{indent}{name}: " + (
+                f"{document[name]}  # needs your decision: the value comes from {who}"
+                if who
+                else value_text(document[name])
+            )
+
+
+def _comment(text: str | None, indent: str) -> list[str]:
+    """The first sentence."""
+    words = " ".join((text or "").split())
+    sentence = words.partition(". ")[0].rstrip(".") + "."
+    return textwrap.wrap(
+        sentence, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_long_words=False
+    )
+
+
+def value_text(value: Any) -> str:
+    """A value as it stands behind a key on one line."""
+    return inline_yaml(plain(value))
+
+
+_SCRIPTS = ("training.micro_batch_size", "optimizer.name", "optimizer.lr", "scheduler.name")
+"""What tools leave to the training script when their config does not say it."""
+
+
+def text_of(document: Native, reading: ReadDocument) -> str:
+    """YAML of the document, with a comment wherever a decision is needed, and a header that names what was left to the
+    script.
+    """
+    commented = _commented(document)
+    for path, undecided in reading.undecided.items():
+        *above, name = path.split(".")
+        section: Any = commented
+        for key in above:
+            section = section[key]
+        section.yaml_add_eol_comment(f"needs your decision: the value comes from {undecided.who}", name)
+    return _header(reading) + yaml_text(commented)
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML holds it."""
+    match value:
+        case Section():
+            return value.model_dump(exclude_unset=True)
+        case list() | tuple():
+            return [plain(item) for item in value]
+    return value
+
+
+def _header(reading: ReadDocument) -> str:
+    left = [path for path in _SCRIPTS if path not in reading.decided]
+    if reading.format == "unishard" or not left:
+        return ""
+    return (
+        f"# Not said by the {reading.format} config, since the training script decides it there: {', '.join(left)}.\n"
+        "# Write them here, or hand the optimizer to unishard.prepare; otherwise the defaults hold.\n"
+    )
+
+
+def _commented(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, dict):
+        return CommentedMap({key: _commented(item, depth + 1) for key, item in value.items()})
+    if isinstance(value, list):
+        items = CommentedSeq([_commented(item, depth + 1) for item in value])
+        items.fa.set_flow_style()
+        return items
+    return value

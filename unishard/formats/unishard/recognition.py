@@ -7,8 +7,6 @@ from typing import Any
 
 from unishard.config import Config
 
-__all__ = ["only_fields"]
-
 _SURE = 10
 
 

@@ -15,8 +15,6 @@ from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
 from unishard.formats.verify.fsdp import settings_of as fsdp_settings
 from unishard.formats.verify.settings import AUTO
 
-__all__ = ["settings_of"]
-
 _OWN = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DYNAMO_")
 _ANYWHERE = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 """What the plugin refuses without an accelerator, or another setting of which it wants."""

@@ -15,8 +15,6 @@ from unishard.formats.readback import read_back
 from unishard.formats.verify.consumers import of_source, read_settings
 from unishard.formats.verify.settings import AUTO, KEPT, Effective, of_config, same
 
-__all__ = ["ComparedSetting", "Verification", "verify"]
-
 _LAYOUT = ("sharding.strategy", "sharding.units")
 """Fields in which equivalent means other collectives: the report says so."""
 _UNITS = "sharding.units"

@@ -15,8 +15,6 @@ from unishard.config.loading import load
 from unishard.formats import Outcome, ReadDocument, catalog
 from unishard.formats.verify.settings import AUTO, Effective, Settings, of_config
 
-__all__ = ["of_source", "read_settings"]
-
 Document = Mapping[str, Any]
 
 

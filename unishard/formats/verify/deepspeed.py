@@ -11,8 +11,6 @@ from typing import Any
 from unishard.config.nested import Native, flat, nested
 from unishard.formats.verify.settings import AUTO, KEPT, clipping
 
-__all__ = ["settings_of"]
-
 _STAGES = {0: "no_shard", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 _SHARDS_PARAMS = 3
 _ALL = 10**15

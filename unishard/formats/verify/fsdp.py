@@ -6,8 +6,6 @@ from typing import Any
 
 from unishard.formats.verify.settings import KEPT, kept_after_forward
 
-__all__ = ["settings_of"]
-
 _OLD = {
     "FULL_SHARD": "full_shard",
     "SHARD_GRAD_OP": KEPT,

@@ -13,8 +13,6 @@ from typing import Any
 from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
 from unishard.formats.verify.settings import AUTO, clipping
 
-__all__ = ["settings_of"]
-
 _SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -37,7 +35,6 @@ _WHOLE = {
 }
 """A file without any of these holds a part of the arguments; the others are in the script."""
 _ENGINES = {"fsdp", "deepspeed"}
-_OF_ENGINES = ("sharding.", "offload.")
 _OF_THE_MACHINE = {"use_cpu": True, "tf32": None}
 """What transformers takes only with a GPU, which says nothing about a config."""
 _WITHOUT_GPU = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
@@ -60,7 +57,7 @@ def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, A
         if given.keys() & _WHOLE:
             return found
         return (
-            {field: value for field, value in found.items() if field.startswith(_OF_ENGINES)}
+            {field: value for field, value in found.items() if field.startswith(("sharding.", "offload."))}
             if given.keys() & _ENGINES
             else {}
         )

@@ -12,8 +12,6 @@ from typing import Any
 from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
 from unishard.formats.verify.settings import KEPT, clipping
 
-__all__ = ["settings_of"]
-
 _WORDS = {"32": "fp32", "bf16": "bf16", "16": "fp16"}
 _DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 _SHARDING = {

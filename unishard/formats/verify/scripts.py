@@ -12,8 +12,6 @@ from unishard.formats import catalog
 from unishard.formats.hf.shipped import shipped
 from unishard.formats.verify.hf import settings_of as hf_settings
 
-__all__ = ["settings_of"]
-
 _DECIDES: Mapping[str, tuple[str, ...]] = {
     "learning_rate": ("optimizer.lr",),
     "weight_decay": ("optimizer.weight_decay",),
@@ -30,7 +28,6 @@ _RENAMED = {
     "evaluation_strategy": "eval_strategy",
 }
 _RATIO = "warmup_ratio"
-_DTYPE = "torch_dtype"
 
 
 def settings_of(document: Mapping[str, Any], folder: Path | None, tool: str) -> dict[str, Any]:
@@ -46,7 +43,7 @@ def settings_of(document: Mapping[str, Any], folder: Path | None, tool: str) -> 
     found = hf_settings(_arguments(document), folder)
     assumed = catalog.get(tool).silent(document).keys() - document.keys()  # type: ignore[attr-defined]
     unknown = {field for key in assumed for field in _DECIDES.get(key, ())}
-    if _DTYPE in document and not {"bf16", "fp16"} & document.keys():
+    if "torch_dtype" in document and not {"bf16", "fp16"} & document.keys():
         unknown.add("precision.compute")
     return {field: value for field, value in found.items() if field not in unknown}
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from unishard.config import Config, value_at
 from unishard.formats.names import names
 
-__all__ = ["AUTO", "KEPT", "Effective", "Settings", "clipping", "kept_after_forward", "of_config", "same"]
-
 AUTO = "auto"
 """The training script decides."""
 KEPT = "kept"
