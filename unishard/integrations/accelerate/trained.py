@@ -41,6 +41,7 @@ class Trained:
         self.last: Step | None = None
         """The last update."""
         self._held = 0
+        self._named = [*self.model.named_parameters()]  # once: to walk a model takes a millisecond
         self._max_norm: float | EllipsisType | None = ...
         # Functions, not methods: a copy of the model, for example to average weights, must not copy the engine.
         self._hook = self.model.register_forward_hook(lambda model, args, output: self._after_forward(model))
@@ -77,10 +78,8 @@ class Trained:
         """
         if self._held or not self.waits:
             return None
-        given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
-        if missing := [
-            name for name, each in self.model.named_parameters() if each.requires_grad and each not in given
-        ]:
+        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        if missing := [name for name, each in self._named if each.requires_grad and id(each) not in given]:
             raise ContractError(
                 f"clip_grad_norm_ was called without {missing[0]}, but the norm is that of all parameters that train; "
                 "pass model.parameters()"
