@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unishard.contract.results import Step
 from unishard.engine.engine import Engine
+from unishard.engine.loop.reached_leaves import reaches
 from unishard.errors import ContractError
 
 __all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]
@@ -49,8 +50,15 @@ class Trained:
         engine.set_boundary(True)
 
     def _after_forward(self, model: nn.Module) -> None:
-        if model is self.model and model.training and torch.is_grad_enabled():
-            self.ran = True
+        if model is not self.model or not model.training or not torch.is_grad_enabled() or self.engine._order.frozen:
+            return
+        if not any(each.requires_grad for _, each in self._named):
+            raise ContractError(
+                f"all parameters of {type(model).__name__} were frozen after prepare, and engines keep theirs; to "
+                "train another model through it, run that one's forward and backward inside `with "
+                "accelerator.engine_of(model).frozen():`"
+            )
+        self.ran = True
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
@@ -64,6 +72,10 @@ class Trained:
             self._held -= 1
         if not self._held:
             self.engine.set_boundary(True)
+
+    def reached_by(self, loss: Tensor) -> bool:
+        """Whether the backward of a loss would leave gradients on the model."""
+        return reaches(loss, self.engine._training("backward").adapter.leaves())
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of a loss that Accelerate has divided."""
