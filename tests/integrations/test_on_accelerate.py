@@ -154,6 +154,10 @@ def wrong(backend):
     found["part"] = refused(acc.clip_grad_norm_, model[0].parameters(), 1.0)
     found["state"] = refused(optimizer.state_dict)
     found["closure"] = refused(optimizer.step, lambda: 0)
+    optimizer.train()  # as scripts and the Trainer do for all optimizers
+    optimizer.optimizer.train = optimizer.optimizer.eval = lambda: None  # as those of schedulefree have it
+    found["schedulefree"] = [refused(optimizer.train), refused(optimizer.eval)]
+    del optimizer.optimizer.train, optimizer.optimizer.eval
     optimizer.step()
     second = torch.optim.SGD(model.parameters(), lr=0.1)
     found["second"] = refused(acc.prepare, second)
@@ -254,6 +258,7 @@ def test_what_the_engines_cannot_do_is_one_error(backend):
         assert "norm_type=1" in found["kind"]
         assert "pass model.parameters()" in found["part"]
         assert "no closure" in found["closure"]
+        assert all("AdamW writes other weights into the parameters" in each for each in found["schedulefree"])
         assert "ContractError" in found["state"]
         assert "give each model one optimizer" in found["second"]
         assert "retain_graph" in found["graph"]

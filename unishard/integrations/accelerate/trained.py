@@ -156,6 +156,23 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if self.gradient_state.sync_gradients:
             self._trained.drop()
 
+    def train(self) -> None:
+        """Refuse an optimizer that keeps other weights for evaluation; do nothing for the rest.
+
+        Raises:
+            ContractError: It is one of schedulefree.
+        """
+        if callable(getattr(self.optimizer, "train", None)):
+            raise ContractError(
+                f"{type(self.optimizer).__name__} writes other weights into the parameters before and after an "
+                "evaluation, which an engine shards and copies; use one of torch.optim with a schedule, or evaluate an "
+                "average with accelerator.engine.ema()"
+            )
+
+    def eval(self) -> None:
+        """As `train`."""
+        self.train()
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last update was skipped, for a gradient that was infinite or NaN."""
