@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
 PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --picture docs/peers.svg
+FRAMEWORKS := --json benchmarks/frameworks/measured.json --page docs/performance.md
 # Three processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and two leave cores idle; four are
 # not faster.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -94,9 +95,10 @@ versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torc
 	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Each benchmark in turn; the machine should do nothing else meanwhile.
-bench: $(READY) ## Measure steps beside loops by hand and Accelerate's, translations, saves; ONLY=peers for some, BUDGET= seconds for peers.
-	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint scale peers),$(BIN)/python -m benchmarks.$(each)\
-	  $(if $(filter peers,$(each)),$(PEERS) $(if $(BUDGET),--seconds $(BUDGET))) &&) true
+bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves; ONLY="peers frameworks" for some, BUDGET= seconds of these.
+	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint scale peers frameworks),$(BIN)/python -m benchmarks.$(each)\
+	  $(if $(filter peers,$(each)),$(PEERS)) $(if $(filter frameworks,$(each)),$(FRAMEWORKS))\
+	  $(if $(BUDGET),$(if $(filter peers frameworks,$(each)),--seconds $(BUDGET))) &&) true
 
 # Not by way of .venv: a machine with a GPU may have its own torch and no network. It takes the Python of .venv where that is there.
 gpu: ## What one GPU can prove, about 40 minutes; PIECE="cells resume" for some, DEVICE=cpu for tiny sizes, BUDGET= seconds.

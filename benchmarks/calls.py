@@ -73,24 +73,28 @@ def count(backend: str, strategy: str, blocks: int, accumulation: int = 1) -> Ca
 
 
 def profiled(run: Callable[[], object]) -> Calls:
-    own: Counter[str] = Counter()
-    others: Counter[str] = Counter()
+    found = Calls(Counter(), Counter())
+    sys.setprofile(recorder(found))
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def recorder(calls: Calls) -> Callable[[FrameType, str, Any], None]:
+    """A profile function that counts calls."""
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
             place = own_place(code.co_filename)
             if place and (place, code.co_name) != _ELSEWHERE:
-                own[f"{place}:{code.co_name}"] += 1
+                calls.own[f"{place}:{code.co_name}"] += 1
             else:
-                others[f"{'/'.join(Path(code.co_filename).parts[-3:])}:{code.co_name}"] += 1
+                calls.others[f"{'/'.join(Path(code.co_filename).parts[-3:])}:{code.co_name}"] += 1
 
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return Calls(own, others)
+    return note
 
 
 def own_place(path: str) -> str:

@@ -205,7 +205,8 @@ class DeepSpeedAdapter(EngineAdapter):
         """The shard in ZeRO's flat gradients."""
         if create:
             self._unused.include(parameter)
-        return None if parameter in self._unused.unused else self._shards.gradient(parameter)
+        unused = self._unused.unused
+        return None if unused and parameter in unused else self._shards.gradient(parameter)
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The shard in ZeRO's flat master weights."""

@@ -42,6 +42,7 @@ class Shards:
         self._offloads = spec.offloads_optimizer
         self._gradients: dict[nn.Parameter, Shard] | None = None
         """Gradient shards, once reduced in this window."""
+        self._required = False
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -50,7 +51,9 @@ class Shards:
         Raises:
             BackendError: DeepSpeed lacks a private name for it.
         """
-        require("gradients", self._kind)
+        if not self._required:
+            require("gradients", self._kind)
+            self._required = True
         if self._kind == "stage-0":
             give_gradients(self._inner.trained)
         shards.reduce_gradients(self._engine)

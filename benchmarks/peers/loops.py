@@ -55,7 +55,7 @@ def accelerate_fsdp(cell: Cell) -> Iterator[Tensor]:
         fsdp_plugin=plugin,
     )
     model, optimizer = accelerator.prepare(model, adamw(model))
-    yield from _train(cell, accelerator, model, optimizer)
+    yield from accelerate_train(cell, accelerator, model, optimizer)
 
 
 def accelerate_deepspeed(cell: Cell) -> Iterator[Tensor]:
@@ -68,10 +68,10 @@ def accelerate_deepspeed(cell: Cell) -> Iterator[Tensor]:
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_settings(cell, model))
         accelerator = Accelerator(gradient_accumulation_steps=cell.size.accumulation, deepspeed_plugin=plugin)
         model, optimizer = accelerator.prepare(model, adamw(model))
-    yield from _train(cell, accelerator, model, optimizer)
+    yield from accelerate_train(cell, accelerator, model, optimizer)
 
 
-def _train(cell: Cell, accelerator: Any, model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+def accelerate_train(cell: Cell, accelerator: Any, model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
     """Accelerate's loop, the same for both engines."""
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     batches = cell.micro_batches(dist.get_rank())

@@ -151,7 +151,7 @@ def take_turns(cell: Cell, candidates: tuple[str, ...], plan: Turns) -> dict[str
         new = held(before)
         before |= new
         holds[name] = sum(new.values())
-    spent = _slowest(time.perf_counter() - begun)  # the same on all ranks, so that they stop together
+    spent = slowest(time.perf_counter() - begun)  # the same on all ranks, so that they stop together
     orders, last = cycle(permutations(candidates)), 0.0
     for round_ in range(plan.most):
         if round_ >= plan.least and spent + (1 + COUNTED) * last > plan.seconds:
@@ -168,7 +168,8 @@ def take_turns(cell: Cell, candidates: tuple[str, ...], plan: Turns) -> dict[str
     }
 
 
-def _slowest(value: float) -> float:
+def slowest(value: float) -> float:
+    """The largest of the ranks' values. Collective."""
     most = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.item()

@@ -126,7 +126,10 @@ def refusals(folder):
     model.eval()
     assert torch.equal(model(batch["x"]), other(batch["x"]).detach())
     model.train()
-    fabric.save(f"{folder}/kept", {"model": model})
+    fabric.save(f"{folder}/kept", {"model": model, "optimizer": optimizer})
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    fabric.load(f"{folder}/kept", {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["weight_decay"] == 0.01
     found["missing"] = problem(lambda: fabric.load(f"{folder}/kept", {"model": model, "more": 1}))
     fabric.load(f"{folder}/kept", {"model": model, "more": 1}, strict=False)
     fabric.backward(model.error(**batch) * float("inf"))

@@ -135,6 +135,14 @@ def automatic(backend, sharding):
     return found
 
 
+def in_precision(backend, precision):
+    """Automatic optimization in another precision."""
+    run = trainer(strategy(backend, precision=precision), accumulate_grad_batches=2, gradient_clip_val=1.0)
+    module = Regression()
+    run.fit(module, loader(), loader(VALIDATED))
+    return figures(run, module)
+
+
 def manual(backend, sharding):
     run, module = trainer(strategy(backend, sharding)), Manual()
     run.fit(module, loader(), loader(VALIDATED))

@@ -15,11 +15,14 @@ from torch import nn
 from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
-from harness import heard, my_rank, play, refused, values
+from harness import heard, play, refused, values
 
 from unishard.testing.cells import BACKENDS
 
-accelerate = pytest.importorskip("accelerate", reason="pip install 'unishard[accelerate]'")
+pytest.importorskip("accelerate", reason="pip install 'unishard[accelerate]'")
+
+import accelerate
+from accelerate_programs import accelerator, accumulated, epoch, made, model_and_data, parts, weights
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
@@ -27,71 +30,6 @@ PLAIN = ("plain", "")
 FILE = "ACCELERATE_UNISHARD_CONFIG"
 KINDS = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
-
-
-def accelerator(backend, strategy="full_shard", **options):
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-    if backend == "plain":
-        return accelerate.Accelerator(cpu=True, **options)
-    return made({"backend": backend, "sharding": strategy}, **options)
-
-
-def made(source, **options):
-    from unishard.integrations.accelerate import Accelerator
-
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-    return Accelerator(source, **options)
-
-
-def model_and_data(samples=28):
-    torch.manual_seed(0)
-    data = [{"x": x, "y": x.sum(0, keepdim=True)} for x in torch.randn(samples, 4)]
-    return nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 1)), data
-
-
-def parts(acc, samples=28):
-    """What a script prepares: of 7 batches each window but the last has two."""
-    model, data = model_and_data(samples)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    loader = torch.utils.data.DataLoader(data, batch_size=2)
-    return acc.prepare(model, optimizer, loader, scheduler)
-
-
-def epoch(acc, model, optimizer, loader, scheduler):
-    found = []
-    model.train()
-    for batch in loader:
-        with acc.accumulate(model):
-            loss = (model(batch["x"]) - batch["y"]).square().mean()
-            acc.backward(loss)
-            if acc.sync_gradients:
-                found.append(float(acc.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        found.append(acc.reduce(loss.detach(), "mean").item())
-    model.eval()
-    with torch.no_grad():
-        rows = [acc.gather_for_metrics(model(batch["x"])) for batch in loader]
-    return [*found, optimizer.param_groups[0]["lr"], len(torch.cat(rows)), torch.cat(rows).sum().item()]
-
-
-def weights(acc, model):
-    state = acc.get_state_dict(model)
-    return {name: value.double().sum().item() for name, value in state.items()} if my_rank() == 0 else {}
-
-
-def accumulated(*cell):
-    """`accumulate`, with a short last window."""
-    acc = accelerator(*cell, gradient_accumulation_steps=2)
-    model, optimizer, loader, scheduler = parts(acc)
-    found = [epoch(acc, model, optimizer, loader, scheduler) for _ in range(3)]
-    state = weights(acc, model)
-    acc.free_memory()
-    return found, state
 
 
 def by_hand(*cell):
@@ -116,6 +54,8 @@ def without_sync(*cell):
     """`no_sync` by the script, and the order forward, zero_grad, backward."""
     acc = accelerator(*cell)
     model, optimizer, loader, _ = parts(acc)
+    acc.backward(model(torch.ones(2, 4)).mean())
+    optimizer.zero_grad()  # the script thinks better of that loss
     found = []
     for turn, batch in enumerate(loader):
         ends = turn % 3 == 2
@@ -216,6 +156,10 @@ def wrong(backend):
     found["part"] = refused(acc.clip_grad_norm_, model[0].parameters(), 1.0)
     found["state"] = refused(optimizer.state_dict)
     found["closure"] = refused(optimizer.step, lambda: 0)
+    optimizer.train()  # as scripts and the Trainer do for all optimizers
+    optimizer.optimizer.train = optimizer.optimizer.eval = lambda: None  # as those of schedulefree have it
+    found["schedulefree"] = [refused(optimizer.train), refused(optimizer.eval)]
+    del optimizer.optimizer.train, optimizer.optimizer.eval
     optimizer.step()
     second = torch.optim.SGD(model.parameters(), lr=0.1)
     found["second"] = refused(acc.prepare, second)
@@ -316,6 +260,7 @@ def test_what_the_engines_cannot_do_is_one_error(backend):
         assert "norm_type=1" in found["kind"]
         assert "pass model.parameters()" in found["part"]
         assert "no closure" in found["closure"]
+        assert all("AdamW writes other weights into the parameters" in each for each in found["schedulefree"])
         assert "ContractError" in found["state"]
         assert "give each model one optimizer" in found["second"]
         assert "retain_graph" in found["graph"]

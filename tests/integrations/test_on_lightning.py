@@ -34,6 +34,25 @@ def test_figures_are_those_of_ddp(backend, sharding):
             assert found[case][name] == pytest.approx(values, rel=1e-6), f"{case}: {name}"
 
 
+def test_figures_are_those_of_ddp_on_four_ranks():
+    expected = run_ranks(4, programs.automatic, "plain", None)[0]
+    for backend in BACKENDS:
+        found = run_ranks(4, programs.automatic, backend, "full_shard")[0]
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-6, abs=1e-6), f"{backend}: {name}"
+
+
+def test_fp16_is_the_same_on_both_engines_and_near_fp32():
+    """Lightning itself trains in bf16 on a CPU where it was asked for fp16."""
+    plain = run_ranks(2, programs.in_precision, "fsdp", "fp32")[0]
+    static = {"compute": "fp16", "loss_scale": 256}
+    fsdp, deepspeed = (run_ranks(2, programs.in_precision, backend, static)[0] for backend in BACKENDS)
+    for name in ("losses", "norms", "val"):
+        assert fsdp[name] != plain[name]
+        assert fsdp[name] == pytest.approx(plain[name], rel=1e-2, abs=1e-2), name
+        assert deepspeed[name] == pytest.approx(fsdp[name], rel=1e-3, abs=1e-3), name
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Three epochs of DDP, with checkpoints."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import launched_training
 import pytest
 import ray_training
+import torch
 from harness import in_turn
 
 import unishard
@@ -73,6 +74,35 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(unishard.BackendError, match=r"pip install 'unishard\[ray\]'"):
         reporting.resume(None)
+
+
+class Reported:
+    """Ray Train, as far as `report` without a checkpoint uses it."""
+
+    def __init__(self):
+        self.metrics = []
+
+    def report(self, metrics):
+        self.metrics.append(metrics)
+
+
+def reporting_with_keep_last():
+    cfg = unishard.Config.model_validate({"checkpoint": {"keep_last": 2}, "training": {"micro_batch_size": 1}})
+    train = Reported()
+    reporting._train = lambda: train
+    with unishard.prepare(torch.nn.Linear(2, 1), cfg) as engine:
+        reporting.report(engine, {"loss": 1.0}, save=False)
+        try:
+            reporting.report(engine, {"loss": 1.0})
+        except unishard.ConfigError as error:
+            return train.metrics, str(error)
+    return train.metrics, ""
+
+
+def test_keep_last_is_refused():
+    metrics, error = run_ranks(1, reporting_with_keep_last)[0]
+    assert metrics == [{"loss": 1.0}]
+    assert "checkpoint.keep_last: would delete checkpoints that Ray counts on; remove it, and set Check" in error
 
 
 def test_a_storage_that_is_no_folder_is_refused():

@@ -20,7 +20,7 @@ from typing import Any
 
 from environments import NotInstallable, environment
 from running_pieces import run_piece
-from version_page import page, read
+from version_page import write
 from version_sets import ROOT, SETS, VersionSet
 
 __all__ = ["main", "measure", "misfits"]
@@ -57,7 +57,7 @@ def _row(version_set: VersionSet, venv: Path | None, keep: bool, out: Path) -> d
     path = out / "versions" / f"{version_set.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "versions.md").write_text(page(read(out / "versions")), encoding="utf-8")
+    write(out)
     _say(f"{version_set.name}: {result['wrong'] or 'right'}")
     return result
 

@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 
+import framework_versions
 import make_versions
 import pytest
 import running_pieces
@@ -19,13 +21,45 @@ from version_sets import PIECES, ROOT, SETS, VersionSet, floors
 from unishard.contract import registry, tested_versions
 
 RESULTS = version_page.read(ROOT / "docs/versions")
+FRAMEWORKS = framework_versions.read(ROOT / "docs/versions")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 DONE = {"versions": {}, "pieces": {}, "wrong": "", "date": "2026-01-01"}
 SET = VersionSet("x", PYTHON, ("torch==2.11.*",), ("doctor", "cells"))
 
 
 def test_the_page_is_made_of_the_results():
-    assert (ROOT / "docs/versions.md").read_text(encoding="utf-8") == version_page.page(RESULTS), "run `make versions`"
+    expected = version_page.page(RESULTS, FRAMEWORKS)
+    assert (ROOT / "docs/versions.md").read_text(encoding="utf-8") == expected, "run `make versions`"
+
+
+def test_every_framework_was_run_on_its_floor():
+    """Of those that constraints.txt pins, the whole suite runs with the pinned one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = set(re.findall(r"^(\w+==\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    floors = set()
+    for extra in ("accelerate", "trainer", "lightning", "ray"):
+        for text in project["optional-dependencies"][extra]:
+            if floor := re.fullmatch(r"(\w+)(?:\[\w+\])?>=([\d.]+)", text):
+                floors.add(f"{floor[1]}=={'.'.join([*floor[2].split('.'), '0'][:3])}")
+    assert set(framework_versions.VERSIONS) == floors - pins
+    right = {f"{row['framework']}=={row['version']}" for row in FRAMEWORKS if not row["wrong"] and row["passed"]}
+    assert len(right) == len(FRAMEWORKS)
+    page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    for missing in floors - pins - right:
+        assert f"Not run yet: {missing}; " in page
+
+
+@pytest.mark.parametrize(
+    ("last", "passed", "wrong"),
+    [
+        ("46 passed in 9.1s", 46, ""),
+        ("1 failed, 2 passed in 1s", 2, "1 failed, 2 passed in 1s"),
+        ("3 passed, 3 skipped in 1s", 3, "3 passed, 3 skipped in 1s"),
+        ("", 0, "no result"),
+    ],
+)
+def test_what_pytest_says_is_counted(last, passed, wrong):
+    assert framework_versions.counts(f"...\n{last}\n" if last else "") == {"passed": passed, "wrong": wrong}
 
 
 def test_every_set_that_was_run_was_right():

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import framework_versions
 from version_sets import SETS
 
 from unishard.tools.reference.format_page import table
 
-__all__ = ["page", "read"]
+__all__ = ["page", "read", "write"]
 
 _PACKAGES = ("python", "torch", "deepspeed", "transformers", "numpy", "pydantic")
 _ENGINES = (("fsdp", "fp32"), ("fsdp", "bf16"), ("deepspeed", "fp32"), ("deepspeed", "bf16"))
@@ -34,6 +35,11 @@ _HEAD = """\
 `newest` is `pip install '.[all]'` in an empty environment without any pin; `floors` has every dependency at the oldest version that
 pyproject.toml allows. Other versions are not refused: `unishard.prepare` logs one warning.
 """
+_FRAMEWORKS = """
+The tests of [accelerate.md](accelerate.md), [trainer.md](trainer.md), [lightning.md](lightning.md) and of
+[Ray](launch.md#ray) on the floors of their extras, by `python tests/versions/framework_versions.py`: on 2 CPU ranks, both engines
+beside the framework's own run. The whole suite runs with what constraints.txt pins: {pinned}.
+"""
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -42,7 +48,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
 
 
-def page(results: Sequence[Mapping[str, Any]]) -> str:
+def write(folder: Path) -> None:
+    """Write the page anew from the results beside it."""
+    found = read(folder / "versions"), framework_versions.read(folder / "versions")
+    (folder / "versions.md").write_text(page(*found), encoding="utf-8")
+
+
+def page(results: Sequence[Mapping[str, Any]], frameworks: Sequence[Mapping[str, Any]] = ()) -> str:
     """The page in Markdown."""
     blocks = [_HEAD.rstrip(), "## What was installed", table(("set", *_PACKAGES, "run on"), map(_installed, results))]
     header = (
@@ -55,6 +67,17 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
         "first steps",
     )
     blocks += ["## What was run", table(header, map(_row, results))]
+    if frameworks:
+        header = ("framework", "version", "torch", "tests passed", "wrong", "run on")
+        rows = (
+            (row["framework"], row["version"], row["torch"], str(row["passed"]), row["wrong"], row["date"])
+            for row in frameworks
+        )
+        blocks += ["## Frameworks", _FRAMEWORKS.strip().format(pinned=framework_versions.pinned()), table(header, rows)]
+        run = {f"{row['framework']}=={row['version']}" for row in frameworks}
+        if missing := [each for each in framework_versions.VERSIONS if each not in run]:
+            what = f"`python tests/versions/framework_versions.py {' '.join(missing)}`"
+            blocks.append(f"Not run yet: {', '.join(missing)}; run {what}.")
     wrong = [line for result in results for line in _troubles(result)]
     blocks += ["## What is wrong", table(("set", "what", "how"), wrong) if wrong else "Nothing."]
     if missing := [each.name for each in SETS if each.name not in {result["name"] for result in results}]:

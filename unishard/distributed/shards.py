@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 
 class Shard(NamedTuple):
@@ -93,6 +94,27 @@ def shard_norms(shards: Mapping[str, Shard], device: torch.device) -> dict[str, 
         dist.all_reduce(group_squares, group=group)
         squares[indices] = group_squares
     return dict(zip(shards, squares.sqrt().tolist(), strict=True))
+
+
+def norm_across(shards: Collection[Shard], device: torch.device) -> Tensor:
+    """L2 norm of all full tensors together, a 0-d fp32 tensor: one kernel for all norms where the shards allow it.
+
+    Collective.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if any(shard.values.dtype != torch.float32 or shard.values.device != device for shard in shards):
+        norms = shard_norms({str(index): shard for index, shard in enumerate(shards)}, device)
+        total += sum(norm**2 for norm in norms.values())
+        return total.sqrt().float()
+    by_group: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    for shard in shards:
+        by_group.setdefault(shard.group, []).append(shard.values)
+    for group, values in by_group.items():
+        square = get_total_norm(values).double().square()
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(square, group=group)
+        total += square
+    return total.sqrt().float()
 
 
 # -- A shard of a tensor to be stored, with a function that reads any range of it on demand --------

@@ -14,7 +14,7 @@ from typing import Any
 from unishard.checkpoint.finding import latest
 from unishard.contract.results import Resumed
 from unishard.engine.engine import Engine
-from unishard.errors import BackendError, CheckpointError, ContractError
+from unishard.errors import BackendError, CheckpointError, ConfigError, ContractError, Problem
 
 __all__ = ["report", "resume"]
 
@@ -22,8 +22,8 @@ __all__ = ["report", "resume"]
 def report(engine: Engine, metrics: Mapping[str, Any], *, save: bool = True, state: Any = None) -> Path | None:
     """Report metrics to Ray, by default with a checkpoint. Collective: Ray waits for all workers.
 
-    Which checkpoints stay is `CheckpointConfig(num_to_keep=...)` of Ray; leave `checkpoint.keep_last`, `keep_every` and
-    `keep_best` out, because Ray does not go on with a run one of whose checkpoints is gone.
+    Which checkpoints stay is `CheckpointConfig(num_to_keep=...)` of Ray: it does not go on with a run one of whose
+    checkpoints is gone, so `checkpoint.keep_last` would end it.
 
     Args:
         engine: The engine, between two windows.
@@ -38,12 +38,16 @@ def report(engine: Engine, metrics: Mapping[str, Any], *, save: bool = True, sta
     Raises:
         BackendError: Ray Train is not installed.
         CheckpointError: The storage of the run is not a folder that can be written to as such.
+        ConfigError: `checkpoint.keep_last` is set.
         ContractError: This is not a worker of Ray Train.
     """
     train = _train()
     if not save:
         train.report(dict(metrics))
         return None
+    if engine._checkpoints.deletes:
+        what = "would delete checkpoints that Ray counts on; remove it, and set CheckpointConfig(num_to_keep=...)"
+        raise ConfigError([Problem("checkpoint.keep_last", what)])
     found = engine.save(_root(train), state=state)
     engine.wait()  # Ray may hand it over at once
     held = train.Checkpoint.from_directory(str(found)) if engine.is_main else None

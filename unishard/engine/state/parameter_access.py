@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.adapter import InferenceAdapter
-from unishard.distributed.shards import Shard, copy_dtype, full_tensor, shard_norms, write_shard
+from unishard.distributed.shards import Shard, copy_dtype, full_tensor, norm_across, shard_norms, write_shard
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.inference_mode import without_inference_mode
@@ -172,9 +172,7 @@ class GradientAccess:
         self._order.check_sampled("grad_norm")
         divisor = self._finish("grad_norm")
         norm = self._adapter.grad_norm()
-        if norm is None:
-            norm = torch.tensor([*self._norms().values()], dtype=torch.float64, device=self._device).norm().float()
-        return norm / divisor
+        return (norm_across(self._shards().values(), self._device) if norm is None else norm) / divisor
 
     @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
@@ -182,15 +180,16 @@ class GradientAccess:
         self._order.require_end_of_window("grad_norms")
         self._order.check_now("grad_norms")
         divisor = self._finish("grad_norms")
-        return {name: norm / divisor for name, norm in self._norms().items()}
+        return {name: norm / divisor for name, norm in shard_norms(self._shards(), self._device).items()}
 
-    def _norms(self) -> dict[str, float]:
+    def _shards(self) -> dict[str, Shard]:
+        """Of all gradients."""
         shards = {}
         for name, parameter in self._tensors.each():
             shard = self._adapter.grad_shard(parameter, create=False) if parameter.requires_grad else None
             if shard is not None:
                 shards[name] = shard
-        return shard_norms(shards, self._device)
+        return shards
 
     def _finish(self, call: str) -> float:
         self._order.require_end_of_window(call)

@@ -56,6 +56,11 @@ class SaveAndLoad:
         """The last load."""
         self._check_before_update()
 
+    @property
+    def deletes(self) -> bool:
+        """Whether saving deletes older checkpoints."""
+        return self._asked.keep_last is not None
+
     @deferred()
     @without_collections()
     def save(self, root: str | Path | None, *, state: Any, metric: Any = None) -> Path:

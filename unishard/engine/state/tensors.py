@@ -118,6 +118,7 @@ class StateTensors:
         self._module = adapter.module
         self.named = dict(adapter.module.named_parameters(remove_duplicate=False))
         """The engine's parameters by the user's names; a tied parameter under each of its names."""
+        self._each = [*adapter.module.named_parameters()]
         self.average: AverageShards | None = None
         """The moving average of the weights, if the user keeps one."""
         self.saved_average: Tensors | None = None
@@ -126,11 +127,7 @@ class StateTensors:
 
     def each(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, under its first name."""
-        seen: set[nn.Parameter] = set()
-        for name, parameter in self.named.items():
-            if parameter not in seen:
-                seen.add(parameter)
-                yield name, parameter
+        return iter(self._each)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters of the optimizer, by their first names."""

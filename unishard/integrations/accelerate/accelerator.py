@@ -107,8 +107,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         return found[0]
 
-    def _that_ran(self) -> Trained:
-        return self._one(self._trained if len(self._trained) == 1 else [each for each in self._trained if each.ran])
+    def _that_trains(self, loss: Tensor) -> Trained:
+        """The model that a loss is of: the only one, the only one that ran, or the only one that the loss reaches."""
+        found = self._trained if len(self._trained) == 1 else [each for each in self._trained if each.ran]
+        if len(found) > 1:
+            found = [each for each in found if each.reached_by(loss)]
+        if len(found) > 1:
+            names = " and ".join(type(each.model).__name__ for each in found)
+            raise ContractError(
+                f"the loss reaches the parameters of {len(found)} prepared models, {names}, and would leave "
+                "gradients on each; run the forward and the backward of a loss that trains only one of them inside "
+                "`with accelerator.engine_of(other).frozen():` for each other one"
+            )
+        return self._one(found)
 
     def _train(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Trained:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -177,7 +188,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide a loss by `gradient_accumulation_steps`, and run its backward on the engine."""
         kwargs.pop("scale_wrt_gas", None)  # an option of DeepSpeed under Accelerate
-        self._that_ran().backward(loss / self.gradient_accumulation_steps, **kwargs)
+        self._that_trains(loss).backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

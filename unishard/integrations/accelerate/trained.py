@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unishard.contract.results import Step
 from unishard.engine.engine import Engine
+from unishard.engine.loop.reached_leaves import reaches
 from unishard.errors import ContractError
 
 __all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]
@@ -41,6 +42,7 @@ class Trained:
         self.last: Step | None = None
         """The last update."""
         self._held = 0
+        self._named = [*self.model.named_parameters()]  # once: to walk a model takes a millisecond
         self._max_norm: float | EllipsisType | None = ...
         # Functions, not methods: a copy of the model, for example to average weights, must not copy the engine.
         self._hook = self.model.register_forward_hook(lambda model, args, output: self._after_forward(model))
@@ -48,8 +50,15 @@ class Trained:
         engine.set_boundary(True)
 
     def _after_forward(self, model: nn.Module) -> None:
-        if model is self.model and model.training and torch.is_grad_enabled():
-            self.ran = True
+        if model is not self.model or not model.training or not torch.is_grad_enabled() or self.engine._order.frozen:
+            return
+        if not any(each.requires_grad for _, each in self._named):
+            raise ContractError(
+                f"all parameters of {type(model).__name__} were frozen after prepare, and engines keep theirs; to "
+                "train another model through it, run that one's forward and backward inside `with "
+                "accelerator.engine_of(model).frozen():`"
+            )
+        self.ran = True
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
@@ -64,6 +73,10 @@ class Trained:
         if not self._held:
             self.engine.set_boundary(True)
 
+    def reached_by(self, loss: Tensor) -> bool:
+        """Whether the backward of a loss would leave gradients on the model."""
+        return reaches(loss, self.engine._training("backward").adapter.leaves())
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of a loss that Accelerate has divided."""
         self.engine.backward(loss, scaled=True, **kwargs)
@@ -77,10 +90,8 @@ class Trained:
         """
         if self._held or not self.waits:
             return None
-        given = {parameters} if isinstance(parameters, Tensor) else {*parameters}
-        if missing := [
-            name for name, each in self.model.named_parameters() if each.requires_grad and each not in given
-        ]:
+        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        if missing := [name for name, each in self._named if each.requires_grad and id(each) not in given]:
             raise ContractError(
                 f"clip_grad_norm_ was called without {missing[0]}, but the norm is that of all parameters that train; "
                 "pass model.parameters()"
@@ -153,6 +164,23 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Drop gradients that no step has used; the engine zeroes those of an update."""
         if self.gradient_state.sync_gradients:
             self._trained.drop()
+
+    def train(self) -> None:
+        """Refuse an optimizer that keeps other weights for evaluation; do nothing for the rest.
+
+        Raises:
+            ContractError: It is one of schedulefree.
+        """
+        if callable(getattr(self.optimizer, "train", None)):
+            raise ContractError(
+                f"{type(self.optimizer).__name__} writes other weights into the parameters before and after an "
+                "evaluation, which an engine shards and copies; use one of torch.optim with a schedule, or evaluate an "
+                "average with accelerator.engine.ema()"
+            )
+
+    def eval(self) -> None:
+        """As `train`."""
+        self.train()
 
     @property
     def step_was_skipped(self) -> bool:

@@ -1,0 +1,3 @@
+"""Steps of training frameworks on unishard beside the frameworks' own, on the same engine and strategy:
+`python -m benchmarks.frameworks`.
+"""

@@ -1,0 +1,101 @@
+"""Writes the table of docs/performance.md from the results of a run. Pure, but for the page itself."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frameworks.turns import Side
+from benchmarks.marked import replace
+from benchmarks.peers.page import about, deviation, paired
+
+__all__ = ["BEGIN", "END", "GOAL", "NOT_RUN", "line_of", "result_of", "section", "write"]
+
+BEGIN, END = "<!-- frameworks: written by benchmarks/frameworks -->", "<!-- end of frameworks -->"
+NOT_RUN = "Not measured yet: `make bench ONLY=frameworks` writes this section."
+GOAL = 1.0
+"""At most so long is an update on unishard, relative to the framework's own: the median of the cells."""
+BOUND = 1e-6
+"""Of the relative distance of two losses."""
+NAMES = {"accelerate": "Accelerate", "trainer": "Trainer", "lightning": "Lightning's Trainer", "fabric": "Fabric"}
+
+Json = dict[str, Any]
+
+
+def result_of(case: Any, ranks: list[dict[str, Side]]) -> Json:
+    """A case from what its ranks gave."""
+    first = ranks[0]
+    return {
+        "framework": case.model,
+        "engine": case.engine,
+        "strategy": case.strategy,
+        "deviation": max(deviation(rank["unishard"].losses, rank["own"].losses) for rank in ranks),
+        "updates": len(first["own"].losses),
+        "seconds": {name: statistics.median(side.seconds) for name, side in first.items()},
+        "calls": {name: side.calls.everything for name, side in first.items()},
+        "ours": first["unishard"].calls.own.total(),
+        **paired(first["unishard"].seconds, first["own"].seconds),
+    }
+
+
+def section(results: Json) -> str:
+    """The section's text."""
+    cells = results["cells"]
+    if not cells:
+        return NOT_RUN
+    ratios, usable = sorted(cell["ratio"] for cell in cells if not void(cell)), [c for c in cells if not void(c)]
+    lines = [about(results["machine"]), ""]
+    if usable:
+        met, sure = sum(each <= GOAL for each in ratios), sum(cell["low"] > GOAL for cell in usable)
+        fewer = sum(cell["calls"]["unishard"] <= cell["calls"]["own"] for cell in usable)
+        lines += [
+            f"- The median of {len(usable)} cells is {statistics.median(ratios):.3f}. An update takes at most "
+            f"{GOAL:.2f} x the framework's own in {met} of them; in {sure} the whole interval is above.",
+            f"- It makes at most as many Python calls in {fewer} of {len(usable)}.",
+            f"- All losses, warm-up included, are those of the framework's own run to "
+            f"{max(cell['deviation'] for cell in usable):.0e}.",
+            "",
+        ]
+    return "\n".join([*lines, *table(cells), *(f"\n{cell}" for cell in map(said, filter(void, cells)))])
+
+
+def table(cells: list[Json]) -> Iterator[str]:
+    yield (
+        "| framework | engine | strategy | own, ms | unishard, ms | unishard / own | pairs | calls, own | calls, "
+        "unishard | of them unishard's |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for cell in cells:
+        own, ours = (f"{cell['seconds'][side] * 1e3:.1f}" for side in ("own", "unishard"))
+        calls = (str(cell["calls"][side]) for side in ("own", "unishard"))
+        ratio = "" if void(cell) else f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
+        parts = [NAMES[cell["framework"]], cell["engine"], f"`{cell['strategy']}`", own, ours, ratio]
+        yield "| " + " | ".join([*parts, str(cell["pairs"]), *calls, str(cell["ours"])]) + " |"
+
+
+def void(cell: Json) -> bool:
+    """Whether the two sides did not train the same."""
+    return not cell["deviation"] <= BOUND
+
+
+def said(cell: Json) -> str:
+    return (
+        f"**Void**: {NAMES[cell['framework']]} on {cell['engine']} with `{cell['strategy']}` does not train as its own "
+        f"run: losses are {cell['deviation']:.1e} apart."
+    )
+
+
+def line_of(cell: Json) -> str:
+    """For the terminal."""
+    return list(table([cell]))[-1] + (f" {said(cell)}" if void(cell) else "")
+
+
+def write(results: Json, page: Path) -> None:
+    """Replace what stands between the marks of a page.
+
+    Raises:
+        ValueError: The page has no marks.
+    """
+    replace(page, BEGIN, END, section(results))
