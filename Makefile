@@ -7,9 +7,8 @@ READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
 PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --picture docs/peers.svg
 FRAMEWORKS := --json benchmarks/frameworks/measured.json --page docs/performance.md
-# Three processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and two leave cores idle; four are
-# not faster.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Four processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and fewer leave cores idle.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Where it is set, each of the processes would compile all tests anew, a third of the time they take to collect them.
 unexport PYTHONDONTWRITEBYTECODE

@@ -14,7 +14,7 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.contract.optimizer_state import StateSpec
 from unishard.contract.results import Placement
 from unishard.contract.units import Unit
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of

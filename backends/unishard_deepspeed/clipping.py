@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.engine.optim.grad_norm import DeviceSkip, divide, norm_of
 from unishard_deepspeed.flat_master_weights import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.dtypes import name_of
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.optim.grad_norm import DeviceSkip
 from unishard_fsdp.shards import local, scale, shard_of, total_norm

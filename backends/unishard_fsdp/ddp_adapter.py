@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter

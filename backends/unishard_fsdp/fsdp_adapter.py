@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Precision
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, options

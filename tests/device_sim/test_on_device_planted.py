@@ -15,7 +15,7 @@ from planting import noticed, without
 
 from unishard.checkpoint.saving import Background
 from unishard.data import batches
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.testing import run_ranks
 from unishard_fsdp.fsdp_adapter import HostCopies
 
@@ -80,9 +80,9 @@ IN_PIECES = (
         "the host steps an offloaded optimizer",
         ("host-optimizer",),
         "Stream.synchronize",
-        "unishard_fsdp/host_optimizer.py",
+        "unishard_fsdp/fsdp_adapter.py",
     ),
-    Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/background.py"),
+    Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/saving.py"),
 )
 
 

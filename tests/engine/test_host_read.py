@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 
 
 def test_it_is_the_number_of_the_moment_it_was_made():

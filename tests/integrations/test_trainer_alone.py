@@ -132,6 +132,7 @@ def test_training_arguments_name_the_config(backend):
     assert in_a_fork(told, backend) == (backend, "full_shard")
 
 
+@pytest.mark.deep  # DeepSpeed itself compiles an operator for the CPU, for minutes
 @pytest.mark.ranks
 def test_a_run_of_deepspeed_under_transformers_continues_on_either_engine():
     whole, found = in_a_fork(of_deepspeed_itself)

@@ -187,7 +187,7 @@ def stopped(folder: Path, number: signal.Signals) -> tuple[int, str]:
     finally:
         process.terminate()
         process.communicate(timeout=60)
-    assert [alive(rank) for rank in ranks] == [False, False]
+    assert until(lambda: not any(alive(rank) for rank in ranks))
     return process.returncode, said
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from unishard.contract.optimizer_state import StateSpec, TorchOptimizerState
 from unishard.contract.results import Placement
 from unishard.contract.units import Unit
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.distributed.shards import Shard
 

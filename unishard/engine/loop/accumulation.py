@@ -21,7 +21,7 @@ from unishard.config import Training
 from unishard.config.hints.arguments import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.engine.loop import script_checks
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.equal_values import EqualValues

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.distributed import host_numbers
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.written_parameters import sum_of_bits
 

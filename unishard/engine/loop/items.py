@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.distributed import host_numbers
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.distributed.host_numbers import HostRead
+from unishard.distributed.host_read import HostRead
 from unishard.engine.loop.call_order import CallOrder
 from unishard.errors import ContractError
 
