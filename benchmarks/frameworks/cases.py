@@ -44,6 +44,11 @@ CASES = tuple(
 
 
 def config(case: Case, *, clips: bool = False) -> dict[str, Any]:
-    """unishard's; the rest is the framework's to say."""
+    """unishard's; the rest is the framework's to say.
+
+    Under accumulation the frameworks have FSDP2 reduce gradients once in an update, and so does the other side.
+    """
     training = {"micro_batch_size": case.size.batch} | ({"gradient_clipping": CLIP} if clips else {})
-    return {"backend": case.engine, "sharding": case.strategy, "training": training}
+    once = {"fsdp": {"requires_gradient_sync": "last_micro_batch"}}
+    native = {"native": once} if (case.engine, case.strategy) in _FSDP2 else {}
+    return {"backend": case.engine, "sharding": case.strategy, "training": training, **native}
