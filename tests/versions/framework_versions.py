@@ -4,8 +4,8 @@ and docs/versions.md.
     python tests/versions/framework_versions.py                             # all of VERSIONS, 20 minutes
     python tests/versions/framework_versions.py accelerate==1.8.0 --path DIR
 
-A version that is not installed is put in front of the installed packages, without its dependencies (Ray needs jsonschema);
-`--path` names a folder that has it already.
+A version that is not installed is put in front of the installed packages, without its dependencies, of which Ray needs
+jsonschema; `--path` names a folder that has it already.
 """
 
 from __future__ import annotations
