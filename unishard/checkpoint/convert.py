@@ -68,7 +68,7 @@ def _read(source: Path) -> Contents:
 
 
 def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    written = write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, alone=True)
+    written = write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, single_process=True)
     assert written is not None
     write_manifest(folder, _manifest_of(contents, written))
     return ()

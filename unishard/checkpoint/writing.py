@@ -54,9 +54,9 @@ def write(
     advance: Advance = lambda written: None,
     own_index: bool = True,
     cache: PlanCache | None = None,
-    alone: bool = False,
+    single_process: bool = False,
 ) -> Written | None:
-    """Write a directory. Collective if torch.distributed is initialized, unless `alone` is set.
+    """Write a directory. Collective if torch.distributed is initialized, unless `single_process` is set.
 
     Args:
         folder: Empty or nonexistent; the same on all ranks.
@@ -67,7 +67,7 @@ def write(
         advance: Called with this rank's progress.
         own_index: Whether to write our own index beside torch's, from which ranks read only what they need.
         cache: What this rank remembers of the last save; is updated. None to plan anew.
-        alone: Whether this process writes all of it, whatever ranks there are.
+        single_process: Whether this process writes all of it, whatever ranks there are.
 
     Returns:
         What was written, on rank 0; None on the others.
@@ -75,7 +75,7 @@ def write(
     Raises:
         CheckpointError: On every rank: one of them could not write its file, or the shards do not cover the tensors.
     """
-    single = alone or not dist.is_initialized()
+    single = single_process or not dist.is_initialized()
     planner = _Planner(shards, cache or PlanCache())
     if single or dist.get_rank(group) == 0:
         planner.cache.choose(planner.cuts * (1 if single else dist.get_world_size(group)))

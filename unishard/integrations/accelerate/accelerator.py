@@ -19,7 +19,7 @@ from unishard.config import Config
 from unishard.engine.engine import Engine
 from unishard.engine.prepare import prepare
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
-from unishard.integrations.accelerate.configuring import agreed, alone, config_of
+from unishard.integrations.accelerate.configuring import agreed, config_of, unsharded_in_one_process
 from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, WatchedScheduler
 
 __all__ = ["Accelerator"]
@@ -67,7 +67,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._begin(config)
 
     def _begin(self, config: Config) -> None:
-        self.config = alone(config)
+        self.config = unsharded_in_one_process(config)
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ConfigError(
                 [Problem("dynamo_backend", "is not for unishard's Accelerator; set compile in the config")]

@@ -19,7 +19,7 @@ from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 
-__all__ = ["FILE", "agreed", "alone", "config_of", "translated"]
+__all__ = ["FILE", "agreed", "config_of", "translated", "unsharded_in_one_process"]
 
 _logger = logging.getLogger("unishard")
 
@@ -138,7 +138,7 @@ def agreed(cfg: Config, said: Mapping[str, Any]) -> Config:
     return cfg.override(*(f"{field}={value}" for field, value in said.items() if field not in written))
 
 
-def alone(cfg: Config) -> Config:
+def unsharded_in_one_process(cfg: Config) -> Config:
     """The config for a process that no launcher has started: with nothing to shard, its model stays a plain module.
 
     So a script may read, copy and save the model after it has trained, as with the framework itself. A model in another
@@ -150,9 +150,12 @@ def alone(cfg: Config) -> Config:
     if several or _launcher() != "python" or not plain or "native" in cfg.model_fields_set:
         return cfg
     try:
-        return cfg.override("sharding.strategy=no_shard")
+        unsharded = cfg.override("sharding.strategy=no_shard")
     except ConfigError:  # another field means nothing without shards
         return cfg
+    if cfg.sharding.strategy != "no_shard":
+        _logger.info("one process without a launcher: sharding.strategy is no_shard, not %s", cfg.sharding.strategy)
+    return unsharded
 
 
 @cache
