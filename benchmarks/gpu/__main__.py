@@ -1,4 +1,4 @@
-"""Runs pieces one after the other, each in a process of its own, and sums up. Standard library only: it may have to
+"""Runs pieces, each in a process of its own, and sums up. Standard library only: it may have to
 install the rest.
 """
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.gpu import packages, page
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--wheels", type=Path, default=_ROOT / ".wheels", help="installs from here what is missing; default: .wheels"
     )
     parser.add_argument("--budget", type=int, default=BUDGET, help=f"seconds for all; default: {BUDGET}")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="pieces at a time; those that measure run alone; default: 1"
+    )
     parser.add_argument("--page", type=Path, help="write the figures into this page")
     parser.add_argument("--list", action="store_true", help="list the pieces and end")
     given = parser.parse_args(arguments)
@@ -43,14 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(f"{piece.name:14} at most {piece.limit} s  {piece.about}" for piece in chosen))
         return 0
-    return run(chosen, given.device, given.out, given.wheels, given.budget, given.page)
+    return run(chosen, given.device, given.out, given.wheels, given.budget, given.page, given.jobs)
 
 
-def run(chosen: list[Piece], device: str, out: Path, wheels: Path, budget: int, target: Path | None) -> int:
+def run(
+    chosen: list[Piece], device: str, out: Path, wheels: Path, budget: int, target: Path | None, jobs: int = 1
+) -> int:
     """Run them while the budget lasts; 1 if any fails."""
     out.mkdir(parents=True, exist_ok=True)
     environment, deadline = prepared(out, wheels), time.monotonic() + budget
-    for piece in chosen:
+
+    def play(piece: Piece) -> None:
         path_of(out, piece.name, device).unlink(missing_ok=True)
         left = int(deadline - time.monotonic())
         why = (
@@ -62,6 +69,10 @@ def run(chosen: list[Piece], device: str, out: Path, wheels: Path, budget: int, 
             lost = Report(piece.name, device)
             lost.check("ran to its end", False, why)
             lost.write(out)
+
+    for some, beside in groups(chosen, jobs):
+        with ThreadPoolExecutor(beside) as pool:
+            list(pool.map(play, some))
     verdicts = {report["piece"]: report["verdict"] for report in read(out) if report["device"] == device}
     print(f"\non {device}:")
     for piece in chosen:
@@ -69,6 +80,13 @@ def run(chosen: list[Piece], device: str, out: Path, wheels: Path, budget: int, 
     if target is not None:
         page.write(out, target)
     return 1 if any(verdicts[piece.name] == "fail" for piece in chosen) else 0
+
+
+def groups(chosen: list[Piece], jobs: int) -> list[tuple[list[Piece], int]]:
+    """Pieces and how many of them run at a time: first what others do not disturb."""
+    if jobs == 1:
+        return [(chosen, 1)]
+    return [([piece for piece in chosen if not piece.alone], jobs), ([piece for piece in chosen if piece.alone], 1)]
 
 
 def ended(piece: Piece, device: str, out: Path, environment: dict[str, str], seconds: int) -> str:

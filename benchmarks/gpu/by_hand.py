@@ -30,8 +30,8 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def model(size: Size) -> nn.Module:
-    """In fp32, made on the device, where random numbers are fast."""
+def model(size: Size, on: torch.device | None = None) -> nn.Module:
+    """In fp32; by default made on the device, where random numbers are fast."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     cfg = LlamaConfig(
@@ -47,7 +47,7 @@ def model(size: Size) -> nn.Module:
         attn_implementation="sdpa",
     )
     torch.manual_seed(7)
-    with device():
+    with on or device():
         return LlamaForCausalLM(cfg).train()
 
 

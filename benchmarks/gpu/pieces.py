@@ -19,6 +19,8 @@ class Piece(NamedTuple):
     limit: int
     """Seconds after which it is ended: below 10 minutes."""
     arguments: tuple[str, ...] = ()
+    alone: bool = False
+    """Whether it measures what others would disturb."""
 
 
 PIECES = (
@@ -33,8 +35,10 @@ PIECES = (
     Piece("two_ranks", "two_ranks", "two ranks on one device against plain torch", 560),
     Piece("offload", "offload", "pinned offload, 50 times the same bits", 540),
     Piece("async_save", "async_save", "a checkpoint written while training continues", 240),
+    Piece("memory", "memory", "the peak that `unishard plan` says, out-of-memory errors, and snapshots", 400),
+    Piece("models", "models", "every model of docs/models-tested.md beside plain torch", 500),
     Piece("compile", "compiled", "one graph for all blocks of a default Llama", 300),
-    Piece("syncs", "syncs", "host-device synchronizations of an optimizer step", 240),
-    Piece("throughput_1b", "throughput", "a 1B Llama in bf16 beside loops written by hand", 570, ("1b",)),
-    Piece("throughput_3b", "throughput", "a 3B Llama in bf16 beside loops written by hand", 570, ("3b",)),
+    Piece("syncs", "syncs", "host-device synchronizations of an optimizer step", 240, alone=True),
+    Piece("throughput_1b", "throughput", "a 1B Llama in bf16 beside loops written by hand", 570, ("1b",), alone=True),
+    Piece("throughput_3b", "throughput", "a 3B Llama in bf16 beside loops written by hand", 570, ("3b",), alone=True),
 )

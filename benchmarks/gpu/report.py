@@ -92,7 +92,8 @@ class Report:
     def _add(self, check: Check) -> None:
         self.checks.append(check)
         if not self._quiet:
-            print(f"  {check.verdict:11} {check.name}{': ' if check.detail else ''}{check.detail}", flush=True)
+            said = f"{check.name}: {check.detail}" if check.detail else check.name
+            print(f"  {check.verdict:11} {self.piece}: {said}", flush=True)
 
 
 def _version(package: str) -> str:

@@ -2,6 +2,7 @@
 form."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -133,6 +134,13 @@ def test_a_piece_beyond_the_budget_is_not_run_and_fails(tmp_path):
     assert "budget" in answer(tmp_path, PIECES[0].name)["checks"][0]["detail"]
 
 
+def test_pieces_that_measure_run_alone():
+    (beside, jobs), (alone, one) = runner.groups(list(PIECES), 8)
+    assert (jobs, one) == (8, 1)
+    assert [piece.name for piece in alone] == ["syncs", "throughput_1b", "throughput_3b"]
+    assert sorted([*beside, *alone]) == sorted(PIECES)
+
+
 # -- wheels ----------------------------------------------------------------------------------------
 
 WHEELS = [
@@ -245,6 +253,46 @@ def test_one_repeat_with_other_bits_fails():
         report = Report("offload", "cuda", quiet=True)
         offload.judge(report, "fsdp", curves, [same])
         assert report.verdict == verdict
+
+
+@pytest.mark.parametrize(("planned", "verdict"), [(1_080, "pass"), (1_120, "fail"), (890, "fail")])
+def test_a_peak_far_from_the_plan_fails(monkeypatch, planned, verdict):
+    memory = import_module("benchmarks.gpu.memory")
+    monkeypatch.setattr(memory, "full_size", lambda device: True)
+    report = Report("memory", "cuda", quiet=True)
+    memory.judge(report, "fsdp full_shard", planned, 1_000, "step")
+    assert report.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("record", "verdict"),
+    [
+        ({"losses": 9e-6, "norms": 9e-5}, "pass"),
+        ({"losses": 2e-5, "norms": 0.0}, "fail"),
+        ({"losses": float("nan"), "norms": 0.0}, "fail"),
+        ({"error": "RuntimeError: no"}, "fail"),
+        ({"error": "ModelError: no", "refused": True}, "unsupported"),
+        ({"plain": "RuntimeError: no"}, "unsupported"),
+    ],
+)
+def test_a_model_that_trains_otherwise_fails(record, verdict):
+    report = Report("models", "cuda", quiet=True)
+    import_module("benchmarks.gpu.models").judge(
+        report, {"case": "llama", "run": "fsdp fp32", "precision": "fp32"} | record
+    )
+    assert report.verdict == verdict
+
+
+def died(*_: object) -> None:
+    os._exit(3)
+
+
+def test_models_after_one_that_ends_the_process_are_played(monkeypatch, tmp_path):
+    models = import_module("benchmarks.gpu.models")
+    monkeypatch.setattr(models, "play", died)
+    found = models.played(["llama", "mixtral"], "cpu", tmp_path / "records")
+    assert [record["case"] for record in found] == ["llama", "mixtral"]
+    assert all("exit code 3" in record["error"] for record in found)
 
 
 def test_the_oracle_trains_where_it_is_told():

@@ -77,11 +77,11 @@ class Drawn(NamedTuple):
 drawn = Drawn
 
 
-def micro_batch(case: Case, update: int, rank: int, world: int) -> Batch:
+def micro_batch(case: Case, update: int, rank: int, world: int, device: str = "cpu") -> Batch:
     """The samples of a rank in an update, stacked."""
     first = (update * world + rank) * MICRO_BATCH
     samples = [case.sample(index) for index in range(first, first + MICRO_BATCH)]
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    return {name: torch.stack([sample[name] for sample in samples]).to(device) for name in samples[0]}
 
 
 def seeded(build: Callable[..., nn.Module], *arguments: Any) -> Callable[[], nn.Module]:

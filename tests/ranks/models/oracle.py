@@ -29,13 +29,16 @@ class Reference(NamedTuple):
     """By the number of updates, the master weights."""
 
 
-def reference(case: Case, precision: str) -> Reference:
+def reference(case: Case, precision: str, *, world: int = WORLD, device: str = "cpu") -> Reference:
     """Train a case in plain torch: in fp32, or with a copy in 16 bits of fp32 master weights."""
-    master = case.build().train()
-    ranks = _in_fp32(case, master) if precision == "fp32" else _in_low(case, _LOW[precision])
+    master = case.build().to(device).train()
+    ranks = [master] if precision == "fp32" else []  # what a forward of rank 0 writes into the master weights stays
+    ranks += [case.build().to(device).train() for _ in range(world - len(ranks))]
+    if precision != "fp32":
+        _lower(case, ranks, _LOW[precision])
     trained = [parameter for parameter in master.parameters() if parameter.requires_grad]
     optimizer = _optimizer(config_of(case, Run("fsdp", "full_shard", precision)).optimizer, trained)
-    states = [torch.Generator().manual_seed(rank).get_state() for rank in range(WORLD)]
+    states = [torch.Generator().manual_seed(rank).get_state() for rank in range(world)]
     losses, norms, parameters = [], [], {}
     for update in range(UPDATES + MORE):
         for model in ranks:
@@ -45,11 +48,11 @@ def reference(case: Case, precision: str) -> Reference:
             with _drawing(states, rank):
                 if case.before is not None:
                     case.before(model, update)
-                loss = case.loss(model, micro_batch(case, update, rank, WORLD))
+                loss = case.loss(model, micro_batch(case, update, rank, world, device))
                 loss.backward()
             total += loss.item()
         _average(master, ranks)
-        losses.append(total / WORLD)
+        losses.append(total / world)
         norms.append(_norm(trained))
         optimizer.step()
         optimizer.zero_grad()
@@ -58,13 +61,8 @@ def reference(case: Case, precision: str) -> Reference:
     return Reference(losses, norms, parameters)
 
 
-def _in_fp32(case: Case, master: nn.Module) -> list[nn.Module]:
-    """The master weights are those of rank 0: what a forward writes into them stays."""
-    return [master, *(case.build().train() for _ in range(WORLD - 1))]
-
-
-def _in_low(case: Case, dtype: torch.dtype) -> list[nn.Module]:
-    ranks = [case.build().train() for _ in range(WORLD)]
+def _lower(case: Case, ranks: list[nn.Module], dtype: torch.dtype) -> None:
+    """Let them compute in 16 bits."""
     for model in ranks:
         for name, tensor in (*model.named_parameters(), *(model.named_buffers() if case.low_buffers else ())):
             if not any(re.search(pattern, name) for pattern in _patterns_of_fp32(model, dtype)):
@@ -72,7 +70,6 @@ def _in_low(case: Case, dtype: torch.dtype) -> list[nn.Module]:
         model.register_forward_pre_hook(
             lambda _, args, kwargs: tree_map(lambda each: _cast(each, dtype), (args, kwargs)), with_kwargs=True
         )
-    return ranks
 
 
 def _patterns_of_fp32(model: Any, dtype: torch.dtype) -> Iterable[str]:
