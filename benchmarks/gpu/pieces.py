@@ -32,6 +32,7 @@ PIECES = (
     ),
     Piece("cells", "cells", "both engines against plain torch on the same device, one rank", 540),
     Piece("resume", "resume", "a checkpoint of one engine resumed by the other", 300),
+    Piece("frameworks", "frameworks", "loops of training frameworks on both engines beside the frameworks' own", 300),
     Piece("two_ranks", "two_ranks", "two ranks on one device against plain torch", 560),
     Piece("offload", "offload", "pinned offload, 50 times the same bits", 540),
     Piece("async_save", "async_save", "a checkpoint written while training continues", 240),

@@ -14,7 +14,7 @@ Verdict = Literal["pass", "fail", "unsupported", "needs CUDA"]
 """`unsupported`: the versions at hand cannot do it, and the detail says which and why. `needs CUDA`: not measured in
 the CPU form."""
 
-_PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic")
+_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "lightning", "numpy", "pydantic")
 
 
 class Check(NamedTuple):
