@@ -99,7 +99,8 @@ bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, trans
 	  $(if $(filter peers,$(each)),$(PEERS)) $(if $(filter frameworks,$(each)),$(FRAMEWORKS))\
 	  $(if $(BUDGET),$(if $(filter peers frameworks,$(each)),--seconds $(BUDGET))) &&) true
 
-# JOBS=8 runs pieces side by side, but for those that measure. Not by way of .venv: a machine with a GPU may have its own torch and no network. It takes the Python of .venv where that is there.
+# JOBS=4 runs pieces side by side, but for those that measure. Not by way of .venv: a machine with a GPU may have its own
+# torch and no network. It takes the Python of .venv where that is there.
 gpu: ## What one GPU can prove, about 40 minutes; PIECE="cells resume" for some, DEVICE=cpu for tiny sizes, BUDGET= seconds, JOBS= pieces at a time.
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(PIECE) --device $(or $(DEVICE),cuda) --out $(GPU_OUT) $(if $(BUDGET),--budget $(BUDGET)) $(if $(JOBS),--jobs $(JOBS)) \
 	  $(if $(filter cpu,$(DEVICE)),,--page docs/gpu.md)

@@ -65,10 +65,10 @@ def run(
             if left > 0
             else f"the budget of {budget} s was spent before"
         )
-        if not path_of(out, piece.name, device).exists():
-            lost = Report(piece.name, device)
-            lost.check("ran to its end", False, why)
-            lost.write(out)
+        report = Report.unfinished(piece.name, device, out)
+        if not report.ended:
+            report.check("ran to its end", False, why)
+            report.write(out)
 
     for some, beside in groups(chosen, jobs):
         with ThreadPoolExecutor(beside) as pool:

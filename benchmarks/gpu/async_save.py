@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import torch
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt, config, full_size, tokens, train, wide_llama
+from benchmarks.gpu.training import BACKENDS, attempt, config, full_size, side_by_side, tokens, train, wide_llama
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
@@ -37,16 +39,15 @@ class Answer(NamedTuple):
 
 
 def run(report: Report) -> None:
-    for backend in BACKENDS:
-        for strategy in ("full_shard", "shard_grad_op"):
-            name = f"{backend} {strategy}"
-            answer = attempt(
-                report,
-                name,
-                lambda b=backend, s=strategy: run_ranks(1, save_and_load, b, s, report.device, timeout=100)[0],
-            )
-            if answer is not None:
-                judge(report, name, answer)
+    def compare(backend: str, strategy: str) -> None:
+        name = f"{backend} {strategy}"
+        work = lambda: run_ranks(1, save_and_load, backend, strategy, report.device, timeout=200)[0]  # noqa: E731
+        if (answer := attempt(report, name, work)) is not None:
+            judge(report, name, answer)
+
+    side_by_side(
+        report.device, [partial(compare, *case) for case in product(BACKENDS, ("full_shard", "shard_grad_op"))]
+    )
 
 
 def judge(report: Report, name: str, answer: Answer) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt, full_size
+from benchmarks.gpu.training import BACKENDS, attempt, full_size, side_by_side
 from unishard.testing import conformance, oracle, run_ranks
 from unishard.testing.cells import CLIP, STRATEGIES, Cell, windows
 from unishard.testing.models import MODELS
@@ -25,11 +26,12 @@ def cells(device: str) -> list[Cell]:
 def run(report: Report) -> None:
     wanted = cells(report.device)
     references = run_ranks(1, expected, wanted, report.device, timeout=240)[0]
-    for backend in BACKENDS:
-        answers = attempt(
-            report, f"{backend}: ran", lambda backend=backend: run_ranks(1, measure, backend, wanted, timeout=300)[0]
-        )
+
+    def compare(backend: str) -> None:
+        answers = attempt(report, f"{backend}: ran", lambda: run_ranks(1, measure, backend, wanted, timeout=300)[0])
         judge(report, backend, wanted, answers, references)
+
+    side_by_side(report.device, [partial(compare, backend) for backend in BACKENDS])
 
 
 def judge(

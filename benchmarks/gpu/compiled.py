@@ -5,13 +5,15 @@ no recompilation.
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, tokens, train
+from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, side_by_side, tokens, train
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
@@ -32,14 +34,13 @@ class Answer(NamedTuple):
 
 
 def run(report: Report) -> None:
-    for backend in BACKENDS:
-        for strategy in ("full_shard", "no_shard"):
-            name = f"{backend} {strategy}"
-            answer = attempt(
-                report, name, lambda b=backend, s=strategy: run_ranks(1, measure, b, s, report.device, timeout=140)[0]
-            )
-            if answer is not None:
-                judge(report, name, answer)
+    def compare(backend: str, strategy: str) -> None:
+        name = f"{backend} {strategy}"
+        work = lambda: run_ranks(1, measure, backend, strategy, report.device, timeout=140)[0]  # noqa: E731
+        if (answer := attempt(report, name, work)) is not None:
+            judge(report, name, answer)
+
+    side_by_side(report.device, [partial(compare, *case) for case in product(BACKENDS, ("full_shard", "no_shard"))])
 
 
 def judge(report: Report, name: str, answer: Answer) -> None:

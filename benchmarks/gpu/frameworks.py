@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks.gpu.framework_loops import ACCUMULATION, LOOPS, UPDATES, Cell, Seen
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt, full_size
+from benchmarks.gpu.training import BACKENDS, attempt, full_size, side_by_side
 from unishard.testing import run_ranks
 
 # In bf16 the frameworks run autocast, which keeps softmax, norms and the residual stream in other dtypes than an engine
@@ -44,8 +45,11 @@ def run(report: Report) -> None:
         else:
             there.append(name)
     own = answers(report, "own", [Cell(name, "own", precision) for name, precision in product(there, precisions)])
-    for name in there:
+
+    def compare(name: str) -> None:
         judge(report, answers(report, name, [Cell(name, *rest) for rest in product(BACKENDS, precisions)]), own)
+
+    side_by_side(report.device, [partial(compare, name) for name in there])
 
 
 def answers(report: Report, name: str, wanted: list[Cell]) -> Answers:

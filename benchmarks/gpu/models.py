@@ -19,7 +19,7 @@ from benchmarks.gpu.training import BACKENDS, full_size
 from unishard.testing import RankFailure, run_ranks
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests" / "ranks"
-_BESIDE = 8
+_BESIDE = 4
 """Processes at a time on a GPU."""
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 2e-2)}
 """Of losses and norms, relative. In fp32 ten times those of `make models`: kernels of a GPU that add with atomic

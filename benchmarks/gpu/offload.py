@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, tokens, train, wide_llama
+from benchmarks.gpu.training import BACKENDS, Curve, attempt, config, full_size, side_by_side, tokens, train, wide_llama
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
@@ -30,12 +32,15 @@ _CYCLES = 200_000
 
 def run(report: Report) -> None:
     repeats = 50 if full_size(report.device) else 5
-    for backend in BACKENDS:
-        for strategy, offload in OFFLOADS.items():
-            name = f"{backend} {strategy}, offload {' and '.join(place for place in offload if place != 'pin_memory')}"
-            work = lambda b=backend, s=strategy: run_ranks(1, race, b, s, repeats, report.device, timeout=240)[0]  # noqa: E731
-            if (answer := attempt(report, name, work)) is not None:
-                judge(report, name, *answer)
+
+    def compare(backend: str, strategy: str) -> None:
+        places = " and ".join(place for place in OFFLOADS[strategy] if place != "pin_memory")
+        name = f"{backend} {strategy}, offload {places}"
+        work = lambda: run_ranks(1, race, backend, strategy, repeats, report.device, timeout=240)[0]  # noqa: E731
+        if (answer := attempt(report, name, work)) is not None:
+            judge(report, name, *answer)
+
+    side_by_side(report.device, [partial(compare, *case) for case in product(BACKENDS, OFFLOADS)])
 
 
 def judge(report: Report, name: str, offloaded: list[Curve], resident: list[Curve]) -> None:

@@ -27,10 +27,15 @@ def figures(reports: Sequence[dict[str, Any]]) -> str:
     ran = {report["piece"]: report for report in reports if report["device"] == "cuda" and report["hardware"]}
     if not ran:
         return NOT_RUN
-    lines = [*hardware(list(ran.values())), "", "| piece | verdict | checks | seconds |", "|---|---|---|---|"]
+    lines = [
+        *hardware(list(ran.values())),
+        "",
+        "| piece | verdict | checks | losses apart | seconds |",
+        "|---|---|---|---|---|",
+    ]
     for piece in PIECES:
         report = ran.get(piece.name)
-        lines.append(f"| {piece.name} | {row(report)} |" if report else f"| {piece.name} | not run | | |")
+        lines.append(f"| {piece.name} | {row(report)} |" if report else f"| {piece.name} | not run | | | |")
     return "\n".join([*lines, *speeds(ran), *stated(ran)])
 
 
@@ -47,8 +52,18 @@ def row(report: dict[str, Any]) -> str:
     counted = Counter(check["verdict"] for check in report["checks"])
     return (
         f"{report['verdict']} | {', '.join(f'{number} {verdict}' for verdict, number in counted.items())} | "
-        f"{report['seconds']:g}"
+        f"{apart(report['checks'])} | {report['seconds']:g}"
     )
+
+
+def apart(checks: list[dict[str, Any]]) -> str:
+    """The largest distance of losses from what they are compared with, by precision where the checks name one."""
+    found: dict[str, float] = {}
+    for check in checks:
+        if "losses" in check["figures"]:
+            precision = next((word for word in ("fp32", "bf16", "fp16") if word in check["name"]), "")
+            found[precision] = max(found.get(precision, 0.0), check["figures"]["losses"])
+    return ", ".join(f"{precision} {far:.0e}".strip() for precision, far in found.items())
 
 
 def speeds(ran: dict[str, dict[str, Any]]) -> list[str]:

@@ -43,16 +43,16 @@ def set_environment(device: str) -> None:
 def run_piece(piece: Piece, device: str, out: Path) -> int:
     """Run it, whatever it raises, and leave its JSON file."""
     print(f"{piece.name} on {device}: {piece.about}", flush=True)
-    report, hardware = Report(piece.name, device), ""
+    report = Report(piece.name, device, folder=out)
     try:
-        hardware = hardware_of(device)
+        report.hardware = hardware_of(device)
         import_module(f"benchmarks.gpu.{piece.module}").run(report, *piece.arguments)
-    except BaseException as error:  # also an interrupt: what was found so far is worth having
+    except BaseException as error:
         report.check("ran to its end", False, "".join(traceback.format_exception(error)).rstrip())
         if not isinstance(error, Exception):
-            report.write(out, hardware)
             raise
-    path = report.write(out, hardware)
+    report.ended = True
+    path = report.write(out)
     print(f"{piece.name} on {device}: {report.verdict} ({path})", flush=True)
     return 1 if report.verdict == "fail" else 0
 

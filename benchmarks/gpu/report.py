@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import threading
 import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -47,13 +48,31 @@ def read(folder: Path) -> list[dict[str, Any]]:
 class Report:
     """Collects the checks of one piece."""
 
-    def __init__(self, piece: str, device: str, *, quiet: bool = False) -> None:
+    def __init__(self, piece: str, device: str, *, folder: Path | None = None, quiet: bool = False) -> None:
         self.piece = piece
         self.device = device
         """`cuda` or `cpu`."""
+        self.hardware = ""
+        """The card's name."""
         self.checks: list[Check] = []
+        self.ended = False
+        """Whether the piece ran to its end."""
+        self._folder = folder
+        """Where each check is written at once: whoever runs the piece may end it."""
         self._quiet = quiet
         self._start = time.monotonic()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def unfinished(cls, piece: str, device: str, folder: Path) -> Report:
+        """The report of a piece whose process is gone, with what it has written."""
+        report, path = cls(piece, device), path_of(folder, piece, device)
+        if path.exists():
+            written = json.loads(path.read_text())
+            report.hardware, report.ended = written["hardware"], written["ended"]
+            report.checks = [Check(**check) for check in written["checks"]]
+            report._start -= written["seconds"]
+        return report
 
     @property
     def verdict(self) -> Verdict:
@@ -73,24 +92,30 @@ class Report:
         """Record what the CPU form cannot measure."""
         self._add(Check(name, "needs CUDA", detail, figures))
 
-    def write(self, folder: Path, hardware: str = "") -> Path:
-        """Write the JSON file."""
+    def write(self, folder: Path) -> Path:
+        """Write the JSON file, whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         path = path_of(folder, self.piece, self.device)
         answer = {
             "piece": self.piece,
             "device": self.device,
-            "hardware": hardware,
+            "hardware": self.hardware,
+            "ended": self.ended,
             "verdict": self.verdict,
             "seconds": round(time.monotonic() - self._start, 1),
             "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
             "checks": [check._asdict() for check in self.checks],
         }
-        path.write_text(json.dumps(answer, indent=1) + "\n")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(answer, indent=1) + "\n")
+        part.replace(path)
         return path
 
     def _add(self, check: Check) -> None:
-        self.checks.append(check)
+        with self._lock:
+            self.checks.append(check)
+            if self._folder is not None:
+                self.write(self._folder)
         if not self._quiet:
             said = f"{check.name}: {check.detail}" if check.detail else check.name
             print(f"  {check.verdict:11} {self.piece}: {said}", flush=True)

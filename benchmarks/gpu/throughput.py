@@ -66,7 +66,7 @@ def plan_of(size: str, device: str, memory: float) -> Plan:
     if not full_size(device):
         return Plan("tiny", 2, 2 if size == "1b" else 1, 1, size == "1b")
     together = 2 * _BYTES * parameters(SIZES[size])[0] < memory / 2
-    return Plan(size, 20, 4 if together else 2, 5, together)
+    return Plan(size, 20, 4, 5, True) if together else Plan(size, 40, 1, 5, False)
 
 
 def run(report: Report, size: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,14 @@ def train(engine: unishard.Engine, data: Sequence[Any], before_step: Callable[[]
             norms.append(float(step.grad_norm))
             window = []
     return Curve(tuple(losses), tuple(norms))
+
+
+def side_by_side(device: str, calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls: at once on a GPU, where each mostly waits for a process to start, else one after the other."""
+    wanted = list(calls)
+    with ThreadPoolExecutor(len(wanted) if full_size(device) else 1) as pool:
+        for each in [pool.submit(call) for call in wanted]:
+            each.result()
 
 
 def attempt(report: Report, name: str, call: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu import cells, staged
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.training import BACKENDS, attempt, full_size
+from benchmarks.gpu.training import BACKENDS, attempt, full_size, side_by_side
 from unishard.testing import oracle, run_ranks
 from unishard.testing.cells import CLIP, Cell
 from unishard.testing.models import MODELS
@@ -54,8 +55,10 @@ def run(report: Report) -> None:
                 report.unsupported(f"gloo: {name}", f"torch {torch.__version__}: {why}")
         if found is not None and not missing:
             report.check(f"{transport}: {', '.join(found)} on {report.device}", True)
-        for backend in BACKENDS:
-            train(report, transport, backend, wanted, references, missing)
+        side_by_side(
+            report.device,
+            [partial(train, report, transport, backend, wanted, references, missing) for backend in BACKENDS],
+        )
 
 
 def train(

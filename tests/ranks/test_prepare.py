@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -57,6 +60,27 @@ class Watching(Mlp):
         self.register_buffer("fine", torch.tensor([1.0 + 2**-20, 3.0]))
         self.register_buffer("count", torch.tensor(2**40 + 1))
         self.head = Watched(23, 11)
+
+
+@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES)))
+def test_a_closed_engine_leaves_nothing_on_the_device_when_the_next_is_prepared(backend, strategy):
+    def trained():
+        model = mlp()
+        with unishard.prepare(model, config(backend, strategy)) as engine:
+            train(engine, own_share(2))
+        return [weakref.ref(each) for each in (*model.parameters(), model, engine)]
+
+    gc.disable()  # which runs when it likes
+    try:
+        before = trained()
+        with (
+            mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+            mock.patch.object(torch.cuda, "memory_allocated", return_value=1),
+            unishard.prepare(mlp(), config(backend, strategy)),
+        ):
+            assert [each() for each in before] == [None] * len(before)
+    finally:
+        gc.enable()
 
 
 @in_ranks(cells=SPANNING)

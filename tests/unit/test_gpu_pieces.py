@@ -121,6 +121,19 @@ def test_a_process_that_dies_or_hangs_fails_and_the_others_still_run(monkeypatch
     assert [(found["verdict"], why in found["checks"][0]["detail"]) for found in read(tmp_path)] == [("fail", True)] * 2
 
 
+def test_a_piece_that_is_ended_keeps_the_checks_that_it_made(monkeypatch, tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from benchmarks.gpu.report import Report; "
+        f"Report('first', 'cpu', folder=Path({str(tmp_path)!r})).check('holds', True); time.sleep(60)"
+    )
+    started(monkeypatch, script)
+    assert runner.run([Piece("first", "first", "", 3)], "cpu", tmp_path, tmp_path / "none", 60, None) == 1
+    assert [(check["name"], check["verdict"]) for check in answer(tmp_path, "first")["checks"]] == [
+        ("holds", "pass"),
+        ("ran to its end", "fail"),
+    ]
+
+
 def test_a_result_of_an_earlier_run_is_not_taken_for_one_of_this(monkeypatch, tmp_path):
     earlier = Report("first", "cpu", quiet=True)
     earlier.check("holds", True)
@@ -329,11 +342,17 @@ def test_figures_from_a_cpu_are_none_of_a_gpu():
 def test_figures_of_a_gpu_stand_in_the_table():
     text = page.figures([measured("cuda", ratio=0.987, unishard=SIDE, **{"by hand": SIDE | {"mfu": None}})])
     assert "A Card; python 3.12.3, torch 2.11.0" in text
-    assert "| throughput_1b | pass | 1 pass | 61 |" in text
+    assert "| throughput_1b | pass | 1 pass |  | 61 |" in text
     assert "| fsdp full_shard, 1b | unishard | 12,346 | 43.2% | 55.5 | 0.987 |" in text
     assert "| fsdp full_shard, 1b | by hand | 12,346 |  | 55.5 |  |" in text
     assert "| cells | not run |" in text
     assert page.NOT_RUN not in text
+
+
+def test_the_largest_distance_of_each_precision_stands_in_the_table():
+    names = {"llama-fp32": 2e-7, "mlp-fp32": 1e-7, "llama-bf16": 3e-5, "the same bits": None}
+    checks = [{"name": name, "figures": {} if far is None else {"losses": far}} for name, far in names.items()]
+    assert page.apart(checks) == "fp32 2e-07, bf16 3e-05"
 
 
 def test_no_page_takes_a_figure_of_a_simulated_device(tmp_path):

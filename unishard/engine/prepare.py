@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -152,6 +153,7 @@ def prepare(
     with _group(cfg.communication) as topology:
         _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
         _require_new(model)
+        _free_closed_engines()
         plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
         adapter, written = _shard(model, plan)
         with _closed_on_error(adapter):
@@ -176,6 +178,15 @@ def _agree(fingerprint: Fingerprint) -> None:
     collective_check.check_now("unishard.prepare")
     for what, facts in fingerprint._asdict().items():
         process_group.agree(facts, what)
+
+
+def _free_closed_engines() -> None:
+    """Free the device memory of engines that were closed before. What they leave is in cycles of references, which only
+    Python's collector finds, and it runs by the number of objects, not by what is left of the device's memory.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.memory_allocated():  # type: ignore[no-untyped-call]
+        for _ in range(2):  # the first frees what holds others from C++
+            gc.collect()
 
 
 def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenParameters | None]:

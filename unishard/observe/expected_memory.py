@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from unishard.contract.footprint import Footprint
 from unishard.contract.plan import MemorySpec
-from unishard.contract.results import Placement
+from unishard.contract.results import Placement, Step
 from unishard.errors import ConfigError
 from unishard.observe.observer import Observer
 
@@ -26,6 +26,11 @@ class ExpectedMemory(Observer):
 
     def __init__(self, planned: MemorySpec) -> None:
         self._planned = planned
+        self._updated = False
+
+    def on_step(self, step: Step) -> None:
+        """The optimizer state is there from now on."""
+        self._updated = True
 
     def on_error(self, error: BaseException) -> None:
         """Add the note to an out-of-memory error."""
@@ -91,7 +96,10 @@ class ExpectedMemory(Observer):
         """Bytes on the device beside the persistent ones; 0 where the allocator does not tell."""
         if not torch.cuda.is_available():
             return 0
-        return max(0, torch.cuda.max_memory_allocated() - self._footprint.persistent.device)
+        held = self._footprint.persistent.device
+        if not self._updated:
+            held -= self._footprint.optimizer.device
+        return max(0, torch.cuda.max_memory_allocated() - held)
 
     def _changes(self, activations: int) -> Iterator[tuple[int, str]]:
         """Changes of the config and the bytes that they save, activations by rule of thumb."""

@@ -73,7 +73,10 @@ class Profiling(Observer):
         self._first = step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         self._running = profile(
-            activities=activities, profile_memory=self._asked.memory, record_shapes=self._asked.shapes
+            activities=activities,
+            profile_memory=self._asked.memory,
+            record_shapes=self._asked.shapes,
+            acc_events=True,  # changes nothing in one cycle, but that torch does not warn of several (torch 2.11)
         )
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
