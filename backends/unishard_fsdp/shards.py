@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from unishard.distributed.shards import Shard
 from unishard.engine.optim.grad_norm import multiply, norm_of
@@ -92,6 +93,12 @@ def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) ->
     return (square / copies).sqrt().float()
 
 
+class _Graded(NamedTuple):
+    """All that `clip_grads_with_norm_` asks of a parameter (torch 2.11 to 2.15)."""
+
+    grad: Tensor
+
+
 def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor: float) -> None:
     """Divide gradients and clip them to `max_norm` in place, as `torch.nn.utils.clip_grad_norm_` does (torch 2.13).
 
@@ -102,6 +109,9 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
         divisor: The divisor, mostly 1.
     """
     if not gradients or (max_norm is None and divisor == 1):
+        return
+    if max_norm is not None and divisor == 1:  # on a GPU one kernel for many tensors
+        clip_grads_with_norm_(cast(Any, [_Graded(gradient) for gradient in gradients]), max_norm, norm)
         return
     factor = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     multiply(gradients, (factor / divisor).to(gradients[0].device))

@@ -214,7 +214,7 @@ CORE_PRIVATE_API = by_name(
         name="memory-snapshot",
         case="A snapshot of CUDA memory (`profile.memory`)",
         names=("torch.cuda.memory:_record_memory_history", "torch.cuda.memory:_dump_snapshot"),
-        versions="none yet, for want of a GPU; torch 2.11 to 2.15 have the names",
+        versions="torch 2.11; 2.12 to 2.15 have the names",
         link=f"{_TORCH}/cuda/memory.py#L892",
         instead="set profile.memory to false, or use one of these versions",
     ),
