@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import random
 import warnings
 from collections.abc import Callable
@@ -94,7 +95,8 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fine-tune T5 with LoRA to name the sentiment of a sentence.")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="YAML file")
+    launched = "UNISHARD_CONFIG" in os.environ  # by `unishard launch`, whose config unishard.load() reads
+    parser.add_argument("--config", type=Path, default=None if launched else CONFIG, help="YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed"
     )

@@ -15,6 +15,7 @@ that `--text` names, and a token is a byte.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
@@ -146,7 +147,9 @@ def samples(path: Path | None, length: int) -> tuple[list[dict[str, Tensor]], li
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on text.")
-    parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".yaml"), help="YAML file")
+    launched = "UNISHARD_CONFIG" in os.environ  # by `unishard launch`, whose config unishard.load() reads
+    beside = None if launched else Path(__file__).with_suffix(".yaml")
+    parser.add_argument("--config", type=Path, default=beside, help="YAML file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field, such as backend=deepspeed"
     )

@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 
 import unishard
 from unishard import Config, ConfigError
+from unishard.config import loading
 from unishard.config.loading import document
 from unishard.errors import Problem
 
@@ -203,3 +204,33 @@ def test_a_message_lists_a_hundred_problems_and_keeps_both_ends_of_a_long_value(
     assert len(str(ConfigError([problem]))) < 3000
     assert str(ConfigError([problem])).startswith("backend: no backend named xx")
     assert str(ConfigError([problem])).endswith("xx; write fsdp")
+
+
+# -- the config that `unishard launch` was given ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "reads", "said"),
+    [
+        ("seed: 1", [], None, ""),
+        ("seed: 1", ["training.seed=3"], None, ""),
+        ("seed: 1", [], "given.yaml", ""),
+        ("seed: 1", ["launch.nodes=1"], "given.yaml", ""),
+        ("seed: 1", ["training.seed=3"], "given.yaml", "given.yaml and --set training.seed=3"),
+        ("seed: 1", [], "other.yaml", "given.yaml, and this script trains without it"),
+        ("", [], "other.yaml", ""),
+    ],
+)
+def test_a_script_that_does_not_read_the_config_of_the_launcher_is_told(
+    tmp_path, monkeypatch, given, changes, reads, said
+):
+    monkeypatch.chdir(tmp_path)
+    Path("given.yaml").write_text("launch: {nodes: 1}\n" + (f"training: {{{given}}}\n" if given else ""))
+    Path("other.yaml").write_text("training: {seed: 2}\n")
+    for name, value in loading.variables(str(tmp_path / "given.yaml"), changes).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(loading, "_used", False)
+    monkeypatch.setattr(loading, "_read", set())
+    unishard.load(reads)
+    assert said in loading.unused()
+    assert bool(said) == bool(loading.unused())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.config import Communication, Config, Precision, expect_config
+from unishard.config import Communication, Config, Precision, expect_config, loading
 from unishard.config.hints.arguments import instead
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
@@ -149,6 +150,8 @@ def prepare(
         EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
+    if said := loading.unused():
+        warnings.warn(said, UserWarning, stacklevel=2)
     _require_module(model)
     with _group(cfg.communication) as topology:
         _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))

@@ -40,6 +40,7 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
     Raises:
         ConfigError: Nothing was handed over, or the overrides cannot be read.
     """
+    global _used
     path = environ.get(CONFIG)
     if not path:
         what = (
@@ -59,7 +60,35 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
             '["training.seed=3"]'
         )
         raise ConfigError([Problem("", what)])
+    _used = True
     return path, overrides
+
+
+def unused(environ: Mapping[str, str] = os.environ) -> str:
+    """What of the config that `unishard launch` was given this script has not read, in a sentence; empty if it has read
+    it, or if nothing in it is about the training.
+    """
+    path = environ.get(CONFIG)
+    if not path or _used:
+        return ""
+    try:
+        sections = _open(path).data.keys() - {"launch"}
+        changes = [each for each in json.loads(environ.get(OVERRIDES) or "[]") if not each.startswith("launch.")]
+    except (ConfigError, ValueError):
+        return ""  # whoever reads it is told
+    if not changes and (not sections or os.path.realpath(path) in _read):
+        return ""
+    given = " and ".join([path, *(f"--set {change}" for change in changes)])
+    return (
+        f"`unishard launch` was given {given}, and this script trains without it; call unishard.load() without a path "
+        "to train with it"
+    )
+
+
+_used = False
+"""Whether the config that was handed over has been read."""
+_read: set[str] = set()
+"""Files of configs that were read by their own path."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -107,7 +136,10 @@ def load(
     if source is None:
         source, given = handed_over()
         overrides = [*given, *_changes(overrides)]
-    return read(source, overrides, section=section)[0]
+    config = read(source, overrides, section=section)[0]
+    if isinstance(source, str | Path):
+        _read.add(os.path.realpath(source))
+    return config
 
 
 def read(
