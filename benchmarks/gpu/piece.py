@@ -38,6 +38,8 @@ def set_environment(device: str) -> None:
     else:
         # Without it cuBLAS may give other bits each time (torch, "Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # A piece has several processes at a time, whose threads would wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 
 def run_piece(piece: Piece, device: str, out: Path) -> int:
