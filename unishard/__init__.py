@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config, loading
-from unishard.config.hints.names import PACKAGE
+from unishard.config.hints import PACKAGE
 from unishard.config.topology import Topology
 from unishard.contract.registry import available
 from unishard.contract.report import Report, Translation, translate

@@ -24,8 +24,8 @@ from rich.status import Status
 
 from unishard.errors import BackendError
 from unishard.testing import run_ranks
-from unishard.tools.demo import DemoError, demo, run_demo
-from unishard.tools.demo.demo import CurveGap, TrainingCurve
+from unishard.tools import demo
+from unishard.tools.demo import CurveGap, DemoError, TrainingCurve, run_demo
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -162,7 +162,7 @@ STOPPED = """
 import signal
 from pathlib import Path
 from unishard.cli import main
-from unishard.tools.demo import demo
+from unishard.tools import demo
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 demo._find = lambda path: Path({script!r})
 main()

@@ -9,18 +9,17 @@ import pytest
 
 import unishard
 from unishard import Config, ConfigError
-from unishard.config import leaves
-from unishard.config.hints import arguments, names
+from unishard.config import hints, leaves
 from unishard.config.loading import other_tool
 from unishard.contract import registry
 from unishard.engine.engine import Engine
 
 HINTS = [
-    *names.METHODS.values(),
-    *names.PACKAGE.values(),
-    *names.BACKENDS.values(),
-    *names.IN_SCRIPT.values(),
-    *(hint for hints in (*arguments._VALUES.values(), *arguments._KEYWORDS.values()) for hint in hints.values()),
+    *hints.METHODS.values(),
+    *hints.PACKAGE.values(),
+    *hints.BACKENDS.values(),
+    *hints.IN_SCRIPT.values(),
+    *(hint for rows in (*hints._VALUES.values(), *hints._KEYWORDS.values()) for hint in rows.values()),
 ]
 FIELDS = {path for path, _ in leaves(Config)}
 
@@ -34,17 +33,17 @@ def test_what_a_hint_names_exists(hint: str) -> None:
 
 
 def test_no_name_is_one_of_ours() -> None:
-    assert [name for name in names.METHODS if hasattr(Engine, name)] == []
-    assert [name for name in names.PACKAGE if name in unishard.__all__] == []
-    assert [name for name in names.BACKENDS if name in registry.available()] == []
-    assert {path.rpartition(".")[2] for path in FIELDS}.isdisjoint(names.IN_SCRIPT)
+    assert [name for name in hints.METHODS if hasattr(Engine, name)] == []
+    assert [name for name in hints.PACKAGE if name in unishard.__all__] == []
+    assert [name for name in hints.BACKENDS if name in registry.available()] == []
+    assert {path.rpartition(".")[2] for path in FIELDS}.isdisjoint(hints.IN_SCRIPT)
 
 
 @pytest.mark.parametrize("name", ["initialize", "Accelerator", "init_process_group"])
 def test_a_name_of_another_package(name: str) -> None:
     assert not hasattr(unishard, name)
     with pytest.raises(
-        AttributeError, match=re.escape(f"module 'unishard' has no attribute '{name}'; {names.PACKAGE[name]}")
+        AttributeError, match=re.escape(f"module 'unishard' has no attribute '{name}'; {hints.PACKAGE[name]}")
     ):
         getattr(unishard, name)
 
@@ -89,4 +88,4 @@ def test_no_field_is_a_key_of_another_tool_at_the_top() -> None:
 
 def test_keywords_that_no_tool_has() -> None:
     with pytest.raises(TypeError, match=r"backward\(\) got an unexpected keyword argument 'retain'"):
-        arguments.refuse_keywords("backward", ["retain"])
+        hints.refuse_keywords("backward", ["retain"])

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from unishard.config.checkpoint import Checkpoint
-from unishard.config.hints.arguments import instead
+from unishard.config.hints import instead
 from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging, Profile
 from unishard.config.optimizer import Optimizer, ParameterGroup, Scheduler

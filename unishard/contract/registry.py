@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from unishard.config.hints.names import BACKENDS
+from unishard.config.hints import BACKENDS
 from unishard.errors import BackendError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
 from unishard.config.describe import count_of
-from unishard.config.hints.arguments import instead
+from unishard.config.hints import instead
 from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler, seed_of
 from unishard.errors import DataError

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config.hints import names
-from unishard.config.hints.arguments import refuse_keywords
+from unishard.config.hints import METHODS, refuse_keywords
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed, Step
@@ -815,7 +814,7 @@ class Engine:
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property that has raised AttributeError, whose own text is wanted
                 return object.__getattribute__(self, name)
-            hint = names.METHODS.get(name, "")
+            hint = METHODS.get(name, "")
             if not hint and not name.startswith("_") and hasattr(self.module, name):
                 hint = f"it is one of the model: engine.module.{name}"
             what = f"{type(self).__name__!r} object has no attribute {name!r}{hint and f'; {hint}'}"

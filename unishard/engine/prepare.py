@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Communication, Config, Precision, expect_config, loading
-from unishard.config.hints.arguments import instead
+from unishard.config.hints import instead
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from unishard.config import CROSS_FIELD, Config, Section, items_of
 from unishard.config.describe import choices, expected, shown, type_in_words
-from unishard.config.hints.names import IN_SCRIPT
+from unishard.config.hints import IN_SCRIPT
 from unishard.config.loading.origins import Keys, Origin
 
 _BUILT_IN = frozenset(get_args(ErrorType))

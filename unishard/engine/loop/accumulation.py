@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.config import Training
-from unishard.config.hints.arguments import instead
+from unishard.config.hints import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
 from unishard.distributed.host_read import HostRead

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.config import Training
-from unishard.config.hints.arguments import instead
+from unishard.config.hints import instead
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import LoaderChecks

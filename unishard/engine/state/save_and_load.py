@@ -15,7 +15,7 @@ from unishard.checkpoint.export.offline import export
 from unishard.checkpoint.files import path_of
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.saving import Background, Retention, save, without_collections
-from unishard.config.hints.arguments import instead
+from unishard.config.hints import instead
 from unishard.contract.results import Resumed
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import deferred, on_first, ranks_of

@@ -11,7 +11,7 @@ import libcst as cst
 from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, ParentNodeProvider
 
-from unishard.config.hints.names import METHODS, PACKAGE
+from unishard.config.hints import METHODS, PACKAGE
 from unishard.errors import UnishardError
 from unishard.tools.migrate.facts import CLIPS, ScriptFacts, argument, code, config_of, target_of
 

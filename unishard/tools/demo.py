@@ -1,4 +1,4 @@
-"""Runs the example on one engine through torchrun."""
+"""The demo: one training script, one config, both engines, and their loss curves in one plot."""
 
 from __future__ import annotations
 
