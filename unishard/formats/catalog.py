@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 from unishard.contract import registry
+from unishard.contract.entries import Path
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.format import Format
 from unishard.formats.hydra import composed, names_lightning
-from unishard.formats.inner_configs import InnerConfig, block_in
 from unishard.formats.other_tools import named
 from unishard.formats.signs import Explained, by_signs, has
-from unishard.formats.source import Source
+from unishard.formats.source import Source, open_named
 
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra composes or builds."""
 _LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
 """Arguments that only Lightning's Trainer has."""
+
+_INSIDE = ("deepspeed", "deepspeed_config", "ds_config")
+"""Keys of other tools' files below which a config of DeepSpeed stands."""
+_DEEPEST = 6
+_ENOUGH_INSIDE = 3
+"""Weight of the keys from which on a mapping is a config of DeepSpeed, and not that of another tool around it."""
 
 _LOUD = 3
 _ENOUGH = 2
@@ -77,9 +83,56 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
     return get(from_), inner.source if inner else source
 
 
+class InnerConfig(NamedTuple):
+    """A config of an engine inside a file."""
+
+    key: str
+    """Dotted; with the name of the file that stands there, if one does, as in `trainer.deepspeed: ds.json`."""
+    source: Source
+    """The config, with a warning that says what is not read."""
+
+
 def block(source: Source) -> InnerConfig | None:
-    """The config of an engine in the file of another tool."""
-    return block_in(source, get(BLOCKS).signs)
+    """DeepSpeed's own config in the file of a tool that only hands it on, whose other keys unishard does not read, or
+    in the file that it names; None where there is none, or the document is one itself.
+    """
+    signs = get(BLOCKS).signs
+    if signs.weight(source.data):
+        return None
+    found = [
+        InnerConfig(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH_INSIDE
+    ]
+    if not found:
+        return None
+    first, *others = found
+    differ = [one.key for one in others if one.source.data != first.source.data]
+    only = f"only {first.key} is read; what the other keys say is not translated"
+    also = [
+        f"has other configs of this engine too ({', '.join(differ)}); put them into files of their own to translate "
+        "them"
+    ]
+    return InnerConfig(
+        first.key, first.source._replace(warnings=(*first.source.warnings, only, *(also if differ else [])))
+    )
+
+
+def _blocks(source: Source, path: Path, data: Mapping[str, Any]) -> Iterator[tuple[str, Source]]:
+    for key, value in data.items():
+        here = (*path, key)
+        if key in _INSIDE and isinstance(value, str):
+            if inner := _named(source, value):
+                yield f"{'.'.join(here)}: {value}", inner
+        elif isinstance(value, Mapping) and len(here) < _DEEPEST:
+            if key in _INSIDE:
+                yield ".".join(here), source._replace(data=value, origins=source.origins.below(here), repeats=())
+            yield from _blocks(source, here, value)
+
+
+def _named(source: Source, name: str) -> Source | None:
+    try:
+        return open_named(name, source.folder)
+    except ConfigError:  # its own line of `unishard migrate` says why
+        return None
 
 
 def recognise(source: Source) -> Format:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.config import Config
 from unishard.formats.format import Deferred
 from unishard.formats.signs import Signs, weighted
-from unishard.formats.unishard.recognition import only_fields
 
 __all__ = ["FORMAT"]
+
+_SURE = 10
+
+
+def _only_fields(data: Mapping[str, Any]) -> int:
+    """A large weight if every key is a field of the config, which is no chance in another tool's file."""
+    known = Config.model_fields
+    sections = (
+        (known[key].annotation, value) for key, value in data.items() if key in known and isinstance(value, Mapping)
+    )
+    inner = all(set(value) <= set(getattr(kind, "model_fields", value)) for kind, value in sections)
+    return _SURE * (bool(data) and set(data) <= set(known) and inner)
+
 
 _SIGNS = weighted(
     {
@@ -16,4 +32,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("unishard", Signs(_SIGNS, only_fields))
+FORMAT = Deferred("unishard", Signs(_SIGNS, _only_fields))

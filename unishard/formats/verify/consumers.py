@@ -36,8 +36,8 @@ def _around_transformers(name: str) -> _Consumer:
     return _Consumer(
         "transformers",
         "transformers",
-        lambda at, document, text, reading, ranks: at.settings_of(document, reading.source.folder, name),
-        module="scripts",
+        lambda at, document, text, reading, ranks: at.settings_around(document, reading.source.folder, name),
+        module="hf",
     )
 
 
