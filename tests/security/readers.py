@@ -24,8 +24,8 @@ from unishard.checkpoint.manifest import FileFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
 from unishard.config import Config
 from unishard.config.loading.hostfile import hosts_of
+from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
 from unishard.contract.footprint import ModelShape, ParameterShape
-from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.engine.model import weight_files
 from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate

@@ -17,7 +17,7 @@ import unishard
 from unishard.cli import app
 from unishard.cli import wrapping as tables
 from unishard.cli.wrapping import echo
-from unishard.contract.training_facts import GroupRecord, OptimizerFacts
+from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
 from unishard.errors import CheckpointError, ConfigError
 
 NASTY = "w\x1b]0;owned\x07\x1b[2J\x9b1m\r\u202e\u2028\x7f"

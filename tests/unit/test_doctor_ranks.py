@@ -17,7 +17,7 @@ from running import run
 
 from unishard.tools.doctor import machine
 from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.local_ranks import local_ranks
+from unishard.tools.doctor.examination import local_ranks
 
 RANKS = ("ranks", "versions of the ranks", "gloo", "links", "clocks")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from unishard.checkpoint.files import read_bytes
-from unishard.contract.training_facts import LARGEST, Facts, LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.contract.checkpoint_format import LARGEST, Facts, LossScaleFacts, OptimizerFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 
 FILE = "manifest.json"

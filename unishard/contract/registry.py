@@ -15,8 +15,7 @@ from unishard.config.hints import BACKENDS
 from unishard.errors import BackendError
 
 if TYPE_CHECKING:
-    from unishard.contract.backend import Backend
-    from unishard.contract.engine_arguments import EngineArguments
+    from unishard.contract.backend import Backend, EngineArguments
 
 GROUP = "unishard.backends"
 """The group of entry points that backends stand in."""

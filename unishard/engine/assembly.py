@@ -25,8 +25,7 @@ from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.public_optimizer import OptimizerCalls
-from unishard.engine.optim.schedule import Schedule
-from unishard.engine.optim.schedulers import TorchSchedule
+from unishard.engine.optim.schedulers import Schedule, TorchSchedule
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.modules import ModuleRecorder
 from unishard.observe.observer import Observer, Observers, Position

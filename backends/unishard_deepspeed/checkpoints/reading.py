@@ -13,8 +13,14 @@ from torch import Tensor
 from unishard.checkpoint.archives import require_bounded
 from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file
 from unishard.checkpoint.manifest import PARAMETERS, of_optimizer
-from unishard.contract.checkpoint_format import Contents, optimizer_of, plain
-from unishard.contract.training_facts import LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.contract.checkpoint_format import (
+    Contents,
+    LossScaleFacts,
+    OptimizerFacts,
+    ScheduleFacts,
+    optimizer_of,
+    plain,
+)
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints import partitions

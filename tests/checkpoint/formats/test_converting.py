@@ -22,7 +22,7 @@ from unishard.checkpoint.convert import convert, formats
 from unishard.checkpoint.hashing import hash_of, hexadecimal
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.cli import app
-from unishard.cli import convert as cli_convert
+from unishard.cli import checkpoint as cli_checkpoint
 from unishard.errors import CheckpointError
 
 GROUPS = [{"a.weight": (3, 5), "a.scale": ()}, {"0.bias": (7,)}]
@@ -324,7 +324,7 @@ class TestCommand:
     def test_shows_a_bar_in_a_terminal(self, theirs, tmp_path, monkeypatch):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
-        cli_convert.convert(theirs, tmp_path / "new", from_=None, to="unishard")
+        cli_checkpoint.convert(theirs, tmp_path / "new", from_=None, to="unishard")
         assert "converting" in terminal.getvalue()
 
     @pytest.mark.parametrize("wrong", ["nowhere", "file"])

@@ -32,8 +32,7 @@ from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.public_optimizer import OptimizerCalls
-from unishard.engine.optim.schedule import Schedule
-from unishard.engine.optim.schedulers import TorchSchedule
+from unishard.engine.optim.schedulers import Schedule, TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
 from unishard.failures.collective_check import samples
 from unishard.observe.observer import Observers

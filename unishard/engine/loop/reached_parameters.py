@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unishard.contract.adapter import EngineAdapter
@@ -192,3 +193,18 @@ def _never_trained(name: str) -> ContractError:
         f"{name} was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; "
         "leave it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
     )
+
+
+def reaches(loss: Tensor, leaves: Iterable[Tensor]) -> bool:
+    """Whether the backward of a loss would accumulate a gradient on one of these leaves. Walks its graph."""
+    wanted: set[Any] = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad}
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting and wanted:
+        node = waiting.pop()
+        if node in wanted:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+    return False

@@ -13,7 +13,7 @@ from torch import Tensor
 from unishard.checkpoint.manifest import RANDOM, Manifest, parameter_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.config.describe import count_of
-from unishard.contract.training_facts import GroupRecord
+from unishard.contract.checkpoint_format import GroupRecord
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.loop.accumulation import Accumulation

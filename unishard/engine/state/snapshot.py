@@ -19,7 +19,7 @@ from unishard.checkpoint.export.pretrained import assets_of
 from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
-from unishard.contract.training_facts import GroupRecord, OptimizerFacts
+from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
 from unishard.data.sampler import seed_of
 from unishard.distributed.nested_tensors import obstacle
 from unishard.distributed.on_ranks import on_all

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from unishard.contract.results import Step
 from unishard.engine.engine import Engine
-from unishard.engine.loop.reached_leaves import reaches
+from unishard.engine.loop.reached_parameters import reaches
 from unishard.errors import ContractError
 
 __all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from unishard.checkpoint.convert import OWN, convert, formats
 from unishard.checkpoint.manifest import PARAMETERS, of_optimizer
-from unishard.contract.checkpoint_format import Contents, optimizer_of
-from unishard.contract.training_facts import ScheduleFacts
+from unishard.contract.checkpoint_format import Contents, ScheduleFacts, optimizer_of
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_first
 from unishard.distributed.shards import LazyShard

@@ -22,7 +22,7 @@ from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_first
 from unishard.engine.engine import Engine
 from unishard.engine.optim.optimizers import factory
-from unishard.engine.optim.schedule import factor
+from unishard.engine.optim.schedulers import factor
 from unishard.errors import CheckpointError
 from unishard.integrations.accelerate.accelerator import Accelerator
 from unishard.integrations.accelerate.trained import Trained

@@ -18,8 +18,7 @@ from unishard.checkpoint.archives import read_through, require_bounded
 from unishard.checkpoint.files import OutsideFolderError, file_inside, fsync, open_file
 from unishard.checkpoint.manifest import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.contract.checkpoint_format import Contents, optimizer_of, plain
-from unishard.contract.training_facts import ScheduleFacts
+from unishard.contract.checkpoint_format import Contents, ScheduleFacts, optimizer_of, plain
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 
