@@ -11,8 +11,7 @@ from unishard.config.topology import Topology
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard.errors import ConfigError
 from unishard_deepspeed import fields
-from unishard_deepspeed.keys import CONSTANTS
-from unishard_deepspeed.native import check, fit
+from unishard_deepspeed.keys import CONSTANTS, check, fit
 from unishard_deepspeed.rules import RULES
 
 if TYPE_CHECKING:

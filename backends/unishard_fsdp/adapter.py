@@ -20,8 +20,8 @@ from unishard.distributed.dtypes import name_of
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.engine.optim.grad_norm import DeviceSkip
+from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.shards import local, scale, shard_of, total_norm
-from unishard_fsdp.spec import FSDPSpec
 
 _grad = attrgetter("grad")
 

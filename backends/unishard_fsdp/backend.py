@@ -114,7 +114,7 @@ class FSDPBackend:
         self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits
     ) -> EngineSpec:
         """The arguments, checked. Pure."""
-        from unishard_fsdp.spec import spec_of
+        from unishard_fsdp.options import spec_of
 
         return spec_of(cfg, translation)
 

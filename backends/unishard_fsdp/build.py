@@ -22,9 +22,9 @@ from unishard_fsdp import collective_settings, options, sharding
 from unishard_fsdp.ddp_adapter import AveragingHook, DDPAdapter, wrap_ddp
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
+from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.parameter_usage import ConditionalParameters
 from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.spec import FSDPSpec
 
 _SYNCS_BUFFERS = (
     "forward_sync_buffers"

@@ -16,8 +16,8 @@ from unishard.distributed.host_read import HostRead
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.adapter import TorchAdapter
+from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.spec import FSDPSpec
 
 # -- DistributedDataParallel with a communication hook that detects whether all gradients were reduced --
 

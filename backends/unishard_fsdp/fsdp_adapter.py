@@ -19,11 +19,11 @@ from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, options
 from unishard_fsdp.adapter import TorchAdapter
+from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.parameter_usage import ConditionalParameters, GatheredLeaves, ToggledParameters
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.groups import forget_states
 from unishard_fsdp.shards import local
-from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
 # Step an optimizer in host memory while parameters stay on the device, which FSDP2's own offload does not support.
@@ -142,7 +142,7 @@ class FSDPAdapter(TorchAdapter):
         self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
         self._embeddings = gathering.UngatheredEmbeddings(embeddings)
         if conditional.parameters:
-            from unishard_fsdp.private.conditional import fill_unused
+            from unishard_fsdp.private.groups import fill_unused
 
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)

@@ -23,8 +23,7 @@ from unishard.contract.checkpoint_format import (
 )
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
-from unishard_deepspeed.checkpoints import partitions
-from unishard_deepspeed.checkpoints.layout import Files, files_of
+from unishard_deepspeed.checkpoints import Files, files_of, partitions
 
 # -- Opens DeepSpeed's files safely and without deepspeed: its classes are replaced by inert ones --
 

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unishard_deepspeed.keys import values as v
-from unishard_deepspeed.keys.row import CHECKPOINTS, OWN_CHECKPOINTS, Row, decided, log, other, refused, removed, same
+from unishard_deepspeed.keys import row as v
+from unishard_deepspeed.keys.row import (
+    CHECKPOINTS,
+    OWN_CHECKPOINTS,
+    Row,
+    decided,
+    log,
+    other,
+    refused,
+    removed,
+    same,
+)
 
 _PARALLEL = "splits ranks in other ways than data parallelism; remove it"
 _LOADER = "only affects the DataLoader that deepspeed.initialize makes; use unishard.dataloader"

@@ -23,13 +23,13 @@ def _is_accelerate(source: Path) -> bool:
 
 
 def _read_dcp(source: Path) -> Contents:
-    from unishard_fsdp.checkpoints.reading import read
+    from unishard_fsdp.checkpoints.dcp import read
 
     return read([source])
 
 
 def _read_accelerate(source: Path) -> Contents:
-    from unishard_fsdp.checkpoints.reading import read
+    from unishard_fsdp.checkpoints.dcp import read
 
     contents = read([folder for folder in (source / _MODEL, source / _OPTIMIZER) if _is_dcp(folder)])
     left = sorted({path.stem.rstrip("0123456789_") for path in source.iterdir() if path.is_file()})
@@ -37,7 +37,7 @@ def _read_accelerate(source: Path) -> Contents:
 
 
 def _write_dcp(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    from unishard_fsdp.checkpoints.writing import write
+    from unishard_fsdp.checkpoints.dcp import write
 
     return write(contents, folder, advance)
 
