@@ -19,7 +19,7 @@ HINTS = [
     *hints.PACKAGE.values(),
     *hints.BACKENDS.values(),
     *hints.IN_SCRIPT.values(),
-    *(hint for rows in (*hints._VALUES.values(), *hints._KEYWORDS.values()) for hint in rows.values()),
+    *(hint for rows in (*hints._VALUES.values(), hints._KEYWORDS) for hint in rows.values()),
 ]
 FIELDS = {path for path, _ in leaves(Config)}
 
@@ -88,4 +88,4 @@ def test_no_field_is_a_key_of_another_tool_at_the_top() -> None:
 
 def test_keywords_that_no_tool_has() -> None:
     with pytest.raises(TypeError, match=r"backward\(\) got an unexpected keyword argument 'retain'"):
-        hints.refuse_keywords("backward", ["retain"])
+        hints.refuse_keywords(["retain"])

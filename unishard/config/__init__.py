@@ -15,7 +15,7 @@ from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging, Profile
 from unishard.config.optimizer import Optimizer, ParameterGroup, Scheduler
 from unishard.config.precision import Precision
-from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
+from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, lower, refuse, value_at
 from unishard.config.sharding import ActivationCheckpointing, Communication, Compile, Offload, Sharding
 from unishard.config.training import Training
 from unishard.errors import ConfigError, Problem
@@ -44,14 +44,10 @@ __all__ = [
 ]
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
 class Config(Section):
     """How a model is trained: the engine, what it shards, in which precision, and the loop around it."""
 
-    backend: Annotated[str, BeforeValidator(_lower)] = Field(default="fsdp")
+    backend: Annotated[str, BeforeValidator(lower)] = Field(default="fsdp")
     """The engine: `fsdp` (PyTorch), `deepspeed`, or any installed plugin. Changing this word changes nothing else."""
     sharding: Sharding = Field(default_factory=Sharding.model_construct)
     """What is sharded across the ranks."""

@@ -200,17 +200,16 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """By argument and class of the value, or of a class that it inherits from; `object` for all others."""
 
-_KEYWORDS: Mapping[str, Mapping[str, str]] = {
-    "backward": {
-        "retain_graph": "add the losses of a micro-batch and call it once: engine.backward(loss_1 + loss_2)",
-        "create_graph": "a gradient penalty is part of the loss: torch.autograd.grad(..., create_graph=True) before "
-        "engine.backward(loss)",
-        "gradient": "pass a scalar loss",
-        "inputs": "freeze the other parameters: engine.set_trainable(names, False)",
-        "scale_wrt_gas": "remove it: the engine divides the loss by the length of the window",
-        "model": "remove it: the engine has one model",
-    }
+_KEYWORDS: Mapping[str, str] = {
+    "retain_graph": "add the losses of a micro-batch and call it once: engine.backward(loss_1 + loss_2)",
+    "create_graph": "a gradient penalty is part of the loss: torch.autograd.grad(..., create_graph=True) before "
+    "engine.backward(loss)",
+    "gradient": "pass a scalar loss",
+    "inputs": "freeze the other parameters: engine.set_trainable(names, False)",
+    "scale_wrt_gas": "remove it: the engine divides the loss by the length of the window",
+    "model": "remove it: the engine has one model",
 }
+"""Keyword arguments of `backward` elsewhere."""
 
 
 def instead(argument: str, value: object) -> str:
@@ -224,11 +223,10 @@ def instead(argument: str, value: object) -> str:
     return next((hints[kind.__name__] for kind in type(value).__mro__ if kind.__name__ in hints), "")
 
 
-def refuse_keywords(call: str, given: Iterable[str]) -> None:
-    """Refuse keyword arguments that a call of the engine does not have.
+def refuse_keywords(given: Iterable[str]) -> None:
+    """Refuse keyword arguments that `engine.backward` does not have.
 
     Args:
-        call: Name of the method.
         given: Names of the arguments.
 
     Raises:
@@ -236,6 +234,6 @@ def refuse_keywords(call: str, given: Iterable[str]) -> None:
         TypeError: One is unknown.
     """
     for name in given:
-        if name not in _KEYWORDS[call]:
-            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
-        raise ContractError(f"{call} does not accept {name}; {_KEYWORDS[call][name]}")
+        if name not in _KEYWORDS:
+            raise TypeError(f"backward() got an unexpected keyword argument {name!r}")
+        raise ContractError(f"backward does not accept {name}; {_KEYWORDS[name]}")

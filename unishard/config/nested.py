@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Native = dict[str, Any]
@@ -25,6 +25,11 @@ def flat(native: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def is_within(path: str, paths: Iterable[str]) -> bool:
+    """Whether a dotted path is one of these, or lies below one."""
+    return any(path == other or path.startswith(f"{other}.") for other in paths)
 
 
 def nested(settings: Mapping[str, Any]) -> Native:

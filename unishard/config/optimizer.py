@@ -8,13 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from unishard.config.patterns import Pattern
-from unishard.config.section import Section, Spellings, refuse
+from unishard.config.section import Section, Spellings, lower, refuse
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _pair(value: Any) -> Any:
@@ -71,7 +67,7 @@ class Optimizer(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
-    name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion"], BeforeValidator(_lower), Spellings()] = Field(
+    name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion"], BeforeValidator(lower), Spellings()] = Field(
         default="adamw"
     )
     """`adamw` (decoupled weight decay), `adam` (weight decay added to the gradient), `sgd` and `adagrad` are torch's,
@@ -128,14 +124,14 @@ class Scheduler(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
-    name: Annotated[Literal["constant", "linear", "cosine", "inverse_sqrt"], BeforeValidator(_lower), Spellings()] = (
+    name: Annotated[Literal["constant", "linear", "cosine", "inverse_sqrt"], BeforeValidator(lower), Spellings()] = (
         Field(default="constant")
     )
     """Shape after the warm-up: constant, linear decay, cosine decay, or the inverse square root of the updates over
     `warmup_steps` (10,000 without a warm-up), as in transformers."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises; update i uses i / warmup_steps of the range, as in transformers."""
-    warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(_lower), Spellings()] = Field(default="linear")
+    warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(lower), Spellings()] = Field(default="linear")
     """How it rises: linearly, or logarithmically, fast at first (`log`: update i uses ln(i + 1) / ln(warmup_steps) of
     the range, as in DeepSpeed)."""
     warmup_start_ratio: float = Field(default=0.0, ge=0, le=1)

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unishard.config.patterns import Pattern
-from unishard.config.section import Section, Spellings, refuse
+from unishard.config.section import Section, Spellings, lower, refuse
 
 _ALIASES = {
     "bfloat16": "bf16",
@@ -40,10 +40,6 @@ def _dtype(value: Any) -> Any:
     return _ALIASES.get(word, word)
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
 _MATMUL = {"highest": "fp32", "ieee": "fp32", "high": "tf32"}
 """torch's words for the same."""
 
@@ -53,7 +49,7 @@ def _matmul(value: Any) -> Any:
         raise PydanticCustomError(
             "not_a_word", "is not true or false; write tf32 or fp32, or keep for torch's own setting"
         )
-    word = _lower(value)
+    word = lower(value)
     return _MATMUL.get(word, word) if isinstance(word, str) else word
 
 
@@ -92,7 +88,7 @@ class Precision(Section):
     names. A module whose parameters are all kept computes in fp32; its floating-point inputs are cast to fp32, and its
     outputs back. `auto` keeps what a transformers model names in `_keep_in_fp32_modules_strict`, and in fp16 also in
     `_keep_in_fp32_modules`, whose forward casts itself. `[]` keeps nothing."""
-    buffers: Annotated[Literal["keep", "fp32", "bf16", "fp16"], BeforeValidator(_lower), Spellings()] = Field(
+    buffers: Annotated[Literal["keep", "fp32", "bf16", "fp16"], BeforeValidator(lower), Spellings()] = Field(
         default="keep"
     )
     """Dtype to which `prepare` casts floating-point buffers, such as rotary tables; `keep` does not cast them."""

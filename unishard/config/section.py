@@ -281,6 +281,11 @@ class Spellings:
         return {"anyOf": [words, {"type": "string", "pattern": in_any_case((*words["enum"], *self.aliases))}]}
 
 
+def lower(value: Any) -> Any:
+    """A word in lower case; anything else as it is."""
+    return value.lower() if isinstance(value, str) else value
+
+
 def in_any_case(words: Iterable[str]) -> str:
     """A pattern for any of these words, in any case."""
     return f"^({'|'.join(map(_any_case, words))})$"

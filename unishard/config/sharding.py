@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from unishard.config.section import Section, Spellings, refuse
+from unishard.config.section import Section, Spellings, lower, refuse
 
 _ALIASES = {
     "ddp": "no_shard",
@@ -207,13 +207,9 @@ class Offload(Section):
 # -- Activation checkpointing and compilation ------------------------------------------------------
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
 Word = Annotated[Literal["none", "full", "selective"], Spellings()]
 
-ActivationCheckpointing = Annotated[Word | list[str], BeforeValidator(_lower)]
+ActivationCheckpointing = Annotated[Word | list[str], BeforeValidator(lower)]
 
 
 class Compile(Section):
@@ -221,7 +217,7 @@ class Compile(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("mode",)
 
-    mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(_lower), Spellings()] = Field(default="none")
+    mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(lower), Spellings()] = Field(default="none")
     """`per_block` compiles the model's repeated blocks; their common code is compiled once. `full` compiles the whole
     model, with a graph break wherever the engine gathers a unit."""
     backend: str = Field(default="inductor")

@@ -52,16 +52,15 @@ def copied(path: str, key: str, note: str = "", *, when: tuple[When, ...] = (), 
     return row(Fit.EXACT, key, note, *when, to=to, auto=auto)
 
 
-def left_to_script(note: str, off: Holds | None = None, case: str = "", why: str = "") -> Rule:
+def left_to_script(note: str, off: Holds | None = None, case: str = "") -> Rule:
     """A row for what the training script must do.
 
     Args:
         note: What to write there.
         off: Whether a config needs nothing.
         case: That condition in words.
-        why: Why nothing is needed.
     """
-    return Rule(Fit.NEEDS_INPUT, SCRIPT, note, when=(unless(case, off, why),) if off else ())
+    return Rule(Fit.NEEDS_INPUT, SCRIPT, note, when=(unless(case, off),) if off else ())
 
 
 def no_key(note: str, off: Holds | None = None, case: str = "", fit: Fit = Fit.IGNORED) -> Rule:
@@ -120,27 +119,26 @@ RESHARDS_TO_ALL = When(
 """The case of `sharding.reshard_after_forward` where a tool takes no smaller group."""
 
 
-def moved_together(key: str, to: Setting, files: str = NO_FILES) -> dict[str, Rule]:
+def moved_together(key: str, to: Setting) -> dict[str, Rule]:
     """The rows of `offload.params` and `offload.optimizer` where one flag moves both to the host.
 
     Args:
         key: The flag.
         to: Writes it, if either is to lie there.
-        files: Why nothing can lie in files.
     """
     other = {
         "params": f"{key} moves the optimizer's state as well, and its step to the host",
         "optimizer": f"{key} moves the parameters as well, which are copied to the device for each use",
     }
-    return {f"offload.{what}": _moved(what, key, to, files, note) for what, note in other.items()}
+    return {f"offload.{what}": _moved(what, key, to, note) for what, note in other.items()}
 
 
-def _moved(what: str, key: str, to: Setting, files: str, note: str) -> Rule:
+def _moved(what: str, key: str, to: Setting, note: str) -> Rule:
     rest = "optimizer" if what == "params" else "params"
     return exact(
         key,
         unless("none", lambda cfg: getattr(cfg.offload, what) == "none"),
-        When("nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", Fit.UNSUPPORTED, files),
+        When("nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", Fit.UNSUPPORTED, NO_FILES),
         When(
             f"cpu without offload.{rest}: cpu", lambda cfg: getattr(cfg.offload, rest) != "cpu", Fit.APPROXIMATE, note
         ),

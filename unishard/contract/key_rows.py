@@ -190,6 +190,11 @@ def drops(why: str, *, tool_default: Any = NOTHING, unknown: bool = False) -> Ke
     )
 
 
+def rejected(why: str) -> Key:
+    """A key that its own tool refuses today, so that nothing is lost without it."""
+    return Key(lambda value, given: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), "", Fit.IGNORED, why)
+
+
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
     """A key for something that unishard does not support.
 

@@ -170,7 +170,7 @@ class Engine:
                 (gradients of `engine.module(...)` would not be reduced), `step` was not called since the last backward,
                 or `num_items` is not a count or is missing for some micro-batches of the window.
         """
-        refuse_keywords("backward", refused)
+        refuse_keywords(refused)
         with parameter_access.naming_sharded_reads(self._adapter):
             self._training("backward").backward(loss, num_items, scaled=scaled)
 

@@ -68,16 +68,16 @@ def _same_effect(found: Difference, reading: ReadDocument, back: ReadDocument) -
     a, b = found.a, found.b
     if found.path == _CLIPPING and _other_engine(reading) and back.config.backend == "deepspeed":
         return (
-            a.said and b.said and _close(a.value, b.value)
+            a.said and b.said and same(a.value, b.value)
         )  # where DeepSpeed clips, the script's clip_grad_norm_ does nothing
     if found.path.startswith(("launch.", "logging.", "profile.")):
         return True  # nothing that trains; the number of ranks is compared
     if found.path.startswith("native.") and a.said:
         name = found.path.split(".", 2)[-1]
-        return any(f".{key}".endswith(f".{name}") and _close(held, a.value) for key, held in flat(back.source.data))
+        return any(f".{key}".endswith(f".{name}") and same(held, a.value) for key, held in flat(back.source.data))
     if not (a.said or b.said) or (found.path == "backend" and reading.format != back.format):
         return True  # nobody but the script decides, or `--to` asks for the engine
-    if a.said and b.said and _close(a.value, b.value):
+    if a.said and b.said and same(a.value, b.value):
         return True
     if found.path == "training.global_batch_size" and b.value is None:
         return {
@@ -98,9 +98,10 @@ def _idle(field: str, config: Config) -> bool:
     return field in FALLBACKS and FALLBACKS[field].outcome(config)[0] is Fit.EXACT
 
 
-def _close(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, numbers to rounding."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_close, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other))
     return math.isclose(one, other, rel_tol=_CLOSE) if numbers else bool(one == other)
 

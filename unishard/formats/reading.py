@@ -17,7 +17,7 @@ from unishard.config.loading.overrides import override
 from unishard.config.loading.placeholders import STAND_INS, stand_ins
 from unishard.config.loading.renamed import current_change
 from unishard.config.loading.validation import dotted, findings_of
-from unishard.config.nested import merge, nested
+from unishard.config.nested import is_within, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
@@ -219,7 +219,7 @@ def _fields(entries: Iterable[Entry]) -> dict[str, Any]:
 
 def _overridden(field: str, changed: Collection[str]) -> bool:
     """Whether an override names the field, or the section around it."""
-    return any(field == path or field.startswith(f"{path}.") or path.startswith(f"{field}.") for path in changed)
+    return is_within(field, changed) or any(path.startswith(f"{field}.") for path in changed)
 
 
 def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Collection[str]) -> Document:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unishard.config.loading.placeholders import Needs, needs
+from unishard.config.nested import is_within
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
 from unishard.contract.rules import Fit
 
@@ -39,18 +40,14 @@ def without_unused(
 
 def _open(field: str, value: Any, fields: Mapping[str, Any], changed: Collection[str]) -> Needs:
     """What the value needs, if the document leaves that open, or an override sets it otherwise."""
-    if _overridden(field, changed):
+    if is_within(field, changed):
         return {}
     wanted = needs(field, value)
     return {
         switch: values
         for switch, values in wanted.items()
-        if isinstance(fields.get(switch), Undecided) or _overridden(switch, changed)
+        if isinstance(fields.get(switch), Undecided) or is_within(switch, changed)
     }
-
-
-def _overridden(field: str, changed: Collection[str]) -> bool:
-    return any(field == path or field.startswith(f"{path}.") for path in changed)
 
 
 def _without(
@@ -63,7 +60,7 @@ def _without(
     if rest or entry.assumed:
         return entry._replace(effect=entry.effect._replace(fields=rest)) if rest else None
     switch, values = next(iter(unused[dropped[0]].items()))
-    if _overridden(switch, changed):
+    if is_within(switch, changed):
         fit, note = Fit.IGNORED, faults[dropped[0]].partition(";")[0]
     else:
         fit, note = (

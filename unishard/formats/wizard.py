@@ -11,7 +11,7 @@ from unishard.config import Config, Section, leaves, value_at
 from unishard.config.describe import choices
 from unishard.config.loading.editing import check_text
 from unishard.config.loading.placeholders import placeholder
-from unishard.config.nested import nested
+from unishard.config.nested import is_within, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.rules import Fit
@@ -129,12 +129,12 @@ class Draft:
         """
         changes = [leaf for change in changes for leaf in _expanded(change)]
         paths = [change.partition("=")[0].strip() for change in changes]
-        still = {path: who for path, who in self.undecided.items() if not _within(path, paths)}
+        still = {path: who for path, who in self.undecided.items() if not is_within(path, paths)}
         draft = replace(self, values=dict(self.values), undecided=still)
         config = draft._reconciled(changes, paths)
-        if problems := [problem for problem in _refused(config) if _within(problem.path, paths)]:
+        if problems := [problem for problem in _refused(config) if is_within(problem.path, paths)]:
             raise ConfigError(problems)
-        draft.values |= {path: value_at(config, path) for path in _FIELDS if _within(path, paths)}
+        draft.values |= {path: value_at(config, path) for path in _FIELDS if is_within(path, paths)}
         self.values, self.undecided = draft.values, draft.undecided
 
     def _reconciled(self, changes: Sequence[str], paths: Sequence[str]) -> Config:
@@ -144,9 +144,11 @@ class Draft:
                 return check_text(self.text or "{}", "the new config", changes)
             except ConfigError as error:
                 faults = [problem.path for problem in error.problems]
-                stale = [path for path in faults if path in self.values and not _within(path, paths)]
+                stale = [path for path in faults if path in self.values and not is_within(path, paths)]
                 needed = [
-                    path for path in faults if path in _NEEDED and path not in self.values and not _within(path, paths)
+                    path
+                    for path in faults
+                    if path in _NEEDED and path not in self.values and not is_within(path, paths)
                 ]
                 if not stale and not needed:
                     raise ConfigError([Problem(problem.path, problem.what) for problem in error.problems]) from None
@@ -175,11 +177,6 @@ def _expanded(change: str) -> list[str]:
         else ()
     )
     return [f"{path.strip()}.{name}={value}" for name in names] or [change]
-
-
-def _within(path: str, paths: Iterable[str]) -> bool:
-    """Whether a path is one of these, or lies below one."""
-    return any(path == other or path.startswith(f"{other}.") for other in paths)
 
 
 def _refused(config: Config) -> Iterator[Problem]:

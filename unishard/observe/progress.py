@@ -21,6 +21,7 @@ from torch import Tensor
 
 from unishard.contract.results import Step
 from unishard.data.batches import length_of
+from unishard.observe.destinations.progress import short
 from unishard.observe.observer import Observer
 
 _BAR_SECONDS = 0.25
@@ -140,7 +141,7 @@ class Progress(Observer):
         if self._total is not None:
             parts.append(f"left {_clock((self._total - done) * seconds / (done - updates))}")
         parts += [
-            f"{_short((units - seen) / seconds)} {self._unit}/s",
+            f"{short((units - seen) / seconds)} {self._unit}/s",
             f"lr {0.0 if self._step is None else self._step.lr:.2e}",
         ]
         if self._step is not None and self._step.grad_norm is not None:
@@ -177,13 +178,6 @@ def _first_tensor(batch: Any) -> Tensor | None:
     else:
         items = getattr(batch, "__dict__", {}).values()
     return next((found for item in items if (found := _first_tensor(item)) is not None), None)
-
-
-def _short(number: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
 
 
 def _clock(seconds: float) -> str:

@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.fallbacks import FALLBACKS
 from unishard.contract.field_rows import exact, left_to_script, row
-from unishard.contract.key_rows import boolean, integer, number
+from unishard.contract.key_rows import boolean, integer, number, rejected
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, approximate, is_, unless, unsupported
 from unishard_deepspeed import fields
@@ -175,10 +175,6 @@ _OF_AMP = "belongs to amp, and DeepSpeed 0.19.8 refuses it here; remove it"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
 
 
-def _rejected(note: str) -> Key:
-    return Key(lambda value, given: KeyEffect(Fit.IGNORED, note, rejected_upstream=True), "", Fit.IGNORED, note)
-
-
 def _scaling(read: Any, holds: Any = _dynamic, field: str = "") -> Key:
     return only(Key(read, field), holds, _OFF if holds is _fp16 else _STATIC)
 
@@ -211,7 +207,7 @@ def _block(name: str) -> dict[str, Key]:
         f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
         f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
         **{
-            f"{name}.{key}": _rejected(_IN_BF16)
+            f"{name}.{key}": rejected(_IN_BF16)
             for key in (
                 "auto_cast",
                 "loss_scale",
@@ -221,7 +217,7 @@ def _block(name: str) -> dict[str, Key]:
                 "min_loss_scale",
             )
         },
-        f"{name}.opt_level": _rejected(_OF_AMP),
+        f"{name}.opt_level": rejected(_OF_AMP),
     }
 
 
@@ -239,7 +235,7 @@ KEYS: Mapping[str, Key] = {
         field="precision.loss_scale_growth_interval",
     ),
     "fp16.hysteresis": _scaling(_hysteresis),
-    "fp16.opt_level": _rejected(_OF_AMP),
+    "fp16.opt_level": rejected(_OF_AMP),
     "fp16.min_loss_scale": Key(_least, "", Fit.IGNORED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
     "torch_autocast.enabled": Key(_autocast, "precision.compute", Fit.APPROXIMATE, _AUTOCAST),

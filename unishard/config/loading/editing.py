@@ -17,6 +17,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from unishard.config import Config, Section, leaves
 from unishard.config.loading import merge_overrides
 from unishard.config.loading.document import from_file, from_text, text_of
+from unishard.config.loading.overrides import section_in
 from unishard.config.loading.placeholders import stand_ins, undecided_in
 from unishard.config.loading.renamed import current_change
 from unishard.config.loading.validation import dotted
@@ -118,18 +119,13 @@ def _splices(text: str, keys: Sequence[str], value: str) -> Iterator[_Splice]:
         key, inner = pair
         if key.value != name:
             yield _Splice(key.start_mark.index, key.end_mark.index, name)
-        kind = _section(kind, name)
+        kind = section_in(kind, name)
         if depth == len(keys):
             yield _replaced(text, key, inner, value)
         elif not isinstance(inner, MappingNode):
             yield from _expanded(text, _Short(node, key, inner, kind), keys[depth:], value, step)
             return
         node = inner
-
-
-def _section(kind: type[Section] | None, name: str) -> type[Section] | None:
-    inner = kind.model_fields[name].annotation if kind is not None else None
-    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 def _step(root: Node) -> int:

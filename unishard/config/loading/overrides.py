@@ -59,7 +59,7 @@ def _write(document: Document, keys: Keys, value: object) -> None:
     node = document.data
     kind: type[Section] | None = Config
     for depth, name in enumerate(keys[:-1]):
-        kind = _section(kind, str(name))
+        kind = section_in(kind, str(name))
         inner = node.get(name)
         if kind is not None:
             inner = kind.expand(inner)
@@ -74,6 +74,7 @@ def _write(document: Document, keys: Keys, value: object) -> None:
     document.origins.put(keys, OVERRIDE)
 
 
-def _section(kind: type[Section] | None, name: str) -> type[Section] | None:
+def section_in(kind: type[Section] | None, name: str) -> type[Section] | None:
+    """The section of this name in a section; None where there is none."""
     inner = kind.model_fields[name].annotation if kind is not None else None
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None

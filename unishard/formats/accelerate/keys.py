@@ -12,7 +12,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, text
+from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, rejected, text
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import KINDS, TOOL, kind_named, precision_word
@@ -68,10 +68,6 @@ def _machines(value: Any, given: DocumentValues) -> KeyEffect:
     here = given.topology is None or given.topology.world_size == count * given.topology.local_world_size
     nodes = given.topology.world_size // given.topology.local_world_size if given.topology else count
     return KeyEffect(fields={"launch.nodes": nodes}, copy_verbatim=here)
-
-
-def _gone(why: str) -> Key:
-    return Key(lambda value, given: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), "", Fit.IGNORED, why)
 
 
 def _use_cpu(value: Any, given: DocumentValues) -> KeyEffect:
@@ -279,8 +275,8 @@ KEYS: Mapping[str, Key] = {
     "fp8_config": drops("is empty"),
     **_FP8_KEYS,
     "megatron_lm_config": drops("belongs to distributed_type: MEGATRON_LM"),
-    **{name: _gone(why) for name, why in _GONE.items()},
-    "tp_config": _gone("is empty"),
+    **{name: rejected(why) for name, why in _GONE.items()},
+    "tp_config": rejected("is empty"),
     "tp_config.tp_size": _parallel("tensor"),
     "kt_config": refuses(f"{TOOL} refuses a file with this key of the fork accelerate-kt; remove it"),
 }

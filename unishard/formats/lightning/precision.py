@@ -12,7 +12,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, KeyEffect, Unreadable
 from unishard.contract.field_rows import exact, when_default
 from unishard.contract.rules import Fit, Rule, approximate, equivalent, mixed, needs_input, sharded, unless
-from unishard.formats.lightning.trainer_rules import trainer
+from unishard.formats.lightning.trainer_rules import is_scaled, trainer
 
 DEFAULT = "32-true"
 _ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -97,10 +97,6 @@ _SCALERS = {
 """By whether the parameters are sharded: the precision plugin, what it needs, and the class of its scaler."""
 
 
-def _scaled(cfg: Config) -> bool:
-    return cfg.precision.compute == "fp16" and not cfg.precision.pure
-
-
 def _word(cfg: Config) -> str:
     compute = cfg.precision.compute
     if cfg.precision.pure:
@@ -112,7 +108,7 @@ def _word(cfg: Config) -> str:
 
 def _scaling(cfg: Config) -> dict[str, Any]:
     """Arguments of the scaler that are not its defaults."""
-    if not _scaled(cfg):
+    if not is_scaled(cfg):
         return {}
     precision = cfg.precision
     start = precision.initial_loss_scale if precision.loss_scale == "dynamic" else precision.loss_scale
@@ -162,7 +158,7 @@ _SET_LATER = equivalent("FSDP", sharded, _SCALER)
 PRECISION: Mapping[str, Rule] = {
     "precision.compute": exact(
         "mixed_precision.param_dtype",
-        equivalent("fp16 with fp32 master weights", _scaled, _ALSO_AUTOCAST.format(word="16-mixed")),
+        equivalent("fp16 with fp32 master weights", is_scaled, _ALSO_AUTOCAST.format(word="16-mixed")),
         equivalent(
             "bf16 without sharding",
             lambda cfg: not sharded(cfg) and mixed(cfg) and not cfg.precision.pure,

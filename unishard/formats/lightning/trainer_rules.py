@@ -43,7 +43,8 @@ def _accumulates(cfg: Config) -> bool:
     return cfg.training.gradient_accumulation_steps > 1
 
 
-def _scaled(cfg: Config) -> bool:
+def is_scaled(cfg: Config) -> bool:
+    """Whether the loss is scaled."""
     return cfg.precision.compute == "fp16" and not cfg.precision.pure
 
 
@@ -62,7 +63,7 @@ TRAINING: Mapping[str, Rule] = {
         unless("ignore", lambda cfg: cfg.training.nonfinite == "ignore", "is what Lightning does"),
         unless(
             "skip in fp16",
-            lambda cfg: cfg.training.nonfinite == "skip" and _scaled(cfg),
+            lambda cfg: cfg.training.nonfinite == "skip" and is_scaled(cfg),
             "the gradient scaler skips such updates",
         ),
     ),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from unishard.config import Config, leaves
 from unishard.config.describe import shown
+from unishard.config.nested import is_within
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
 from unishard.contract.render import AUTO
@@ -245,7 +246,7 @@ def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument,
 
 def _changed(overrides: Iterable[str]) -> frozenset[str]:
     paths = [text.partition("=")[0].strip() for text in overrides]
-    return frozenset(field for field in _FIELDS if any(field == path or field.startswith(f"{path}.") for path in paths))
+    return frozenset(field for field in _FIELDS if is_within(field, paths))
 
 
 class _Sidecar(NamedTuple):

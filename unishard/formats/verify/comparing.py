@@ -11,9 +11,9 @@ from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog
-from unishard.formats.readback import read_back
+from unishard.formats.readback import read_back, same
 from unishard.formats.verify.consumers import of_source, read_settings
-from unishard.formats.verify.settings import AUTO, KEPT, Effective, of_config, same
+from unishard.formats.verify.settings import AUTO, KEPT, Effective, of_config
 
 _LAYOUT = ("sharding.strategy", "sharding.units")
 """Fields in which equivalent means other collectives: the report says so."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ KEPT = "kept"
 """Of parameters, until the backward: what FSDP calls SHARD_GRAD_OP, by which tools around FSDP also say ZeRO-2."""
 Settings = Mapping[str, Any]
 """Values by dotted field."""
-_CLOSE = 1e-9
 _NO_LIMIT = 1e20
 """A larger bound clips nothing."""
 
@@ -64,11 +62,3 @@ def clipping(value: Any) -> Any:
     if isinstance(value, int | float) and (value <= 0 or value >= _NO_LIMIT):
         return None
     return value
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, numbers to rounding."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other))
-    return math.isclose(one, other, rel_tol=_CLOSE) if numbers else bool(one == other)

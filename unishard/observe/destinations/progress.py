@@ -82,14 +82,15 @@ def _parts(values: Values) -> list[str]:
         if name in _NEVER or _HIDDEN.get(name) in values or (name == "skipped_updates" and not value):
             continue
         if name.endswith("_per_second"):
-            parts.append(f"{_rounded(value)} {name.removesuffix('_per_second')}/s")
+            parts.append(f"{short(value)} {name.removesuffix('_per_second')}/s")
         else:
             word, form = _SHORT.get(name, (name, "{:.4g}"))
             parts.append(f"{word} {form.format(value)}")
     return parts
 
 
-def _rounded(number: float) -> str:
+def short(number: float) -> str:
+    """A number in three digits with its unit, such as `1.5M`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 from unishard.config import Config
-from unishard.config.nested import flat
+from unishard.config.nested import flat, is_within
 from unishard.contract.tolerances import TOLERANCES
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.tools.compare import modules
@@ -167,8 +167,8 @@ def _configured(pair: _Pair) -> Iterator[LikelyCause]:
     told: set[str] = set()
     for name, prefixes in _FIELDS.items():
         for path, value in pair.found.facts.items():
-            under = any(path == prefix or path.startswith(f"{prefix}.") for prefix in prefixes)
-            if under and path not in told and path in pair.expected.facts and value != pair.expected.facts[path]:
+            known = is_within(path, prefixes) and path not in told and path in pair.expected.facts
+            if known and value != pair.expected.facts[path]:
                 told.add(path)
                 yield LikelyCause(
                     name,

@@ -19,8 +19,9 @@ from unishard.contract.plan import EngineSpec
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.report import translate
 from unishard.engine.model.units import shape_of, units_of
-from unishard.errors import ConfigError, ModelError, Problem
+from unishard.errors import ModelError
 from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.model import refusal
 from unishard.tools.plan.tracing import trace
 
 _FAKE = CORE_PRIVATE_API["models-without-data"]
@@ -120,7 +121,7 @@ class BuiltModel:
         try:
             import transformers
         except ModuleNotFoundError as error:
-            raise _refuse(f"a folder needs {error.name}, which is not installed; pip install 'unishard[hf]'") from error
+            raise refusal(f"a folder needs {error.name}, which is not installed; pip install 'unishard[hf]'") from error
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
             if hasattr(config, "use_cache"):
@@ -132,7 +133,7 @@ class BuiltModel:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:  # transformers can raise anything for an unsuitable file
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise _refuse(f"{folder} cannot be read by transformers ({reason})") from error
+            raise refusal(f"{folder} cannot be read by transformers ({reason})") from error
         return ModelWithBatch(model, _batch_of(model), self._own_loss)
 
     def _from_factory(self) -> ModelWithBatch:
@@ -140,17 +141,17 @@ class BuiltModel:
         try:
             factory = getattr(importlib.import_module(module), function, None)
         except ImportError as error:
-            raise _refuse(
+            raise refusal(
                 f"{self._name}: importing {module} fails ({error}); run this where it can be imported"
             ) from error
         if not callable(factory):
-            raise _refuse(
+            raise refusal(
                 f"{self._name}: {module} has no function {function!r}; write module:factory, such as train:build_model"
             )
         made = factory()
         model, batch, loss, *_ = (*(made if isinstance(made, tuple) and 2 <= len(made) <= 3 else (made,)), None, None)
         if not isinstance(model, nn.Module):
-            raise _refuse(
+            raise refusal(
                 f"{self._name} returned {type(model).__name__}; it must return a torch.nn.Module, or (model, batch)"
             )
         return ModelWithBatch(model, batch or _batch_of(model), loss or self._own_loss)
@@ -173,10 +174,6 @@ class BuiltModel:
             f"--model {self._name}: its forward returns {what}; let a factory return (model, batch, loss), where "
             "loss(output) returns the mean loss of what forward returns"
         )
-
-
-def _refuse(what: str) -> ConfigError:
-    return ConfigError([Problem("--model", what)])
 
 
 def _batch_of(model: Any) -> Batch | None:

@@ -174,18 +174,19 @@ class PlannedModel:
         return cached_activations(key, make)
 
 
-def _refuse(what: str) -> ConfigError:
+def refusal(what: str) -> ConfigError:
+    """The error of a model that cannot be planned."""
     return ConfigError([Problem("--model", what)])
 
 
 def _folder(name: str) -> Path:
     folder = Path(name).parent if Path(name).name == "config.json" else Path(name)
     if not folder.is_dir():
-        raise _refuse(
+        raise refusal(
             f"{name} is no folder; write a folder with config.json (nothing is downloaded), or module:factory"
         )
     if not (folder / "config.json").is_file():
-        raise _refuse(f"{name} has no config.json; write a folder as save_pretrained writes it, or module:factory")
+        raise refusal(f"{name} has no config.json; write a folder as save_pretrained writes it, or module:factory")
     return folder.resolve()
 
 
@@ -193,7 +194,7 @@ def _source(name: str) -> str:
     """A text that changes with the file of a factory."""
     module, _, function = name.partition(":")
     if not function.isidentifier():
-        raise _refuse(f"{name} names no function; write module:factory, such as train:build_model")
+        raise refusal(f"{name} names no function; write module:factory, such as train:build_model")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -201,7 +202,7 @@ def _source(name: str) -> str:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise _refuse(
+        raise refusal(
             f"{name}: there is no module {module!r}; run this where it can be imported, or write a folder with "
             "config.json"
         )
