@@ -56,10 +56,6 @@ def _matmul(value: Any) -> Any:
 DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), Spellings(tuple(_ALIASES))]
 
 
-def _as_master(validated: dict[str, Any]) -> Any:
-    return validated.get("master", "fp32")
-
-
 class Precision(Section):
     """Dtypes. By default the master weights, the optimizer state, and the gradient sums are fp32."""
 
@@ -75,7 +71,7 @@ class Precision(Section):
     reduce: DType = Field(default="fp32")
     """Dtype in which gradients are summed over the ranks. `bf16` or `fp16` halves the traffic and loses small
     gradients."""
-    accumulate: DType = Field(default_factory=_as_master)
+    accumulate: DType = Field(default_factory=lambda validated: validated.get("master", "fp32"))
     """Dtype in which the gradients of an accumulation window (the micro-batches of one update) are summed. Default:
     that of `master`."""
     cast_inputs: bool | Annotated[list[str], Field(min_length=1)] = Field(default=True)

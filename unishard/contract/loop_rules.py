@@ -6,13 +6,9 @@ from collections.abc import Mapping
 
 from unishard.config import Config, leaves
 from unishard.contract.field_rows import row
-from unishard.contract.rules import Fit, Rule, done_by_unishard, unless
+from unishard.contract.rules import Fit, Rule, done_by_unishard, is_, unless
 
 NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
-
-
-def _keeps(cfg: Config) -> bool:
-    return cfg.precision.matmul == "keep"
 
 
 _ARGUMENT = done_by_unishard("argument of the optimizer")
@@ -39,7 +35,7 @@ LOOP: Mapping[str, Rule] = {
         Fit.EXACT,
         "torch.set_float32_matmul_precision",
         "highest or high, for the whole process",
-        unless("keep", _keeps),
+        unless(*is_("precision.matmul", "keep")),
     ),
     "precision.initial_loss_scale": done_by_unishard("where the dynamic scale begins", NOT_FP16),
     "precision.loss_scale_growth_interval": done_by_unishard("counts updates", NOT_FP16),

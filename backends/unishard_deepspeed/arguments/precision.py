@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.fallbacks import FALLBACKS
 from unishard.contract.field_rows import exact, left_to_script, row
-from unishard.contract.key_rows import boolean, integer, number, rejected
+from unishard.contract.key_rows import boolean, integer, number, rejected, sets
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, approximate, is_, unless, unsupported
 from unishard_deepspeed import fields
@@ -123,10 +123,6 @@ def _states(value: Any, given: DocumentValues) -> KeyEffect:
 
 def _param_dtype(value: Any, given: DocumentValues) -> KeyEffect:
     return dropped("is null") if value is None else KeyEffect(fields={"precision.compute": dtype(value)})
-
-
-def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
-    return KeyEffect(fields={"precision.buffers": "keep" if value is None else dtype(value)})
 
 
 def _loss_scale(value: Any, given: DocumentValues) -> KeyEffect:
@@ -243,7 +239,7 @@ KEYS: Mapping[str, Key] = {
     "fp32_allreduce": Key(_reduce_wide, "precision.reduce", note="a name of versions before 0.5.8"),
     "data_types.param_dtype": Key(_param_dtype, "precision.compute"),
     "data_types.grad_accum_dtype": Key(_accumulate, "precision.accumulate"),
-    "data_types.buffer_dtype": Key(_buffers, "precision.buffers"),
+    "data_types.buffer_dtype": sets("precision.buffers", lambda value: "keep" if value is None else dtype(value)),
     "data_types.keep_in_fp32_modules": Key(_kept, "precision.keep_fp32", Fit.APPROXIMATE, _ONLY_BUFFERS),
 }
 

@@ -10,7 +10,7 @@ from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import exact, row
-from unishard.contract.key_rows import boolean, drops, integer, listed, refuses
+from unishard.contract.key_rows import boolean, drops, integer, listed, refuses, sets
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, equivalent, is_, unless
 from unishard_deepspeed import fields
@@ -140,10 +140,6 @@ def _prefetch(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"communication.prefetch_bucket_size": integer(0)(value)})
 
 
-def _overlap(value: Any, given: DocumentValues) -> KeyEffect:
-    return KeyEffect(fields={"communication.overlap": boolean(value)})
-
-
 def _granularity(value: Any, given: DocumentValues) -> KeyEffect:
     return (
         dropped("is off") if not integer()(value) else KeyEffect(fields={"sharding.min_unit_params": integer(0)(value)})
@@ -178,7 +174,7 @@ KEYS: Mapping[str, Key] = {
         _hpz, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT, "with another engine; else kept"
     ),
     f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),
-    f"{_Z}overlap_comm": unless_auto(Key(_overlap, "communication.overlap"), "DeepSpeed's default: true at stage 3"),
+    f"{_Z}overlap_comm": unless_auto(sets("communication.overlap", boolean), "DeepSpeed's default: true at stage 3"),
     f"{_Z}stage3_prefetch_bucket_size": _PREFETCH,
     f"{_Z}prefetch_bucket_size": spelt(_PREFETCH, "stage3_prefetch_bucket_size"),
     f"{_Z}stage3_max_reuse_distance": _REUSE,

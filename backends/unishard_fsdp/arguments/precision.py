@@ -10,7 +10,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
-from unishard.contract.key_rows import boolean
+from unishard.contract.key_rows import boolean, sets
 from unishard.contract.rules import Fit
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -50,10 +50,6 @@ def _short(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"precision.compute": found, "precision.reduce": found})
 
 
-def _compute(value: Any, given: DocumentValues) -> KeyEffect:
-    return KeyEffect(fields={"precision.compute": "fp32" if value is None else dtype(value)})
-
-
 def _reduce(value: Any, given: DocumentValues) -> KeyEffect:
     param = given.get("mixed_precision.param_dtype")
     return KeyEffect(fields={"precision.reduce": "fp32" if (found := value or param) is None else dtype(found)})
@@ -83,7 +79,7 @@ def _inputs(value: Any, given: DocumentValues) -> KeyEffect:
 
 PRECISION: Mapping[str, Key] = {
     "mixed_precision": Key(_short, "precision.compute, precision.reduce"),
-    "mixed_precision.param_dtype": Key(_compute, "precision.compute"),
+    "mixed_precision.param_dtype": sets("precision.compute", lambda value: "fp32" if value is None else dtype(value)),
     "mixed_precision.reduce_dtype": Key(_reduce, "precision.reduce"),
     "mixed_precision.buffer_dtype": Key(_buffers, "precision.buffers"),
     "mixed_precision.output_dtype": Key(_output, "native.fsdp.mp_policy.output_dtype", Fit.APPROXIMATE),

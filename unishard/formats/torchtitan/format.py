@@ -119,7 +119,9 @@ class TorchtitanFormat(Format):
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the file says, and what torchtitan's JobConfig fills in."""
         data, moved = current_keys(source.data)
-        broken = [Entry((name,), data[name], _NO_TABLE) for name in _TABLES if not _is_table(data.get(name, {}))]
+        broken = [
+            Entry((name,), data[name], _NO_TABLE) for name in _TABLES if not isinstance(data.get(name, {}), Mapping)
+        ]
         whole = {key: value for key, value in data.items() if key not in {entry.path[0] for entry in broken}}
         said = dict(flat({name: value for name, value in whole.items() if "." not in name and value != {}}))
         keys = {**KEYS, **own_of(whole)}
@@ -135,10 +137,6 @@ FORMAT = TorchtitanFormat()
 
 
 _NO_TABLE = KeyEffect(Fit.UNSUPPORTED, "must be a table of keys; write it as [name] with its keys below")
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _rest(data: Mapping[str, Any], above: Path = ()) -> Native:
