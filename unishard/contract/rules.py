@@ -50,6 +50,11 @@ class Fit(StrEnum):
         return list(Fit).index(self)
 
 
+def worst(*fits: Fit) -> Fit:
+    """Of several, the one that counts; exact where there is none."""
+    return max(fits, key=lambda fit: fit.severity, default=Fit.EXACT)
+
+
 class When(NamedTuple):
     """A case in which a rule fits differently."""
 

@@ -14,7 +14,7 @@ from unishard.config.nested import Native, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path
-from unishard.contract.rules import Fit
+from unishard.contract.rules import Fit, worst
 
 
 class Spot(NamedTuple):
@@ -99,11 +99,11 @@ def combined(spot: Spot, meanings: Iterable[KeyEffect], *, repeats: bool = False
     found = list(meanings)
     telling = [one for one in found if one.fields or one.native or one.fit is not Fit.IGNORED] or found
     said = [*telling, KeyEffect(spot.fit, spot.note, spot.fields)]
-    worst = max((one.fit for one in said), key=lambda fit: fit.severity)
-    notes = dict.fromkeys(one.note for one in said if one.note and one.fit is worst)
+    fit = worst(*(one.fit for one in said))
+    notes = dict.fromkeys(one.note for one in said if one.note and one.fit is fit)
     fields = {name: value for one in said for name, value in one.fields.items()}
     native = {name: value for one in said for name, value in one.native.items()}
-    silent = worst is Fit.IGNORED and not fields and not native
+    silent = fit is Fit.IGNORED and not fields and not native
     kept = (repeats and silent) or (bool(found) and all(one.copy_verbatim for one in found))
     unknown, notable = (
         bool(found) and all(one.unknown for one in found),
@@ -111,9 +111,9 @@ def combined(spot: Spot, meanings: Iterable[KeyEffect], *, repeats: bool = False
     )
     elsewhere = {name: value for one in said for name, value in one.if_other_engine.items()}
     decides: tuple[str, ...] = ()
-    if worst is Fit.UNSUPPORTED:
+    if fit is Fit.UNSUPPORTED:
         decides = tuple(dict.fromkeys(name for one in said for name in (*one.decides, *one.fields)))
         fields, native, elsewhere = {}, {}, {}
     stale = any(one.rejected_upstream for one in found)
-    effect = KeyEffect(worst, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides, stale)
+    effect = KeyEffect(fit, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides, stale)
     return Entry(spot.path, spot.value, effect, spot.assumed)

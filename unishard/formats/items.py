@@ -10,7 +10,7 @@ from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.contract.entries import Entry, Path
 from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, Rendered
-from unishard.contract.rules import NO_KEY, Fit
+from unishard.contract.rules import NO_KEY, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
@@ -206,8 +206,8 @@ def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Rend
         left = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
         return FieldResult(Fit.EXACT, "", left) if silent else word
     said = _field_result(entry.but(Fit.EXACT, ""), reading, expressed)
-    becomes, note = (", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note))))
-    return FieldResult(max(said.fit, own.fit, key=lambda fit: fit.severity), becomes, note)
+    becomes, note = ", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note)))
+    return FieldResult(worst(said.fit, own.fit), becomes, note)
 
 
 def _native_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> FieldResult:
@@ -220,7 +220,7 @@ def _native_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> 
         return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
     # What is lost where the setting is dropped, the key itself says.
     own = entry.effect.fit
-    fit = own if said.fit is Fit.IGNORED else max(own, said.fit, key=lambda fit: fit.severity)
+    fit = own if said.fit is Fit.IGNORED else worst(own, said.fit)
     return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.effect.note, said.note)))))
 
 
@@ -265,11 +265,8 @@ def _field_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> F
     ]:
         return _unknown(missing, reading)
     words = [expressed.fields[field] for field in own.fields if field in expressed.fields]
-    said = max((word.fit for word in words), key=lambda fit: fit.severity, default=Fit.EXACT)
-    fit, notes = (
-        max(own.fit, said, key=lambda fit: fit.severity),
-        [own.note] if own.fit is not Fit.EXACT or own.notable else [],
-    )
+    said = worst(*(word.fit for word in words))
+    fit, notes = worst(own.fit, said), [own.note] if own.fit is not Fit.EXACT or own.notable else []
     if own.fit is Fit.NEEDS_INPUT:
         # Whether it must be decided now is the other format's to say.
         fit, notes = said, notes if left and said is Fit.NEEDS_INPUT else []

@@ -15,7 +15,7 @@ from unishard.config.loading import Origin, Origins
 from unishard.config.nested import Native, flat
 from unishard.contract.fallbacks import FALLBACKS
 from unishard.contract.render import AUTO, FieldResult
-from unishard.contract.rules import SCRIPT, Fit
+from unishard.contract.rules import SCRIPT, Fit, worst
 from unishard.formats.comparing import NOT_SAID, Difference, compare
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
@@ -150,7 +150,7 @@ def with_differences(
         if not fits:
             yield item._replace(fit=Fit.IGNORED, becomes="", note=_AS_IT_IS) if lost else item
             continue
-        fit = max((item.fit, *(fit for fit, _ in fits)), key=lambda fit: fit.severity)
+        fit = worst(item.fit, *(fit for fit, _ in fits))
         notes = dict.fromkeys(filter(None, (item.note, *(note for _, note in fits))))
         yield item._replace(fit=fit, becomes=item.becomes if fit is not Fit.IGNORED else "", note="; ".join(notes))
     yield from list(items)[len(reading.entries) :]

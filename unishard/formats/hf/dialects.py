@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, refuses
-from unishard.contract.rules import Fit
+from unishard.contract.rules import Fit, worst
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.names import ignored, names
 
@@ -78,9 +78,7 @@ def _dtype(value: Any, given: DocumentValues) -> KeyEffect:
         return left_out("the dtype in which the training script loads the model")
     effect = compute(_DTYPES[word]).read(True, given)
     note = "ms-swift trains in this dtype without bf16 and fp16; others only load the model in it"
-    return KeyEffect(
-        max(Fit.EQUIVALENT, effect.fit, key=lambda fit: fit.severity), note, effect.fields, copy_verbatim=True
-    )
+    return KeyEffect(worst(Fit.EQUIVALENT, effect.fit), note, effect.fields, copy_verbatim=True)
 
 
 def _pure(value: Any, given: DocumentValues) -> KeyEffect:
