@@ -12,26 +12,58 @@ import torch
 from unishard.testing import conformance
 from unishard.testing.cells import BACKENDS, CLIP, STEPS, STRATEGIES
 from unishard.testing.conformance import Curve
-from unishard.testing.features import AREAS, area_of
+from unishard.testing.features import AREAS, FEATURES, area_of
 
 PLAIN = [cell for cell in conformance.suite() if cell.feature == "plain"]
 QUICK = [cell for cell in PLAIN if (cell.model, cell.clip, cell.precision, cell.world) == ("mlp", CLIP, "fp32", 2)]
-"""What `make quick` runs of the suite; they share processes."""
+"""What `make quick` runs of the suite."""
+HYBRIDS = [each for each in FEATURES if "hybrid_" in each or each.endswith("_hybrid")]
+
+
+COMBINED = [
+    cell
+    for cell in conformance.suite()
+    if cell.feature != "plain" and (area_of(cell.feature) == "combinations" or cell.feature in HYBRIDS)
+]
+"""Of features that other cells have alone, on both engines."""
+
+
+def _param(backend, cell):
+    turn = COMBINED.index(cell) if cell in COMBINED else None
+    in_turn = turn is None or BACKENDS[(turn + turn // 4) % 2] == backend
+    marks = [*[pytest.mark.quick] * (cell in QUICK), *[pytest.mark.deep] * (not in_turn)]
+    return pytest.param(backend, cell, id=f"{backend}-{cell}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def together(request):
+    """The cells that this run measures, by engine: they share processes."""
+    chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    given = [each.params for each in chosen if each is not None and "cell" in each.params]
+    return {backend: [each["cell"] for each in given if each["backend"] == backend] for backend in BACKENDS}
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [pytest.param(cell, id=str(cell), marks=[pytest.mark.quick] * (cell in QUICK)) for cell in conformance.suite()],
+    ("backend", "cell"), [_param(backend, cell) for backend in BACKENDS for cell in conformance.suite()]
 )
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, record_property):
-    answer = conformance.measure(backend, cell)
+def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, together, record_property):
+    answer = conformance.measure(backend, cell, together[backend])
     if not isinstance(answer, conformance.Refusal):
-        record_property("deviation", conformance.compare(answer, conformance.expected(cell))._asdict())
+        reference = conformance.expected(cell, together[backend])
+        record_property("deviation", conformance.compare(answer, reference)._asdict())
         record_property(
             "declared gap", conformance.tolerance(backend, cell) is not conformance.TOLERANCES[cell.precision]
         )
-    assert conformance.check(backend, cell) == []
+    assert conformance.check(backend, cell, together[backend]) == []
+
+
+def test_either_engine_has_all_that_cells_combine():
+    """Without `--deep` a combination is measured on one engine."""
+    for backend in BACKENDS:
+        here = [each for each in COMBINED if not _param(backend, each).marks]
+        assert {area_of(cell.feature) for cell in here} == {area_of(cell.feature) for cell in COMBINED}
+        assert {cell.precision for cell in here} == {cell.precision for cell in COMBINED}
+        assert {cell.strategy for cell in here} >= {"no_shard", "full_shard", "hybrid_shard"}
 
 
 def test_make_quick_runs_every_strategy():
@@ -86,7 +118,7 @@ def test_the_reference_trains_on_the_cpu_where_the_ranks_do(devices, env, monkey
     monkeypatch.setattr(
         conformance, "run_ranks", lambda *given, **named: asked.append((given[0], named["env"])) or [{}]
     )
-    conformance._oracle_group.__wrapped__("mlp fp32", 2)
+    conformance._oracle_group.__wrapped__((QUICK[0],))
     assert asked == [(1, env)]
 
 

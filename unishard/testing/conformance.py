@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
@@ -23,7 +23,7 @@ from unishard.testing.cells import CLIP, GAPS, STRATEGIES, Cell, KnownGap, confi
 from unishard.testing.features import AREAS, FEATURES, area_of
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
-from unishard.testing.ranks import run_ranks
+from unishard.testing.ranks import RankFailure, run_ranks
 
 __all__ = [
     "GAPS",
@@ -179,14 +179,14 @@ def compare(curve: Curve, reference: Curve) -> Deviation:
     )
 
 
-def check(backend: str, cell: Cell) -> list[str]:
-    """The deviations of an engine in a cell, one line each; empty if it conforms."""
-    answer, refused = measure(backend, cell), FEATURES[cell.feature].refuses(backend, cell)
+def check(backend: str, cell: Cell, together: Collection[Cell] = ()) -> list[str]:
+    """The deviations of an engine in a cell, one line each; empty if it conforms. `together` as in `measure`."""
+    answer, refused = measure(backend, cell, together), FEATURES[cell.feature].refuses(backend, cell)
     if isinstance(answer, Refusal):
         return [] if refused else [f"refused: {answer.reason}"]
     if refused:
         return ["was not refused, though this engine does not support it"]
-    deviation, bound = compare(answer, expected(cell)), asdict(tolerance(backend, cell)) | {"lrs": 1e-12}
+    deviation, bound = compare(answer, expected(cell, together)), asdict(tolerance(backend, cell)) | {"lrs": 1e-12}
     return [
         f"{name.replace('_', ' ')} differ from plain torch by {value:.2g} (relative), allowed: {bound[name]:g}"
         for name, value in deviation._asdict().items()
@@ -194,15 +194,22 @@ def check(backend: str, cell: Cell) -> list[str]:
     ]
 
 
-def measure(backend: str, cell: Cell) -> Curve | Refusal:
+def measure(backend: str, cell: Cell, together: Collection[Cell] = ()) -> Curve | Refusal:
     """The engine's curve, or its refusal. Cells of a group run in the same processes, once per session.
+
+    Args:
+        backend: The backend.
+        cell: The settings.
+        together: Cells that form a group with it, and at other worlds another one, which takes fewer processes than the
+            groups by area that there are without.
 
     Raises:
         AssertionError: The engine failed in this cell, or its ranks report different curves.
     """
-    answers: list[Curve | Refusal | str] = [
-        answers[cell] for answers in _measure_group(backend, _group_of(cell), cell.world)
-    ]
+    found = _measure_group(backend, _members(cell, together))
+    if isinstance(found, RankFailure):
+        raise found
+    answers: list[Curve | Refusal | str] = [answers[cell] for answers in found]
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             raise AssertionError(f"{backend}, {cell}: rank {rank} failed:\n{answer}")
@@ -224,18 +231,28 @@ def _suite() -> frozenset[Cell]:
     return frozenset(suite())
 
 
-def _members(group: str, world: int) -> list[Cell]:
-    every = dict.fromkeys((*suite(), *cells()))
-    return [cell for cell in every if (_group_of(cell), cell.world) == (group, world)]
+def _members(cell: Cell, together: Collection[Cell]) -> tuple[Cell, ...]:
+    """The cells that share processes with a cell."""
+    if together:
+        return tuple(each for each in together if each.world == cell.world)
+    return _members_by_area(_group_of(cell), cell.world)
 
 
 @cache
-def _measure_group(backend: str, group: str, world: int) -> list[dict[Cell, Any]]:
-    members = _members(group, world)
-    return run_ranks(world, _run_group, backend, members, timeout=60.0 + 30.0 * len(members))
+def _members_by_area(group: str, world: int) -> tuple[Cell, ...]:
+    every = dict.fromkeys((*suite(), *cells()))
+    return tuple(cell for cell in every if (_group_of(cell), cell.world) == (group, world))
 
 
-def _run_group(backend: str, group: list[Cell]) -> dict[Cell, Any]:
+@cache
+def _measure_group(backend: str, members: tuple[Cell, ...]) -> list[dict[Cell, Any]] | RankFailure:
+    try:
+        return run_ranks(members[0].world, _run_group, backend, members, timeout=60.0 + 30.0 * len(members))
+    except RankFailure as failure:  # kept, else each of its cells would run all of them again
+        return failure
+
+
+def _run_group(backend: str, group: Sequence[Cell]) -> dict[Cell, Any]:
     """Curves by cell, or why there is none: an error on all ranks does not affect the next cells."""
     curves: dict[Cell, Any] = {}
     for cell in group:
@@ -248,15 +265,17 @@ def _run_group(backend: str, group: list[Cell]) -> dict[Cell, Any]:
     return curves
 
 
-def expected(cell: Cell) -> Curve:
-    """The oracle's curve."""
-    return _oracle_group(_group_of(cell), cell.world)[_with_first_strategy(cell)]
+def expected(cell: Cell, together: Collection[Cell] = ()) -> Curve:
+    """The oracle's curve. `together` as in `measure`."""
+    return _oracle_group(_members(cell, together))[_with_first_strategy(cell)]
 
 
 @cache
-def _oracle_group(group: str, world: int) -> dict[Cell, Curve]:
-    members = {_with_first_strategy(cell) for cell in _members(group, world)}
-    on_cpu = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < world else None  # as the engines' ranks
+def _oracle_group(group: tuple[Cell, ...]) -> dict[Cell, Curve]:
+    members = {_with_first_strategy(cell) for cell in group}
+    on_cpu = (
+        {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < group[0].world else None
+    )  # as the engines' ranks
     curves: dict[Cell, Curve] = run_ranks(
         1, _run_oracle, sorted(members, key=str), timeout=60.0 + 30.0 * len(members), env=on_cpu
     )[0]
