@@ -3,6 +3,7 @@ every pair."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from itertools import product
 
@@ -17,10 +18,34 @@ from unishard.testing.resuming import Pair, spanning_pairs
 
 PLAIN = [*product(["plain"], ["fp32", "bf16"])]
 PAIRS = spanning_pairs()
+MOVED = [pair for pair in PAIRS if (pair.saved.feature, pair.saved.precision) in PLAIN and pair.saved != pair.resumed]
+AS_ITSELF = [pair for pair in PAIRS if pair.saved == pair.resumed]
+
+
+def few(moved: list[Pair]) -> list[Pair]:
+    """From each number of ranks to each, the pair whose strategies, each of its engine, are seen the least so far."""
+    chosen: list[Pair] = []
+    seen: Counter[tuple[str, ...]] = Counter()
+    for worlds in product(resuming.WORLDS, resuming.WORLDS):
+        here = [pair for pair in moved if (pair.saved.world, pair.resumed.world) == worlds]
+        chosen.append(min(here, key=lambda pair: sum(seen[kind] for kind in kinds(pair))))
+        seen.update(kinds(chosen[-1]))
+    return chosen
+
+
+def kinds(pair: Pair) -> list[tuple[str, ...]]:
+    """What saves and what resumes."""
+    return [(role, run.backend, run.strategy) for role, run in zip(pair._fields, pair, strict=True)]
+
+
+FEW = few(MOVED)
 DEEP = [
-    pair for pair in PAIRS if pair.saved == pair.resumed and (pair.saved.feature, pair.saved.precision) not in PLAIN
+    pair
+    for pair in PAIRS
+    if (pair in MOVED and pair not in FEW)
+    or (pair in AS_ITSELF and (pair.saved.feature, pair.saved.precision) not in PLAIN)
 ]
-"""Runs with another feature that go on as themselves, which they do as others too."""
+"""Further pairs of strategies, and runs with another feature that go on as themselves, which they do as others too."""
 BEFORE, AFTER = 2, 2
 """Optimizer steps before and after the checkpoint; `make matrix` takes 5 and 20, and test_data_position.py goes into
 further epochs."""
@@ -51,6 +76,17 @@ def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ran
     assert {(run.backend, run.strategy) for run in same} == set(kinds)
     assert {(run.strategy, run.world) for run in same} >= set(product(STRATEGIES, (2, 4)))
     assert {run.precision for run in same} == {"fp32", "bf16"}
+
+
+def test_without_deep_every_strategy_of_every_engine_saves_and_resumes_and_every_number_of_ranks_follows_every_other():
+    strategies = set(product(resuming.BACKENDS, STRATEGIES))
+    played = [pair for pair in PAIRS if pair not in DEEP]
+    for runs in zip(*played, strict=True):
+        assert {(run.backend, run.strategy) for run in runs} >= strategies
+    assert {(run.backend, run.strategy) for _, run in FEW} == strategies, "not only as themselves"
+    assert {(one.world, other.world) for one, other in FEW} == set(product(resuming.WORLDS, resuming.WORLDS))
+    assert {one.precision for one, _ in FEW} == {"fp32", "bf16"}
+    assert {run.feature for pair in played for run in pair} == {*resuming.FEATURES}
 
 
 # -- the measure can fail --------------------------------------------------------------------------
