@@ -2,13 +2,15 @@
 device.
 
 `--deep` runs what is marked `deep` too: the same on the other engine or on one rank, where `make test` takes them in
-turns. It also gives Hypothesis's tests all their examples, and damages a file in every place.
+turns. It also takes every engine with every strategy, gives Hypothesis's tests all their examples, and damages a file
+in every place.
 `--examples` asks for more broken documents for the formats. The longest files come first, so that all processes of
 `make test` end together.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -24,12 +26,13 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without a clock and without chance: the same examples everywhere, on a busy machine too.
-for _name, _number in (("unishard", 40), ("deep", 100)):
+for _name, _number in (("unishard", 24), ("deep", 100)):
     settings.register_profile(
         _name, max_examples=_number, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
     )
 
-_EXAMPLES = 300
+_EXAMPLES = {False: 100, True: 300}
+"""By whether `--deep` is asked for."""
 _RANKS = Path(__file__).parent / "ranks"
 _LONGEST = ("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_resuming.py", "ranks/test_demo.py")
 
@@ -38,7 +41,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples",
         type=int,
-        default=_EXAMPLES,
         metavar="N",
         help="how many broken documents the formats are given (see make fuzz)",
     )
@@ -46,6 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--deep"):
+        os.environ["TESTS_DEEP"] = "1"
     settings.load_profile("deep" if config.getoption("--deep") else "unishard")
 
 
@@ -59,8 +63,8 @@ def deep(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def examples(request: pytest.FixtureRequest) -> int:
     """How many broken documents the formats are given; from 1000 on they are others in each run."""
-    number: int = request.config.getoption("--examples")
-    return number
+    number: int | None = request.config.getoption("--examples")
+    return number or _EXAMPLES[request.config.getoption("--deep")]
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +74,10 @@ def _process_group_ends_with_the_test() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # else each full collection goes through the thousands of tests again
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

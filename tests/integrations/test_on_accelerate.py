@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 from harness import heard, play, refused, values
+from harness.training import DEEP, LEFT_OUT
 
 from unishard.testing.cells import BACKENDS
 
@@ -25,7 +27,9 @@ import accelerate
 from accelerate_programs import accelerator, accumulated, epoch, made, model_and_data, parts, weights
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+CELLS = tuple(
+    cell for cell in product(BACKENDS, STRATEGIES) if DEEP or cell not in (*LEFT_OUT, ("deepspeed", "no_shard"))
+)
 PLAIN = ("plain", "")
 FILE = "ACCELERATE_UNISHARD_CONFIG"
 KINDS = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 
@@ -17,6 +18,11 @@ import fabric_programs as programs
 
 pytestmark = pytest.mark.ranks
 
+CELLS = [
+    pytest.param(backend, sharding, marks=[pytest.mark.deep] * (turn in (1, 2)))
+    for turn, (backend, sharding) in enumerate(product(BACKENDS, ("full_shard", "shard_grad_op")))
+]
+
 
 @cache
 def plain():
@@ -28,8 +34,7 @@ def compare(found, expected):
         assert found[name] == pytest.approx(values, rel=1e-6), name
 
 
-@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "sharding"), CELLS)
 def test_figures_are_those_of_ddp(backend, sharding):
     compare(run_ranks(2, programs.train, backend, sharding)[0], plain())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,18 @@ import lightning_programs as programs
 
 pytestmark = pytest.mark.ranks
 
+CELLS = [
+    pytest.param(backend, sharding, marks=[pytest.mark.deep] * (turn in (1, 2)))
+    for turn, (backend, sharding) in enumerate(product(BACKENDS, ("full_shard", "shard_grad_op")))
+]
+
 
 @cache
 def plain():
     return run_ranks(2, programs.both, "plain", None)[0]
 
 
-@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "sharding"), CELLS)
 def test_figures_are_those_of_ddp(backend, sharding):
     found, expected = run_ranks(2, programs.both, backend, sharding)[0], plain()
     assert len(expected["automatic"]["norms"]) == expected["automatic"]["steps"][0] == 10

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from harness import EACH, config, everyones, in_ranks, my_rank, own_share, play, prepare, refused, update, values
-from harness.training import BACKENDS, SPANNING, STRATEGIES
+from harness.training import BACKENDS, PAIRS, SPANNING
 from recording import Recorder
 from torch import nn
 from torch.nn import functional
@@ -171,7 +171,7 @@ def test_norms_are_those_of_the_tensors_and_add_up_to_the_step(world, place):
         assert all(type(norm) is float for norm in found["norms"].values())
 
 
-COUNTED = tuple((backend, strategy, "bf16", "plain") for backend in BACKENDS for strategy in STRATEGIES)
+COUNTED = tuple((*pair, "bf16", "plain") for pair in PAIRS)
 
 
 @in_ranks(cells=COUNTED)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, error, my_rank, play, values
+from harness import BACKENDS, PAIRS, config, error, my_rank, play, values
 
 import unishard
 from unishard.config import Sharding
@@ -105,7 +105,7 @@ def checkpointed(backend):
     return norms
 
 
-CELLS = [(backend, strategy) for backend in BACKENDS for strategy in STRATEGIES]
+CELLS = PAIRS
 SCENARIOS = (
     *((function, cell) for function in (told, infinite) for cell in CELLS),
     *((function, (backend,)) for function in (interrupted, checkpointed) for backend in BACKENDS),

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import checked, error, in_ranks, my_rank, own_share, play, prepare, refused, train, values
-from harness.training import BACKENDS, EACH, MICRO_BATCHES, STRATEGIES, config, configured
+from harness.training import BACKENDS, EACH, MICRO_BATCHES, PAIRS, config, configured
 
 import unishard
 from unishard.testing.models import batch, llama
 
-CELLS = tuple(product(BACKENDS, STRATEGIES))
+CELLS = PAIRS
 
 # -- no graph --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, my_rank, play, values
+from harness import BACKENDS, PAIRS, config, my_rank, play, values
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,7 +19,7 @@ from unishard.distributed.shards import Shard, lazy_shard_of
 from unishard.testing.features.lora import lora
 from unishard.testing.models import llama
 
-CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+CELLS = PAIRS
 _where = TemporaryDirectory()
 FOLDER = _where.name
 

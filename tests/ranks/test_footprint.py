@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from counting import begin, counted, peak_of
-from harness import BACKENDS, PRECISIONS, SPANNING, STRATEGIES, config, heard, play, values
+from harness import BACKENDS, EVERY, PRECISIONS, STRATEGIES, config, heard, play, values
 from recording import ACCUMULATION, Countable
 from test_collectives import OPTIONS, TABLE
 from torch import nn
@@ -162,7 +162,7 @@ LARGER = {
 PEAKS = {
     2: tuple(
         cell
-        for number, (backend, strategy, precision) in enumerate(SPANNING)
+        for number, (backend, strategy, precision) in enumerate(EVERY)
         for other in PRECISIONS
         if other != precision
         for first in (1 + number // 2 % 2,)

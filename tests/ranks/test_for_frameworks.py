@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKENDS, SPANNING, checked, my_rank, own_share, play, prepare, refused, train, values
+from harness import BACKENDS, PAIRS, SPANNING, checked, my_rank, own_share, play, prepare, refused, train, values
 from safetensors.torch import save_file
 from torch import nn
 from torch.testing import assert_close
@@ -316,7 +316,6 @@ def again(backend, strategy, precision):
         rounded.close()
 
 
-PAIRS = tuple((backend, strategy) for backend, strategy, _ in SPANNING)
 SCENARIOS = (
     *((windows, cell) for cell in SPANNING),
     *((going_on, cell) for cell in SPANNING),

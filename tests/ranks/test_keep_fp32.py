@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, my_rank, play, values
+from harness import BACKENDS, PAIRS, config, my_rank, play, values
 from torch import nn
 
 import unishard
 from unishard.distributed.nested_tensors import cast
 
-CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES)
+CELLS = PAIRS
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 PATTERNS = ("norm", "router", "gain")
 RATE, CLIP, WINDOW, UPDATES = 0.05, 0.5, 2, 3

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from harness import config, everyones, in_ranks, my_rank, own_share, play, refused, train, update, values
-from harness.training import BACKENDS, SPANNING, STRATEGIES
+from harness.training import BACKENDS, PAIRS, SPANNING
 from recording import Recorder
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -20,7 +20,6 @@ from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp
 
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
-PLACED = tuple(product(BACKENDS, STRATEGIES))
 WORLD = 2
 
 
@@ -193,7 +192,7 @@ def plain():
     }
 
 
-@in_ranks(cells=PLACED)
+@in_ranks(cells=PAIRS)
 def test_what_is_frozen_keeps_its_value_and_others_move_and_the_state_is_that_of_plain_torch(backend, strategy):
     """Adam's first moments of all parameters, where the engine keeps them."""
     with unishard.prepare(mlp(), config(backend, strategy, optimizer=ADAMW)) as engine:
@@ -259,7 +258,7 @@ def test_set_trainable_refuses(backend, what):
 # -- ties ------------------------------------------------------------------------------------------
 
 
-@in_ranks(cells=PLACED)
+@in_ranks(cells=PAIRS)
 def test_a_tie_stays_one_parameter_under_all_its_names(backend, strategy):
     """Before and after updates, and where it is frozen by the other name."""
     model = lora(tie_word_embeddings=True)

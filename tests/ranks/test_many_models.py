@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import BACKENDS, SPANNING, STRATEGIES, config, my_rank, own_share, play, prepare, train, values
+from harness import BACKENDS, EVERY, SPANNING, STRATEGIES, config, my_rank, own_share, play, prepare, train, values
 from torch import nn
 from torch.nn import functional
 
@@ -222,7 +222,7 @@ def many(backend):
     return curves + [train(engine, own_share(2)) for engine in engines[1:3]]
 
 
-PRECISION_OF = {(backend, strategy): precision for backend, strategy, precision in SPANNING}
+PRECISION_OF = {(backend, strategy): precision for backend, strategy, precision in EVERY}
 PLAYED = (
     *((mixed_up, (strategy,)) for strategy in STRATEGIES),
     *((slopes, (strategy, penalty)) for strategy in STRATEGIES for penalty in (False, True)),

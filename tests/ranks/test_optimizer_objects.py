@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from harness import assert_conforms, error, in_ranks, play, refused, values
-from harness.training import BACKENDS, EACH, STRATEGIES, config, curve, everyones, own_share, train, update
+from harness.training import BACKENDS, EACH, PAIRS, config, curve, everyones, own_share, train, update
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
@@ -84,7 +83,7 @@ def test_an_object_is_moved_to_the_shards_with_its_groups_and_options(backend, n
 # -- what the user holds, and what is live ---------------------------------------------------------
 
 
-CELLS = tuple(product(BACKENDS, STRATEGIES))
+CELLS = PAIRS
 
 
 @in_ranks(cells=CELLS)
@@ -144,7 +143,7 @@ class Scaled(nn.Module):
         return MlpOutput(total * 0.0 + x.sum() * 0.0, torch.stack([self.weight.mean(), self.bias.mean()]))
 
 
-@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES, ("adamw", "lion", "sgd"))))
+@in_ranks(cells=tuple((*pair, name) for pair in PAIRS for name in ("adamw", "lion", "sgd")))
 def test_without_gradients_only_what_decays_moves(backend, strategy, name):
     optimizer = {"name": name, "lr": 0.5, "weight_decay": 0.5, "no_decay": ["bias"]}
     with unishard.prepare(Scaled(), config(backend, strategy, optimizer=optimizer)) as engine:

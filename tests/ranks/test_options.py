@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 from harness import assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
-from harness.training import ACCUMULATION, BACKENDS, MICRO_BATCHES, PRECISIONS, SPANNING, STRATEGIES, configured
+from harness.training import ACCUMULATION, BACKENDS, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, STRATEGIES, configured
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -294,7 +294,7 @@ NATIVE = {"find": FIND, "find, zero redundancy": ZERO, "fill": FILL, "none": {}}
 ROUTES = (
     *(("fsdp", "no_shard", "fp32", "find", routed) for routed in ROUTED),
     *(("fsdp", "shard_optimizer", "fp32", "find, zero redundancy", routed) for routed in ROUTED),
-    *(("fsdp", strategy, precision, "fill", "on one rank") for _, strategy, precision in SPANNING[1:4]),
+    *(("fsdp", strategy, precision, "fill", "on one rank") for _, strategy, precision in EVERY[1:4]),
     ("fsdp", "no_shard", "bf16", "fill", "on one rank"),
     ("fsdp", "no_shard", "bf16", "none", "on both ranks, in some micro-batches"),
     *((*cell, "none", "on both ranks, in some micro-batches") for cell in SPANNING if cell[1] != "no_shard"),

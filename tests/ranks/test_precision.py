@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from itertools import product
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, in_ranks, my_rank, own_share, play, prepare, refused, train, values
+from harness import (
+    PAIRS,
+    STRATEGIES,
+    config,
+    in_ranks,
+    my_rank,
+    own_share,
+    play,
+    prepare,
+    refused,
+    train,
+    values,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing.models import Mlp, llama, mlp
 
-CELLS = tuple(product(BACKENDS, STRATEGIES))
+CELLS = PAIRS
 everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 
 

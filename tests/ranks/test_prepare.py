@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import EACH, curve, in_ranks, my_rank, own_share, prepare, refused, train
-from harness.training import BACKENDS, SPANNING, STRATEGIES, config, everyones
+from harness.training import BACKENDS, PAIRS, SPANNING, config, everyones
 from torch import nn
 
 import unishard
@@ -30,7 +30,7 @@ def windows():
     return [everyones(turn, turn + 1, world=2) for turn in range(4)]
 
 
-@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES)))
+@in_ranks(cells=PAIRS)
 def test_rank_0s_model_and_buffers_are_trained_whatever_the_other_ranks_drew(backend, strategy):
     wanted = oracle.train(mlp(seed=7), windows(), config(backend), world=2)
     model = mlp(seed=7 + my_rank())
@@ -62,7 +62,7 @@ class Watching(Mlp):
         self.head = Watched(23, 11)
 
 
-@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES)))
+@in_ranks(cells=PAIRS)
 def test_a_closed_engine_leaves_nothing_on_the_device_when_the_next_is_prepared(backend, strategy):
     def trained():
         model = mlp()

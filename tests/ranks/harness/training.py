@@ -3,6 +3,8 @@ the same."""
 
 from __future__ import annotations
 
+import os
+from itertools import product
 from typing import Any
 
 import unishard
@@ -12,13 +14,22 @@ from unishard.testing.cells import BACKENDS, MICRO_BATCH, STRATEGIES
 from unishard.testing.models import MODELS, batch
 
 PRECISIONS = ("fp32", "bf16")
-SPANNING = tuple(
+DEEP = "TESTS_DEEP" in os.environ
+"""Whether `--deep` is asked for: `tests/conftest.py` sets it, for the ranks too."""
+LEFT_OUT = () if DEEP else (("fsdp", "shard_grad_op"), ("deepspeed", "shard_optimizer"))
+"""Engines with strategies that are another one but for when gradients or parameters move: fully_shard that keeps the
+parameters, and ZeRO's optimizer of stage 2. The conformance suite trains them."""
+PAIRS = tuple(pair for pair in product(BACKENDS, STRATEGIES) if pair not in LEFT_OUT)
+"""Each backend with each strategy."""
+EVERY = tuple(
     (backend, strategy, PRECISIONS[(first + number) % 2])
     for first, backend in enumerate(BACKENDS)
     for number, strategy in enumerate(STRATEGIES)
 )
 """Every strategy of each backend in one precision, and in the other one on the other backend: every pair of two of the
 three."""
+SPANNING = tuple(cell for cell in EVERY if cell[:2] in PAIRS)
+"""What most tests take of it."""
 EACH = tuple((backend,) for backend in BACKENDS)
 """Cells of `in_ranks`."""
 OTHER = dict(zip(BACKENDS, BACKENDS[::-1], strict=True))
