@@ -62,12 +62,14 @@ def accelerate_deepspeed(cell: Cell) -> Iterator[Tensor]:
     """With a `DeepSpeedPlugin` that has the JSON of the loop by hand."""
     with quiet():
         from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         PartialState(cpu=True)
         model = cell.build()
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_settings(cell, model))
         accelerator = Accelerator(gradient_accumulation_steps=cell.size.accumulation, deepspeed_plugin=plugin)
         model, optimizer = accelerator.prepare(model, adamw(model))
+        unset_hf_deepspeed_config()  # it would count for the models of the other loops of this process, too
     yield from accelerate_train(cell, accelerator, model, optimizer)
 
 
