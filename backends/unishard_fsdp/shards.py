@@ -110,7 +110,7 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
     """
     if not gradients or (max_norm is None and divisor == 1):
         return
-    if max_norm is not None and divisor == 1:  # on a GPU one kernel for many tensors
+    if max_norm is not None and divisor == 1 and gradients[0].device.type != "cpu":  # one kernel for many tensors
         clip_grads_with_norm_(cast(Any, [_Graded(gradient) for gradient in gradients]), max_norm, norm)
         return
     factor = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -47,9 +47,7 @@ def run(report: Report) -> None:
     size = "medium" if full_size(report.device) else "tiny"
 
     def compare(backend: str) -> None:
-        answers = attempt(
-            report, f"{backend}: ran", lambda: run_ranks(1, measure, backend, size, report.device, timeout=150)[0]
-        )
+        answers = attempt(report, f"{backend}: ran", lambda: run_ranks(1, measure, backend, size, timeout=150)[0])
         for name, (planned, peak, where) in (answers or {}).items():
             judge(report, f"{backend} {name}", planned, peak, where)
 
@@ -90,7 +88,7 @@ def tiny() -> torch.nn.Module:
     return by_hand.model(SIZES["tiny"], torch.device("cpu"))
 
 
-def measure(backend: str, name: str, device: str) -> dict[str, tuple[int, int, str]]:
+def measure(backend: str, name: str) -> dict[str, tuple[int, int, str]]:
     """By case: the planned peak, the allocated one, and where the plan has it."""
     return {case: once(backend, name, changes) for case, changes in CASES.items()}
 
