@@ -219,6 +219,7 @@ def test_a_message_lists_a_hundred_problems_and_keeps_both_ends_of_a_long_value(
         ("seed: 1", ["training.seed=3"], "given.yaml", "given.yaml and --set training.seed=3"),
         ("seed: 1", [], "other.yaml", "given.yaml, and this script trains without it"),
         ("", [], "other.yaml", ""),
+        ("seed: 1", [3], "other.yaml", ""),  # who reads it is told that these are no overrides
     ],
 )
 def test_a_script_that_does_not_read_the_config_of_the_launcher_is_told(

@@ -41,6 +41,12 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
         ConfigError: Nothing was handed over, or the overrides cannot be read.
     """
     global _used
+    given = _given(environ)
+    _used = True
+    return given
+
+
+def _given(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     path = environ.get(CONFIG)
     if not path:
         what = (
@@ -60,7 +66,6 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
             '["training.seed=3"]'
         )
         raise ConfigError([Problem("", what)])
-    _used = True
     return path, overrides
 
 
@@ -68,14 +73,14 @@ def unused(environ: Mapping[str, str] = os.environ) -> str:
     """What of the config that `unishard launch` was given this script has not read, in a sentence; empty if it has read
     it, or if nothing in it is about the training.
     """
-    path = environ.get(CONFIG)
-    if not path or _used:
+    if _used or not environ.get(CONFIG):
         return ""
     try:
+        path, overrides = _given(environ)
         sections = _open(path).data.keys() - {"launch"}
-        changes = [each for each in json.loads(environ.get(OVERRIDES) or "[]") if not each.startswith("launch.")]
-    except (ConfigError, ValueError):
+    except ConfigError:
         return ""  # whoever reads it is told
+    changes = [each for each in overrides if not each.startswith("launch.")]
     if not changes and (not sections or os.path.realpath(path) in _read):
         return ""
     given = " and ".join([path, *(f"--set {change}" for change in changes)])
@@ -136,10 +141,7 @@ def load(
     if source is None:
         source, given = handed_over()
         overrides = [*given, *_changes(overrides)]
-    config = read(source, overrides, section=section)[0]
-    if isinstance(source, str | Path):
-        _read.add(os.path.realpath(source))
-    return config
+    return read(source, overrides, section=section)[0]
 
 
 def read(
@@ -147,6 +149,8 @@ def read(
 ) -> tuple[Config, Origins]:
     """Load a config together with the origin of each value."""
     document = _open(source)
+    if isinstance(source, str | Path):
+        _read.add(os.path.realpath(source))
     return merge_overrides(document if section is None else section_of(document, section), overrides)
 
 
