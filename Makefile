@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
-PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --picture docs/peers.svg
-FRAMEWORKS := --json benchmarks/frameworks/measured.json --page docs/performance.md
+PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --readme README.md --picture docs/peers.svg
+FRAMEWORKS := --json benchmarks/frameworks/measured.json --page docs/performance.md --readme README.md
 # Four processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and fewer leave cores idle.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frameworks.cases import CASES, FRAMEWORKS
-from benchmarks.frameworks.page import line_of, result_of, table, write
+from benchmarks.frameworks.page import BEGIN, END, line_of, result_of, section, sentence, table
 from benchmarks.frameworks.turns import take_turns
+from benchmarks.marked import replace
 from benchmarks.peers.page import machine
 from benchmarks.peers.turns import Turns
 from unishard.testing import run_ranks
@@ -38,12 +39,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
     parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
+    parser.add_argument("--readme", type=Path, help="write the sentence between the marks of this page")
     given = parser.parse_args()
     results = json.loads(given.source.read_text()) if given.source else measure(given)
     if given.json:
         given.json.write_text(json.dumps(results, indent=1) + "\n")
     if given.page:
-        write(results, given.page)
+        replace(given.page, BEGIN, END, section(results))
+    if given.readme:
+        replace(given.readme, BEGIN, END, sentence(results))
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks.frameworks.turns import Side
-from benchmarks.marked import replace
 from benchmarks.peers.page import about, deviation, paired
 
-__all__ = ["BEGIN", "END", "GOAL", "NOT_RUN", "line_of", "result_of", "section", "write"]
+__all__ = ["BEGIN", "END", "GOAL", "NOT_RUN", "line_of", "result_of", "section", "sentence"]
 
 BEGIN, END = "<!-- frameworks: written by benchmarks/frameworks -->", "<!-- end of frameworks -->"
 NOT_RUN = "Not measured yet: `make bench ONLY=frameworks` writes this section."
@@ -65,6 +64,16 @@ def section(results: Json) -> str:
     return "\n".join([*lines, *table(cells), *(f"\n{cell}" for cell in map(said, filter(void, cells)))])
 
 
+def sentence(results: Json) -> str:
+    """README's sentence: the median and the range over the cells."""
+    ratios = sorted(cell["ratio"] for cell in results["cells"] if not void(cell))
+    return textwrap.fill(
+        f"Inside Accelerate, the Trainer, Lightning and Fabric it takes {statistics.median(ratios):.2f} times as long "
+        f"as the framework's own (median of {len(ratios)} cells; {ratios[0]:.2f} to {ratios[-1]:.2f}).",
+        88,
+    )
+
+
 def table(cells: list[Json]) -> Iterator[str]:
     yield (
         "| framework | engine | strategy | own, ms | unishard, ms | unishard / own | pairs | calls, own | calls, "
@@ -94,12 +103,3 @@ def said(cell: Json) -> str:
 def line_of(cell: Json) -> str:
     """For the terminal."""
     return list(table([cell]))[-1] + (f" {said(cell)}" if void(cell) else "")
-
-
-def write(results: Json, page: Path) -> None:
-    """Replace what stands between the marks of a page.
-
-    Raises:
-        ValueError: The page has no marks.
-    """
-    replace(page, BEGIN, END, section(results))

@@ -2,8 +2,7 @@
 
     python -m benchmarks.peers --json measured.json --page docs/performance.md --picture docs/peers.svg   # 18 minutes
     python -m benchmarks.peers --model tiny --engine fsdp --seconds 60
-    python -m benchmarks.peers --from measured.json --page docs/performance.md --picture docs/peers.svg   # measures
-    nothing
+    python -m benchmarks.peers --from measured.json --readme README.md   # measures nothing
 
 The time is divided among the cells by the size of the model, the smallest first. A cell is left out, and the page says
 so, where less time is left than the last one of its size took.
@@ -19,8 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked import replace
 from benchmarks.peers.cell import CANDIDATES, ENGINES, PRECISIONS, SIZES, STRATEGIES, Cell
-from benchmarks.peers.page import cell_result, line_of, machine, start_result, write
+from benchmarks.peers.page import BEGIN, END, cell_result, line_of, machine, section, sentence, start_result
 from benchmarks.peers.turns import Turns, starts, take_turns, theory
 from unishard.testing import RankFailure, run_ranks
 
@@ -47,7 +47,9 @@ def main() -> None:
 
         draw(results, given.picture)
     if given.page:
-        write(results, given.page, given.picture)
+        replace(given.page, BEGIN, END, section(results, given.picture.name if given.picture else None))
+    if given.readme:
+        replace(given.readme, BEGIN, END, sentence(results))
 
 
 def arguments() -> argparse.Namespace:
@@ -63,6 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
     parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
+    parser.add_argument("--readme", type=Path, help="write the sentence between the marks of this page")
     parser.add_argument("--picture", type=Path, help="write an SVG here")
     return parser.parse_args()
 

@@ -7,12 +7,12 @@ import math
 import os
 import platform
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import replace
 from benchmarks.peers.cell import Cell
 from unishard.contract.tolerances import TOLERANCES
 
@@ -57,6 +57,21 @@ def section(results: Json, picture: str | None = None) -> str:
         lines += [*first_steps(results["starts"])]
     lines += [*void(results["cells"]), *(f"\n{note}" for note in results["notes"])]
     return "\n".join(lines)
+
+
+def sentence(results: Json) -> str:
+    """README's sentence: medians and ranges over the cells, and the cell that is the slowest beside a loop by hand."""
+    cells = results["cells"]
+    hand, accelerate = (sorted(cell["ratios"][name]["ratio"] for cell in cells if usable(cell, name)) for name in GOALS)
+    slowest = next(cell for cell in cells if usable(cell, "by hand") and cell["ratios"]["by hand"]["ratio"] == hand[-1])
+    spent = slowest["candidates"]["unishard"]["seconds"] * 1e3
+    return textwrap.fill(
+        f"On {results['machine']['ranks']} CPU ranks a step takes {middle(hand):.2f} times as long as that of a loop "
+        f"by hand (median of {len(hand)} cells; {hand[0]:.2f} to {hand[-1]:.2f}, the most for {slowest['engine']} "
+        f"`{slowest['strategy']}` steps of {spent:.0f} ms) and {middle(accelerate):.2f} times as long as Accelerate's "
+        f"({accelerate[0]:.2f} to {accelerate[-1]:.2f}).",
+        88,
+    )
 
 
 def about(machine: Json) -> str:
@@ -177,15 +192,6 @@ def row(cell: Json, *values: str) -> str:
     return (
         "| " + " | ".join([cell["engine"], f"`{cell['strategy']}`", cell["precision"], cell["model"], *values]) + " |"
     )
-
-
-def write(results: Json, page: Path, picture: Path | None) -> None:
-    """Replace what stands between the marks of a page.
-
-    Raises:
-        ValueError: The page has no marks.
-    """
-    replace(page, BEGIN, END, section(results, picture.name if picture else None))
 
 
 # The results as one SVG: how long unishard's step takes relative to the others', how much it holds, and its first

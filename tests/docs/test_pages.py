@@ -344,7 +344,8 @@ def test_the_table_of_strategies_says_what_the_rules_say(strategy):
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if not line.startswith("<!--")]) < 150
 
 
 def test_every_room_of_the_core_is_described():

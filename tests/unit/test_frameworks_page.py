@@ -51,3 +51,5 @@ def test_a_run_that_trains_something_else_has_no_ratio(loss):
 def test_the_section_of_the_guide_is_that_of_the_last_results():
     found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {"cells": []}
     assert f"{page.BEGIN}\n{page.section(found)}\n{page.END}" in PAGE.read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{page.BEGIN}\n{page.sentence(found)}\n{page.END}" in readme
