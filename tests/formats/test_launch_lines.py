@@ -112,6 +112,27 @@ def test_variables_that_hold_options_are_put_in() -> None:
     assert launch_of(line)[1].port == "$PORT"
 
 
+@pytest.mark.parametrize("rest", ['"$@"', "$@", "${@:2}", '"$*"'])
+def test_what_the_shell_script_itself_is_given_is_no_value(rest: str) -> None:
+    assert arguments(f"torchrun train.py --a 1 {rest}") == {"a": 1}
+    assert arguments(f"torchrun train.py --a 1 --b {rest}") == {"a": 1, "b": True}
+
+
+@pytest.mark.parametrize(
+    "more", ["$MORE", "${MORE}", "${R:+--resume $R}", '$([ -n "$R" ] && echo --x)', "`cat options`"]
+)
+def test_what_may_hold_options_is_no_second_value(more: str) -> None:
+    for line in (f"torchrun train.py --a 1 {more} --b 2", f"torchrun train.py --a=1 {more} --b 2"):
+        found = arguments(line)
+        assert (found.pop("a"), found.pop("b")) == (1, 2)
+        assert len(found) == 1
+
+
+def test_variables_that_are_values_stay_values() -> None:
+    found = arguments("torchrun train.py --a $A $B --c 1 2 --d x $DIR/y")
+    assert found == {"a": ["${A}", "${B}"], "c": [1, 2], "d": ["x", "${DIR}/y"]}
+
+
 @pytest.mark.parametrize(
     "start",
     [

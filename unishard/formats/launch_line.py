@@ -198,6 +198,10 @@ def _behind_script(words: Sequence[Word]) -> list[Word]:
 _NAME = re.compile(r"--?([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _BOOLEANS = {"true": True, "false": False}
 _EXPANSION = re.compile(r"\$\(\(?(.*?)\)?\)|`(.*?)`|\$(\w+)", re.DOTALL)
+_REST = re.compile(r"\$\{?[@*].*")
+"""The arguments of the shell script itself."""
+_OPTIONS = re.compile(r"\$\w+|\$\{[^}]*\}+|\$\(.*\)|`.*`", re.DOTALL)
+"""What may hold options of its own where it follows a value."""
 
 
 class ScriptArguments(NamedTuple):
@@ -210,10 +214,12 @@ class ScriptArguments(NamedTuple):
 def script_arguments(words: Sequence[Word]) -> ScriptArguments:
     """Read `--name value`, `--name=value`, and `--name` alone, which is true; several values are a list.
 
-    The value of a variable that is not known is a placeholder such as `${NAME}`.
+    The value of a variable that is not known is a placeholder such as `${NAME}`. One behind a value that is known
+    holds other options, and stands for itself.
     """
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
+    words = [word for word in words if not _REST.fullmatch(word.text)]
     at = 0
     while at < len(words):
         named = _NAME.fullmatch(words[at].text)
@@ -222,10 +228,14 @@ def script_arguments(words: Sequence[Word]) -> ScriptArguments:
             continue
         name = named.group(1).replace("-", "_")
         given = [named.group(2)] if named.group(2) is not None else []
-        while named.group(2) is None and at < len(words) and not _NAME.fullmatch(words[at].text):
-            given.append(words[at].text)
+        lines[name] = words[at - 1].line
+        while at < len(words) and not _NAME.fullmatch(words[at].text):
+            word, held = words[at], given and not given[-1].startswith(("$", "`"))
+            if held and _OPTIONS.fullmatch(word.text):
+                values[word.text], lines[word.text] = True, word.line
+            elif named.group(2) is None:
+                given.append(word.text)
             at += 1
-        lines[name] = words[at - 1 - (len(given) if named.group(2) is None else 0)].line
         found = [value_of_word(text) for text in given]
         values[name] = True if not found else found[0] if len(found) == 1 else found
     return ScriptArguments(values, lines)
