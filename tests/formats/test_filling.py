@@ -269,6 +269,16 @@ def test_arguments_of_an_unknown_script_have_no_defaults() -> None:
     assert (outcome.filling.whose, outcome.filling.unknown) == ("", ("train_batch_size",))
 
 
+@pytest.mark.parametrize("document", [FSDP, {"zero_optimization": {"stage": 2}}])
+def test_the_length_of_an_unknown_schedule_is_said_and_not_used(document: dict[str, Any]) -> None:
+    outcome = translate(document, "unishard", with_=["--learning_rate", "1e-4", "--max_steps", "9"])
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert next(item for item in outcome.items if item.key == "max_steps").fit is Fit.IGNORED
+    assert "scheduler.total_steps" not in outcome.reading.decided
+    shaped = ["--max_steps", "9", "--lr_scheduler_type", "cosine"]
+    assert fields(translate(document, "unishard", with_=shaped))["scheduler.total_steps"] == 9
+
+
 @pytest.mark.parametrize("own", ["--num_warmup_steps 3", "--zero_stage 3", "--lr_scheduler cosine", "--deepspeed"])
 def test_a_script_with_a_loop_of_its_own_is_not_taken_for_the_trainer(script: Path, own: str) -> None:
     outcome = with_script(script, AUTO, change=("--deepspeed ds.json", own))

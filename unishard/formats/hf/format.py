@@ -51,7 +51,8 @@ class HfFormat(Format):
             on = Entry((DEEPSPEED,), True, KeyEffect(fields={"backend": "deepspeed"}))
             said = [Entry((DEEPSPEED, *key.split(".")), value, KeyEffect()) for key, value in flat(engine)]
             beside = [entry for entry in with_precedence([*beside, on, *said]) if entry.path[0] != DEEPSPEED]
-        return [_of_any_script(entry) for entry in beside]
+        shaped = any("scheduler.name" in entry.effect.fields for entry in beside)
+        return [_of_any_script(entry, shaped=shaped) for entry in beside]
 
     def arguments_in(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """TrainingArguments of a document, which may stand in a section of it."""
@@ -72,12 +73,17 @@ class HfFormat(Format):
 FORMAT = HfFormat()
 
 
-def _of_any_script(entry: Entry) -> Entry:
+def _of_any_script(entry: Entry, *, shaped: bool) -> Entry:
     if entry.effect.notable:
         note = "DeepSpeed's config decides, unless the script passes its own to deepspeed.initialize"
         return entry._replace(effect=entry.effect._replace(note=note))
+    if not shaped and any(field.startswith("scheduler.") for field in entry.effect.fields):
+        return entry._replace(effect=KeyEffect(Fit.IGNORED, _UNSHAPED, notable=True))
     fields = {field: value for field, value in entry.effect.fields.items() if field != "optimizer.no_decay"}
     return entry._replace(effect=entry.effect._replace(fields=fields, copy_verbatim=False))
+
+
+_UNSHAPED = "belongs to a schedule that only the script knows"
 
 
 def _is_bare(source: Source) -> bool:
