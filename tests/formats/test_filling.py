@@ -44,6 +44,7 @@ deepspeed --num_gpus 4 run.py \\
     --bf16 --logging_steps 1
 """
 FSDP = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+ZERO = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": {"gradient_accumulation_steps": 8}}
 
 
 @pytest.fixture
@@ -222,10 +223,32 @@ def test_a_file_of_fsdp_gets_the_loop(script: Path) -> None:
 
 
 def test_a_contradiction_names_both_values(script: Path) -> None:
-    document = {**FSDP, "mixed_precision": "fp16"}
-    (item,) = with_script(script, document).of(Fit.UNSUPPORTED)
-    assert (item.key, item.place) == ("bf16", f"{script}:6")
-    assert "mixed_precision, which is 'fp16'" in item.note
+    (item,) = with_script(script, ZERO).of(Fit.UNSUPPORTED)
+    assert (item.key, item.place) == ("gradient_accumulation_steps", f"{script}:4")
+    assert "deepspeed_config.gradient_accumulation_steps, which is 8" in item.note
+
+
+@pytest.mark.parametrize("document", [FSDP, {**ZERO, "deepspeed_config": {"zero_stage": 2}}])
+@pytest.mark.parametrize("said", ["no", "fp16"])
+def test_the_precision_of_the_arguments_counts_more_than_accelerates(
+    script: Path, document: dict[str, Any], said: str
+) -> None:
+    outcome = with_script(script, {**document, "mixed_precision": said})
+    precision = fields(with_script(script, {**document, "mixed_precision": "bf16"}))
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert {key: value for key, value in fields(outcome).items() if key.startswith("precision.")} == {
+        key: value for key, value in precision.items() if key.startswith("precision.")
+    }
+    notes = {item.key: item.note for item in outcome.items}
+    assert notes["mixed_precision"] == f"{script}:6 says bf16, which counts more"
+    assert with_script(script, {**document, "mixed_precision": said}, "accelerate").document["mixed_precision"] == said
+
+
+def test_a_placeholder_contradicts_nothing(script: Path) -> None:
+    document = {**AUTO, "gradient_clipping": 0.5}
+    outcome = with_script(script, document, change=("--bf16", "--bf16 --max_grad_norm $CLIP"))
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert fields(outcome)["training.gradient_clipping"] == 0.5
 
 
 def test_trainingarguments_in_two_places_are_read_as_one(script: Path) -> None:
@@ -310,6 +333,11 @@ def test_variables_stay_and_are_named(script: Path) -> None:
 def test_the_command_line_takes_precedence_over_the_ranks_of_accelerates_file(script: Path) -> None:
     assert with_script(script, {**FSDP, "num_processes": 8}).reading.topology.world_size == 4
     assert with_script(script, {**FSDP, "num_processes": 8}, topology=Topology(2, 2)).reading.topology == Topology(2, 2)
+    outcome = with_script(
+        script, {**FSDP, "num_processes": 8}, change=("deepspeed --num_gpus", "accelerate launch --num_processes")
+    )
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert fields(outcome)["launch.processes_per_node"] == 4
 
 
 def test_one_of_several_trainings_is_named_by_its_line(script: Path) -> None:
@@ -340,9 +368,9 @@ def test_a_refused_file_has_a_command_with_the_script(script: Path) -> None:
     found = remedy(open_source({**AUTO, "gradient_clipping": 0.5}), "unishard", with_=script)
     assert found
     assert found.drop == ("gradient_clipping",)
-    found = remedy(open_source({**FSDP, "mixed_precision": "fp16"}), "unishard", with_=script)
+    found = remedy(open_source(ZERO), "unishard", with_=script)
     assert found
-    assert found.drop == ("bf16",)
+    assert found.drop == ("gradient_accumulation_steps",)
 
 
 def test_an_optimizer_that_is_refused_is_not_replaced(script: Path) -> None:

@@ -122,6 +122,16 @@ def test_options_of_the_launcher_that_contradict_its_translated_file_are_refused
     assert "deepspeed_config.zero_stage is 3" in item.note
 
 
+def test_an_option_that_names_the_file_in_another_way_contradicts_nothing(project: Path) -> None:
+    (project / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    file = project / "recipes/launch/file.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    )
+    launched(project, f"--config_file {file} --deepspeed_config_file ../ds.json")
+    assert not translate(file, "unishard", with_=project / "scripts/run.sh").of(Fit.UNSUPPORTED)
+
+
 def test_the_command_line_counts_more_than_the_recipe_that_it_names(project: Path) -> None:
     outcome = launched(project, "--config_file recipes/launch/zero3.yaml", to="unishard")
     assert outcome.reading.config.optimizer.lr == 1e-4

@@ -120,6 +120,9 @@ def updates(given: DocumentValues) -> int | Undecided:
 def warmup(given: DocumentValues) -> int | Undecided:
     """Updates of the warm-up."""
     ratio = given.get("warmup_ratio")
+    unknown = next((word for word in (given.get("warmup_steps"), ratio) if is_placeholder(word)), None)
+    if unknown is not None:
+        return Undecided(f"the placeholder {unknown}")
     steps = number(0)(given.get("warmup_steps") or 0)
     if not steps and ratio is not None:
         steps = number(0, 1)(ratio)

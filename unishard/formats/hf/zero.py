@@ -15,6 +15,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
+from unishard.contract.templates import is_placeholder
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import DEEPSPEED, off
@@ -235,7 +236,8 @@ def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool)
         return entry
     name, fill = _FILL[entry.key]
     argument = fill(get)
-    if argument is None or _same(said[entry.key], argument):
+    unknown = any(is_placeholder(one) for one in (argument if isinstance(argument, list) else [argument]))
+    if argument is None or unknown or _same(said[entry.key], argument):
         return entry
     note = f'transformers refuses this: {name} is {shown(argument)}; make them equal, or write "auto"'
     return entry.but(Fit.UNSUPPORTED, note)

@@ -21,7 +21,7 @@ from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.sidecar.following import missing
-from unishard.formats.sidecar.launcher import clashes, decided, deciding, engine_is_open, staying
+from unishard.formats.sidecar.launcher import as_launched, clashes, decided, deciding, engine_is_open, staying
 from unishard.formats.sidecar.sidecar import TRAINER, Sidecar, open_sidecar, trainer
 from unishard.formats.source import Source
 
@@ -191,7 +191,9 @@ def filled(
         beside = beside._replace(values={} if beside.format == "accelerate" else beside.values, format=reading.format)
     told = _Sidecar(beside, ranks)
     own, given = (
-        _merged(reading, format_, told, same=same) if reading.format in TRAINER else _beside(reading, format_, told)
+        _merged(reading, format_, told, same=same)
+        if reading.format in TRAINER
+        else _beside(reading, format_, told, same=same)
     )
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.effect.unknown))
     own = _opened(own, given)
@@ -296,10 +298,11 @@ def _merged(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: boo
         for key in yielding
     ]
     given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
-    return own, [*given, *((_stays if starts else _clash)(key, reading, told) for key in twice if key not in yielding)]
+    left = (key for key in twice if key not in yielding)
+    return own, [*given, *(_stays(key, told) if starts else _clash(key, reading, told) for key in left)]
 
 
-def _stays(key: str, reading: ReadDocument, told: _Sidecar) -> Entry:
+def _stays(key: str, told: _Sidecar) -> Entry:
     effect = KeyEffect(Fit.IGNORED, "counts more than the file, and stays on the launch line", notable=True)
     return Entry((key,), told.sidecar.values[key], effect, place=told.sidecar.place(key), from_sidecar=True)
 
@@ -310,7 +313,7 @@ def _clash(key: str, reading: ReadDocument, told: _Sidecar) -> Entry:
     return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=told.sidecar.place(key), from_sidecar=True)
 
 
-def _beside(reading: ReadDocument, format_: Format, told: _Sidecar) -> tuple[list[Entry], list[Entry]]:
+def _beside(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: bool) -> tuple[list[Entry], list[Entry]]:
     """A document for an engine or a launcher: its engine's config is what the arguments would name."""
     engine, where = format_.for_trainer(reading.source)
     values = {key: value for key, value in told.sidecar.values.items() if key not in _ENGINES}
@@ -322,12 +325,15 @@ def _beside(reading: ReadDocument, format_: Format, told: _Sidecar) -> tuple[lis
         for entry in given
         if whole or not entry.assumed
     ]
+    said, switch = as_launched(reading, told.sidecar, told.ranks, whole=whole, same=same)
+    if switch:
+        given = [entry for entry in given if entry.path != (switch,)] + ([_stays(switch, told)] if same else [])
     if not whole or where is None:
-        return list(reading.entries), given
+        return said, given
     inner = {
         (*where, *entry.path[1:]): entry for entry in found if entry.path[0] == _ENGINES[0] and len(entry.path) > 1
     }
-    own = [_again(entry, inner[entry.path], told, where) if entry.path in inner else entry for entry in reading.entries]
+    own = [_again(entry, inner[entry.path], told, where) if entry.path in inner else entry for entry in said]
     return own, given
 
 

@@ -5,6 +5,7 @@ strategy.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.nested import flat
@@ -15,6 +16,7 @@ from unishard.formats import catalog
 from unishard.formats.reading import ReadDocument
 from unishard.formats.sidecar.following import LAUNCHER
 from unishard.formats.sidecar.sidecar import Sidecar
+from unishard.formats.source import find_named
 
 _DECIDED = ("backend", "sharding.strategy")
 _ABSENT = (
@@ -94,7 +96,59 @@ def clashes(reading: ReadDocument, beside: Sidecar) -> Iterator[Entry]:
     own = dict(flat(reading.source.data))
     for key, value in flat(beside.launcher.data) if beside.launcher else ():
         place = beside.launcher.origins.of(key)  # type: ignore[union-attr]
-        if place.source == beside.name and own.get(key) != value:
+        if place.source == beside.name and own.get(key) != value and not _same_file(own.get(key), value, reading):
             note = f"counts more than the file, where {key} is {shown(own.get(key))}; make them equal, or leave one out"
             option = f"accelerate --{key.rpartition('.')[2].replace('_', '-')}"
             yield Entry((option,), value, KeyEffect(Fit.UNSUPPORTED, note), place=str(place), from_sidecar=True)
+
+
+def _same_file(own: Any, other: Any, reading: ReadDocument) -> bool:
+    """Whether two values name one file that is there."""
+    if not (isinstance(own, str) and isinstance(other, str)):
+        return False
+    one, two = (find_named(name, reading.source.folder) for name in (own, other))
+    return bool(one and two and one.samefile(two))
+
+
+_PRECISION = "mixed_precision"
+
+
+def as_launched(
+    reading: ReadDocument, beside: Sidecar, ranks: Topology | None, *, whole: bool, same: bool
+) -> tuple[list[Entry], str]:
+    """What a document says, and the argument that decides its precision; empty where none does.
+
+    What a launch line says of the ranks, and TrainingArguments of the precision (transformers 5.23, training_args.py),
+    counts more than a config of Accelerate.
+
+    Args:
+        reading: The document.
+        beside: What is beside it.
+        ranks: Those that count.
+        whole: Whether that is all of the TrainingArguments.
+        same: Whether the document is written in its own format again, where the launch line stays beside it.
+    """
+    if reading.format != "accelerate":
+        return list(reading.entries), ""
+    switch = _switched(reading.source.data.get(_PRECISION), beside) if whole else ""
+    if same or (not switch and ranks == reading.topology):
+        return list(reading.entries), switch
+    document = {**reading.source.data, **({_PRECISION: switch} if switch else {})}
+    entries = catalog.get("accelerate").entries(reading.source._replace(data=document), ranks)
+    if not switch:
+        return list(entries), ""
+    place = beside.place(switch)
+    yields = KeyEffect(Fit.IGNORED, f"{place} says {switch}, which counts more")
+    moved = (
+        entry._replace(path=(switch,), value=True, place=place, from_sidecar=True)
+        if entry.path == (_PRECISION,)
+        else entry
+        for entry in entries
+    )
+    return [Entry((_PRECISION,), reading.source.data[_PRECISION], yields), *moved], switch
+
+
+def _switched(said: Any, beside: Sidecar) -> str:
+    """The precision that is switched on, where the config says another."""
+    switch = next((word for word in ("fp16", "bf16") if beside.values.get(word) is True), "")
+    return "" if said is None or str(said).lower() == switch else switch
