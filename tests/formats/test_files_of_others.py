@@ -254,6 +254,27 @@ def test_arguments_in_a_section_of_a_scripts_own_file() -> None:
     assert translated(document, "hf", "hf").document == document
 
 
+@pytest.mark.parametrize(
+    ("beside", "stage"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}}, "shard_grad_op"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}, "accelerate": {}}, "full_shard"),
+        ({"deepspeed": {"enabled": True, "file": "ds.json"}}, "no_shard"),
+    ],
+)
+def test_deepspeeds_config_beside_that_section_is_read(beside: dict[str, Any], stage: str) -> None:
+    document = {"model": {"name": "m"}, "training": {**ARGUMENTS, "bf16": True}, **beside}
+    assert read(document, "hf").config.sharding.strategy == stage
+    assert not translated(document, "hf").of(Fit.UNSUPPORTED)
+
+
+def test_a_warm_up_that_a_variable_holds_leaves_the_shape_known() -> None:
+    document = {**ARGUMENTS, "lr_scheduler_type": "cosine", "warmup_steps": "${WARMUP}", "max_steps": 100}
+    reading = read(document, "hf")
+    assert (reading.config.scheduler.name, reading.config.scheduler.total_steps) == ("cosine", 100)
+    assert [field for field in reading.undecided if field.startswith("scheduler.")] == ["scheduler.warmup_steps"]
+
+
 def test_modules_for_galore_matter_with_it_alone() -> None:
     document = {**ARGUMENTS, "optim_target_modules": ["q"]}
     assert item(document, "hf", "optim_target_modules").fit is Fit.IGNORED

@@ -100,12 +100,25 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
     name = section_in(source.data)
     if name is None:
         return _entries(source, topology)
-    found = _entries(source._replace(data=source.data[name]), topology, section=True)
+    engine = _engine_beside(source.data, name)
+    found = _entries(source._replace(data={**source.data[name], **engine}), topology, section=True)
     # Written in its own format again, the arguments stand at the top, and what does not train is left out.
     inner = [
-        entry._replace(path=(name, *entry.path), effect=entry.effect._replace(copy_verbatim=False)) for entry in found
+        entry._replace(
+            path=entry.path if entry.path[0] in engine else (name, *entry.path),
+            effect=entry.effect._replace(copy_verbatim=False),
+        )
+        for entry in found
     ]
-    return [*inner, *(Entry((str(key),), value, _BESIDE) for key, value in source.data.items() if key != name)]
+    beside = ((str(key), value) for key, value in source.data.items() if key not in (name, *engine))
+    return [*inner, *(Entry((key,), value, _BESIDE) for key, value in beside)]
+
+
+def _engine_beside(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """DeepSpeed's config where a script's file has it beside the section, as the script hands both on."""
+    config = data.get(DEEPSPEED)
+    named = isinstance(config, str) or (isinstance(config, Mapping) and "zero_optimization" in config)
+    return {DEEPSPEED: config} if named and not set(ENGINES) & set(data[section]) else {}
 
 
 _BESIDE = KeyEffect(Fit.IGNORED, "not a TrainingArguments key: only the script reads it")
