@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from accounting import faults_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,14 @@ def test_whatever_stands_in_a_file_every_key_is_accounted_for(
         assert len(keys) == len(set(keys))
         for leaf in _flat(document):
             assert any(leaf == key or leaf.startswith(f"{key}.") or key.startswith(f"{leaf}.") for key in keys), leaf
+
+
+def test_an_argument_that_goes_into_a_block_that_is_off_has_a_line() -> None:
+    arguments = {"stage": 2, "partition_activations": False, "cpu_checkpointing": False}
+    document = {"strategy": {"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", **arguments}}
+    outcome = translating.translate(document, "unishard", from_="lightning")
+    assert not faults_of(outcome)
+    assert {item.key for item in outcome.items} >= {f"strategy.{name}" for name in arguments}
 
 
 sections = st.fixed_dictionaries(

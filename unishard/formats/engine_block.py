@@ -84,7 +84,12 @@ class EngineBlock:
 
     def _spots(self, entry: Entry) -> tuple[Spot, ...] | None:
         above = (".".join(entry.path[:length]) for length in range(len(entry.path), 0, -1))
-        return next((self.spots[key] for key in above if key in self.spots), None)
+        found = next((self.spots[key] for key in above if key in self.spots), None)
+        if found is not None:
+            return found
+        # The engine has one row for a whole block, such as `activation_checkpointing`.
+        below = (spots for key, spots in self.spots.items() if key.startswith(f"{entry.key}."))
+        return tuple(spot for spots in below for spot in spots) or None
 
 
 def combined(spot: Spot, meanings: Iterable[KeyEffect], *, repeats: bool = False) -> Entry:
