@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch
 from accelerate.utils.dataclasses import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
@@ -372,6 +372,7 @@ def test_a_number_of_processes_that_nobody_has_said_is_asked_for(folder):
 
 def test_the_table_has_every_key_of_accelerate():
     known = {key.partition(".")[0] for key in catalog.get("accelerate").keys} | {"fsdp_config", "deepspeed_config"}
-    assert set(ClusterConfig.__dataclass_fields__) <= known
+    fields = {*ClusterConfig.__dataclass_fields__, *SageMakerConfig.__dataclass_fields__}
+    assert fields <= known
     older = {"fp16", "dynamo_backend", "ipex_config", "xpu_config", "tp_config", "tpu_cluster"}
-    assert known - set(ClusterConfig.__dataclass_fields__) == older | {"env", "kt_config"}
+    assert known - fields == older | {"env", "kt_config"}

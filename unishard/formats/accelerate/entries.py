@@ -76,16 +76,19 @@ KINDS: Mapping[str, DistributedType] = {
 }
 """By the word in `distributed_type`."""
 
+NO_WORDS = ("NO", "No", "no", False)
+"""What Accelerate takes for `NO`."""
+
 _FORMATS = ("no", "fp16", "bf16", "fp8")
 
 
 def kind_named(value: Any) -> DistributedType:
-    """The kind of this name. YAML 1.1 reads a bare `NO` as false, which Accelerate takes for it.
+    """The kind of this name. YAML 1.1 reads a bare `no` as false, which Accelerate takes for `NO`.
 
     Raises:
         Unreadable: There is none.
     """
-    name = "NO" if value is False else str(value)
+    name = "NO" if value in NO_WORDS else str(value)
     if name not in KINDS:
         near = get_close_matches(name.upper(), KINDS, 1)
         raise Unreadable(

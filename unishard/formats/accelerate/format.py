@@ -13,7 +13,7 @@ from unishard.contract.key_rows import integer, listed
 from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import NO_FILE, OF_THE_FILE, deepspeed_entries, file_entries
-from unishard.formats.accelerate.entries import KINDS, TOOL, block_of, dropped, kind_of, precision_of, refused
+from unishard.formats.accelerate.entries import KINDS, NO_WORDS, TOOL, block_of, dropped, kind_of, precision_of, refused
 from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
 from unishard.formats.accelerate.keys import KEYS
 from unishard.formats.accelerate.rules import FSDP_RULES
@@ -36,9 +36,7 @@ _AUTOCAST = "torch.autocast keeps some operations in fp32; without it all run in
 def ranks_of(document: Mapping[str, Any]) -> Topology | None:
     """The ranks that a document speaks of; None where it does not say."""
     try:
-        ranks = integer(1)(
-            document.get("num_processes", 1 if document.get("distributed_type") in ("NO", False) else None)
-        )
+        ranks = integer(1)(document.get("num_processes", 1 if document.get("distributed_type") in NO_WORDS else None))
         machines = integer(1)(document.get("num_machines") or 1)
     except Unreadable:
         return None
@@ -255,7 +253,7 @@ class AccelerateFormat(Format):
 
     def wants(self, document: Native) -> str:
         """The number of processes, without which `accelerate launch` refuses a file with an engine."""
-        return "" if "num_processes" in document or document.get("distributed_type") == "NO" else _NO_RANKS
+        return "" if "num_processes" in document or document.get("distributed_type") in NO_WORDS else _NO_RANKS
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML in the order of `accelerate config`."""

@@ -28,6 +28,11 @@ _GONE: Mapping[str, str] = {
     "tpu_cluster": f"only used on TPUs; {TOOL} refuses this key, so remove it",
 }
 """Keys with which Accelerate refuses a file, though nothing is lost without them."""
+_SAGEMAKER = names(
+    "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version "
+    "py_version sagemaker_inputs_file sagemaker_metrics_file additional_args"
+)
+"""Of Accelerate's SageMakerConfig."""
 _RANKS = "num_processes divided by num_machines"
 _ONE_HOST = "only used with several hosts; one host takes a free port"
 _BACKENDS = ("static", "c10d", "etcd-v2", "etcd")
@@ -269,6 +274,7 @@ KEYS: Mapping[str, Key] = {
             "command_file commands"
         )
     },
+    **{name: rejected("only used by SageMaker jobs") for name in _SAGEMAKER},
     **_DYNAMO_KEYS,
     "parallelism_config": drops("is empty"),
     **_PARALLEL_KEYS,
