@@ -18,6 +18,7 @@ from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undeci
 
 _TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MICRO_OF_RANKS = f"{_TRAIN} / ({_WINDOW} x ranks)"
+_ABSENT = "is null, as if the key were absent"
 _WINDOW_OF_RANKS = f"{_TRAIN} / ({_MICRO} x ranks)"
 
 
@@ -27,11 +28,12 @@ def assumed(given: DocumentValues) -> dict[str, Any]:
     """
     train, micro, window = (quiet(integer(1), given.get(key)) for key in (_TRAIN, _MICRO, _WINDOW))
     ranks = given.topology.world_size if given.topology else None
+    said = {key for key in (_MICRO, _WINDOW) if given.get(key) is not None}
     found: dict[str, Any] = {}
-    if _WINDOW not in given and (train or _MICRO in given):
-        found[_WINDOW] = 1 if not train or _MICRO not in given else _quotient(train, micro, ranks) or _WINDOW_OF_RANKS
-    if _MICRO not in given and train:
-        found[_MICRO] = _quotient(train, window or (None if _WINDOW in given else 1), ranks) or _MICRO_OF_RANKS
+    if _WINDOW not in said and (train or _MICRO in said):
+        found[_WINDOW] = 1 if not train or _MICRO not in said else _quotient(train, micro, ranks) or _WINDOW_OF_RANKS
+    if _MICRO not in said and train:
+        found[_MICRO] = _quotient(train, window or (None if _WINDOW in said else 1), ranks) or _MICRO_OF_RANKS
     return found
 
 
@@ -41,12 +43,17 @@ def _quotient(train: int, other: int | None, ranks: int | None) -> int | str | N
     return train // (other * ranks) if train % (other * ranks) == 0 else f"{train} / ({other} x {ranks})"
 
 
-def _size(field: str, derived: str, who: str) -> Key:
+def _size(key: str, derived: str, who: str) -> Key:
+    field = f"training.{key.removeprefix('train_').removesuffix('_per_gpu')}"
+
     def read(value: Any, given: DocumentValues) -> KeyEffect:
+        value = assumed(given).get(key) if value is None else value
         if value in (AUTO, derived):
             return undecided(
                 f"{who} {ARGUMENTS}" if value == AUTO else "the number of ranks; add --world-size N", field
             )
+        if value is None:
+            return dropped(_ABSENT)
         return KeyEffect(fields={field: integer(1)(value)})
 
     return Key(read, field)
@@ -55,6 +62,8 @@ def _size(field: str, derived: str, who: str) -> Key:
 def _global(value: Any, given: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return dropped("is the product of the other two and the ranks")
+    if value is None:
+        return dropped(_ABSENT)
     size = integer(1)(value)
     others = [quiet(integer(1), given.get(key)) for key in (_MICRO, _WINDOW)]
     if given.topology and all(others) and size != others[0] * others[1] * given.topology.world_size:
@@ -80,8 +89,8 @@ _CLIPS = "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did n
 
 KEYS: Mapping[str, Key] = {
     _TRAIN: Key(_global, "training.global_batch_size"),
-    _MICRO: _size("training.micro_batch_size", _MICRO_OF_RANKS, "per_device_train_batch_size"),
-    _WINDOW: _size("training.gradient_accumulation_steps", _WINDOW_OF_RANKS, _WINDOW),
+    _MICRO: _size(_MICRO, _MICRO_OF_RANKS, "per_device_train_batch_size"),
+    _WINDOW: _size(_WINDOW, _WINDOW_OF_RANKS, _WINDOW),
     "gradient_clipping": Key(_clipping, "training.gradient_clipping", tool_default=1.0),
 }
 
