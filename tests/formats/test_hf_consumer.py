@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 import yaml
 from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
@@ -39,6 +40,14 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_every_argument_has_a_row() -> None:
     assert {field.name for field in dataclasses.fields(TrainingArguments)} <= set(catalog.get("hf").keys)
+
+
+@pytest.mark.parametrize(
+    "name", ["SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "ModelConfig", "ScriptArguments"]
+)
+def test_every_argument_of_trl_has_a_row(name: str) -> None:
+    known = {*catalog.get("hf").keys, *catalog.get("trl").own}
+    assert {field.name for field in dataclasses.fields(getattr(trl, name))} <= known
 
 
 STRATEGIES = {"no_shard": None, "shard_optimizer": False, "shard_grad_op": False, "full_shard": True}

@@ -68,6 +68,7 @@ _SIGNS = names(
 """Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the
 file."""
 
+LOADED = drops("the dtype in which the training script loads the model")
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
@@ -106,6 +107,7 @@ _WHOLE = "layers or sequences that are split between ranks are not supported; wr
 DIALECT: Mapping[str, Key] = {
     **ignored("hf/ignored_around.txt"),
     "torch_dtype": Key(_dtype, "precision.compute"),
+    "dtype": LOADED,
     "pure_bf16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
     "fp8": refuses("fp8 is not supported; write bf16", off),
     "fp8_backend": drops("names what fp8 switches on"),

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.contract.entries import Key
-from unishard.contract.key_rows import drops
-from unishard.formats.hf.dialects import DIALECT
+from unishard.formats.hf.dialects import DIALECT, LOADED
 from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
 from unishard.formats.names import names
 
-_LOADED = drops("the dtype in which the training script loads the model")
 _KINDS: Mapping[float, tuple[str, ...]] = {
     1e-6: names(
         "reward_funcs num_generations max_completion_length max_prompt_length precompute_ref_log_probs "
@@ -31,7 +29,7 @@ class TrlFormat(ScriptFormat):
     name = "trl"
     tool = "TRL 1.10"
     switched_on = ("gradient_checkpointing", "bf16")
-    own: Mapping[str, Key] = {**DIALECT, "torch_dtype": _LOADED, "dtype": _LOADED}
+    own: Mapping[str, Key] = {**DIALECT, "torch_dtype": LOADED}
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """bf16 unless fp16 is on, recomputed activations, and a rate for each kind of training."""
