@@ -69,6 +69,16 @@ def test_degrees_and_warm_up_of_torchtitan_in_2024() -> None:
     assert not translated(OF_2024, "torchtitan").of(Fit.UNSUPPORTED)
 
 
+@pytest.mark.parametrize("table", ["metrics", "profiling"])
+@pytest.mark.parametrize("key", ["save_aim_folder", "enable_aim"])
+def test_a_forks_keys_about_logs_do_not_train(table: str, key: str) -> None:
+    assert item({**OF_2024, table: {key: "x"}}, "torchtitan", f"{table}.{key}").fit is Fit.IGNORED
+
+
+def test_a_forks_evaluation_does_not_train() -> None:
+    assert not translated({**OF_2024, "evaluation": {"enable_evaluation": True}}, "torchtitan").of(Fit.UNSUPPORTED)
+
+
 def test_a_key_at_both_places_is_refused_at_the_older_one() -> None:
     document = {**OF_2024, "lr_scheduler": {"warmup_steps": 3}}
     assert item(document, "torchtitan", "training.warmup_steps").fit is Fit.UNSUPPORTED

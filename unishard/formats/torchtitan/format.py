@@ -14,6 +14,7 @@ from unishard.contract.key_rows import drops
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
 from unishard.formats.format import Format
+from unishard.formats.names import NO_LOGS
 from unishard.formats.source import Source
 from unishard.formats.torchtitan.keys import DEGREES, ENGINE, KEYS, RESHARDING, degree
 from unishard.formats.undecided import open_end
@@ -71,6 +72,7 @@ _KNOWN = frozenset(key.partition(".")[0] for key in KEYS)
 _FORK = (
     "not a key of torchtitan 0.2: only a fork that adds it reads it; what it does to the training is not carried over"
 )
+_LOGS = ("metrics", "profiling")
 _ROW = drops("not a table of JobConfig: only the module that adds it reads it", unknown=True)
 
 
@@ -86,11 +88,13 @@ def own_of(data: Mapping[str, Any]) -> Mapping[str, Key]:
 
 def of_a_fork(entry: Entry, known: Iterable[str]) -> Entry:
     """The entry; an unknown key in a table of JobConfig is reported unless it misspells a known one: a fork reads
-    it.
+    it. In the tables about logs it does not train.
     """
     refused = (
         entry.effect.fit is Fit.UNSUPPORTED and entry.effect.unknown and len(entry.path) > 1 and entry.path[0] in _KNOWN
     )
+    if refused and entry.path[0] in _LOGS:
+        return entry._replace(effect=KeyEffect(Fit.IGNORED, NO_LOGS, unknown=True))
     if not refused or "did you mean" in entry.effect.note or get_close_matches(entry.key, known, 1, 0.9):
         return entry
     return entry._replace(effect=KeyEffect(Fit.APPROXIMATE, _FORK, unknown=True, copy_verbatim=True, notable=True))
