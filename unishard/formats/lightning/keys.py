@@ -15,7 +15,7 @@ from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.hydra import composed
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.shape import built, short
-from unishard.formats.names import NO_LOGS, ignored, names
+from unishard.formats.names import NO_LOGS, each, ignored, names
 
 UNSET = left_out("is not set")
 _OFF = left_out("is off")
@@ -37,6 +37,10 @@ def optional(
 def left(why: str) -> Key:
     """A key that concerns only a launcher, a log, or files."""
     return optional(lambda value, given: left_out(why), "", Fit.IGNORED, why)
+
+
+HYDRA: Mapping[str, Key] = each("_convert_ _partial_ _recursive_", left("how Hydra makes the object"))
+"""Its own keys beside `_target_`."""
 
 
 def _script(what: str, *idle: Any) -> Key:
@@ -253,6 +257,7 @@ TRAINER: Mapping[str, Key] = {
     "fast_dev_run": _script("a trial run of {value} batches; leave it out to train"),
     "detect_anomaly": _script("call torch.autograd.set_detect_anomaly(True), which finds the source of a NaN"),
     **ignored("lightning/ignored_trainer.txt", left),
+    **HYDRA,
 }
 """The arguments of `Trainer` and `Fabric` but `strategy`."""
 

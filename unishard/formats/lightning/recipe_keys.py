@@ -9,7 +9,7 @@ from unishard.config.describe import shown
 from unishard.contract.entries import Entry, Key, KeyEffect, Path, Undecided, Unreadable, interpret, left_out
 from unishard.contract.key_rows import boolean, drops, number, sets
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.keys import UNSET
+from unishard.formats.lightning.keys import HYDRA, UNSET
 from unishard.formats.lightning.shape import Built, built, short
 from unishard.formats.names import each
 
@@ -41,6 +41,7 @@ OPTIMIZER: Mapping[str, Key] = {
     "amsgrad": sets("optimizer.amsgrad", boolean),
     "momentum": sets("optimizer.momentum", number(0)),
     "nesterov": sets("optimizer.nesterov", boolean),
+    **HYDRA,
     **each("foreach fused capturable differentiable use_triton", drops("how the update is computed, not what")),
 }
 """Arguments of torch's optimizers; any other must be at its default."""

@@ -92,8 +92,15 @@ class Built(NamedTuple):
     """Keys beside the class and its section of arguments."""
 
 
+def named(value: Any) -> Any:
+    """The value, or the name that Hydra looks up in `{_target_: hydra.utils.get_class, path: a.B}` and the like."""
+    looks_up = isinstance(value, Mapping) and str(value.get("_target_")).startswith("hydra.utils.get_")
+    return value.get("path", value) if looks_up else value
+
+
 def built(value: Any) -> Built | None:
     """A class with arguments, as jsonargparse or Hydra says it, or only its name; None for anything else."""
+    value = named(value)
     if isinstance(value, str) and value:
         return Built(value, "", {}, {})
     if not isinstance(value, Mapping):

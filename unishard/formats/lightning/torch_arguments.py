@@ -10,8 +10,8 @@ from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import broadcast_buffers, drops, integer, number
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.keys import left, off, optional
-from unishard.formats.lightning.shape import built, short
+from unishard.formats.lightning.keys import HYDRA, left, off, optional
+from unishard.formats.lightning.shape import built, named, short
 from unishard.formats.names import each, ignored
 
 _LAUNCH = "the launcher decides it"
@@ -26,6 +26,7 @@ def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
 
 DDP: Mapping[str, Key] = {
     **ignored("lightning/ignored_ddp.txt", left, off),
+    **HYDRA,
     **each("broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
     "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
 }
@@ -55,6 +56,7 @@ MODEL_PARALLEL: Mapping[str, Key] = {
     "save_distributed_checkpoint": left("affects only the files of checkpoints"),
     "parallelize_fn": left(_WRITTEN),
     **each("process_group_backend timeout", left(_LAUNCH)),
+    **HYDRA,
 }
 """The arguments of `ModelParallelStrategy`, Lightning's FSDP2. Fabric's keeps the optimizer on the old parameters where
 model and optimizer are set up together, so that a step moves nothing, and leaves gradients unreduced after
@@ -95,6 +97,7 @@ def _formats(value: Any) -> Native:
             f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) "
             "and init_args"
         )
+    formats = {name: short(found) if (found := named(item)) != item else item for name, item in formats.items()}
     known = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
     quiet = ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
     if unknown := [name for name in formats if name not in known + quiet]:
@@ -129,8 +132,8 @@ def _classes(value: Any) -> list[str]:
     """
     if isinstance(value, list | tuple | Set):
         return (
-            [short(item) for item in value if isinstance(item, str)]
-            if all(isinstance(item, str) for item in value)
+            [short(item) for item in map(named, value) if isinstance(item, str)]
+            if all(isinstance(named(item), str) for item in value)
             else []
         )
     found = built(value)
@@ -179,6 +182,7 @@ ARGUMENTS: Mapping[str, ToNative] = {
 
 OWN: Mapping[str, Key] = {
     **ignored("lightning/ignored_fsdp.txt", left, off),
+    **HYDRA,
     "timeout": drops("how long a collective may hang; see communication.desync_timeout"),
 }
 """The arguments that concern only Lightning, with those that no file can say."""
