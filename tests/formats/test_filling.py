@@ -349,6 +349,12 @@ def test_one_of_several_trainings_is_named_by_its_line(script: Path) -> None:
     assert fields(translate(AUTO, "unishard", with_=f"{script}:8"))["optimizer.lr"] == 3
 
 
+def test_a_line_whose_arguments_are_in_a_variable_is_named_by_its_own(script: Path) -> None:
+    script.write_text("ARGS='--learning_rate 1e-4'\ntorchrun train.py $ARGS\ntorchrun train.py $ARGS --seed 3\n")
+    assert fields(translate(AUTO, "unishard", with_=f"{script}:2"))["optimizer.lr"] == 1e-4
+    assert fields(translate(AUTO, "unishard", with_=f"{script}:3"))["training.seed"] == 3
+
+
 @pytest.mark.parametrize(
     ("name", "text", "what"),
     [

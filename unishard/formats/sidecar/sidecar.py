@@ -318,7 +318,8 @@ def script_text(path: Path) -> str:
 
 
 def _spans(line: LaunchLine, asked: int) -> bool:
-    return line.line <= asked <= max((word.line for word in line.arguments), default=line.line)
+    # Words of a variable stand above the line.
+    return line.line <= asked <= max([line.line, *(word.line for word in line.arguments)])
 
 
 def _said(line: LaunchLine) -> object:
