@@ -48,7 +48,7 @@ _HARMLESS = names(
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?PYTHON\w*\}?")
 _FENCE = re.compile(r"\s*(?:```|~~~)\s*(\w*)")
 _SHELL = ("", "bash", "sh", "shell", "zsh", "console")
-_SCRIPT = re.compile(r"\S+\.py")
+_SCRIPT = re.compile(r"(?:\$\([^()]*\)|[^\s$]|\$(?!\())+\.py")
 
 
 class LaunchLine(NamedTuple):
@@ -179,7 +179,7 @@ def options_of(words: Sequence[Word], flags: frozenset[str] = frozenset()) -> tu
     """
     found: dict[str, Word] = {}
     at = 0
-    while at < len(words) and (words[at].text.startswith("-") or words[at].text.startswith("$")):
+    while at < len(words) and words[at].text.startswith(("-", "$")) and not _SCRIPT.fullmatch(words[at].text):
         name, equals, value = words[at].text.partition("=")
         key = name.lstrip("-").replace("-", "_")
         takes = not equals and key not in flags and name.startswith("-") and at + 1 < len(words)

@@ -31,7 +31,7 @@ class _Assigned(NamedTuple):
 def commands(text: str) -> list[list[Word]]:
     """The simple commands of a script.
 
-    Variables that hold several words or options are put in; all others stay as `$NAME`.
+    Variables that hold several words, options or a script are put in; all others stay as `$NAME`.
     """
     found = list(split(text))
     variables = _variables(found)
@@ -222,4 +222,5 @@ def _held(assigned: list[_Assigned]) -> list[Word] | None:
                 [part for command in split(item.text, item.line) for part in command] if len(one.words) == 1 else [item]
             )
             words += inner
-    return words if len(words) > 1 or (words and words[0].text.startswith("-")) else None
+    put_in = len(words) > 1 or (words and (words[0].text.startswith("-") or words[0].text.endswith(".py")))
+    return words if put_in else None
