@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -46,6 +47,8 @@ def updates(value: Any, given: DocumentValues) -> int | Undecided:
             raise Unreadable(f"must be in batches if max_duration is a fraction, got {shown(value)}; write 100ba")
         total = updates(whole, given)
         return total if isinstance(total, Undecided) else int(amount * total)
+    if unit == "sp" and (batch := _global_batch_size(given)):
+        return math.ceil(amount / batch)
     return Undecided(_UNITS[unit].format(text=value))
 
 
