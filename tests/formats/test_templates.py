@@ -58,6 +58,14 @@ def test_what_a_placeholder_is(value: object, found: tuple[str, ...]) -> None:
     assert is_placeholder(" ${A} ")
 
 
+def test_what_must_be_given_to_hydra_is_a_placeholder() -> None:
+    assert is_placeholder("???")
+    assert not placeholders_in("what???")
+    outcome = translate({"trainer": {"devices": "???", "strategy": "ddp", "max_epochs": "???"}}, "unishard")
+    assert item(outcome, "trainer.devices").fit is Fit.NEEDS_INPUT
+    assert not outcome.of(Fit.UNSUPPORTED)
+
+
 @pytest.mark.parametrize("document", [DEEPSPEED, ACCELERATE, ARGUMENTS])
 @pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf"])
 def test_a_placeholder_is_no_reason_to_refuse(document: dict[str, object], to: str) -> None:
