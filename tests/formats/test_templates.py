@@ -47,6 +47,7 @@ def item(outcome: Outcome, key: str) -> Item:
     [
         ("${A}/b/$C", ("${A}", "$C")),
         ("{{ x }}-{{ x }}", ("{{ x }}",)),
+        ("${eval:${a.b} // ${c}}, ${A:-${B}}", ("${eval:${a.b} // ${c}}", "${A:-${B}}")),
         ("costs $5, US$A and $lower", ()),
         (5, ()),
         (None, ()),
@@ -55,7 +56,7 @@ def item(outcome: Outcome, key: str) -> Item:
 def test_what_a_placeholder_is(value: object, found: tuple[str, ...]) -> None:
     assert placeholders_in(value) == found
     assert not is_placeholder(value)
-    assert is_placeholder(" ${A} ")
+    assert is_placeholder(" ${A} ") and is_placeholder("${eval:${a} // ${b}}")
 
 
 def test_what_must_be_given_to_hydra_is_a_placeholder() -> None:

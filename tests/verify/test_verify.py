@@ -225,3 +225,12 @@ def test_a_rate_that_transformers_copies_from_the_optimizer_is_not_deepspeeds_de
     found = verify(outcome)
     assert found.source.refused  # for opt_level, which is left out
     assert not found.unreported
+
+
+def test_a_placeholder_that_is_kept_is_no_difference() -> None:
+    trainer = {"devices": 4, "replace_sampler_ddp": False, "accumulate_grad_batches": "${eval:${batch} // 4}"}
+    outcome = translate({"trainer": trainer}, "lightning", topology=FOUR)
+    assert "${eval:${batch} // 4}" in outcome.text
+    found = verify(outcome)
+    assert found.rows
+    assert not found.unreported

@@ -1,5 +1,5 @@
 """Placeholders in files that something else fills in: `${VAR}` and `$VAR` of a shell, `${a.b}` and `???` of OmegaConf,
-`{{ x }}` of Jinja.
+`{{ x }}` of Jinja. One may hold others: `${X:-${Y}}`, `${eval:${a} // ${b}}`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_PLACEHOLDER = re.compile(r"\$\{[^{}]*\}|\{\{[^{}]*\}\}|(?<![\w$])\$[A-Z_][A-Z0-9_]*|^\?\?\?$")
+_PLACEHOLDER = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}|\{\{[^{}]*\}\}|(?<![\w$])\$[A-Z_][A-Z0-9_]*|^\?\?\?$")
 
 
 _WORD = re.compile(r"[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)*")

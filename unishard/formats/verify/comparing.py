@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from unishard.config.loading.document import text_of
 from unishard.contract.rules import Fit
-from unishard.contract.templates import placeholders_in
+from unishard.contract.templates import is_placeholder, placeholders_in
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog
 from unishard.formats.readback import read_back, same
@@ -139,7 +139,7 @@ def _without_groups(found: Effective) -> Effective:
 
 
 def _differ(field: str, one: Any, other: Any) -> bool:
-    if one is _ABSENT or other is _ABSENT:
+    if one is _ABSENT or other is _ABSENT or is_placeholder(other):
         return False
     if field == _UNITS:
         listed = isinstance(one, list) and isinstance(other, list)
