@@ -56,7 +56,8 @@ def item(outcome: Outcome, key: str) -> Item:
 def test_what_a_placeholder_is(value: object, found: tuple[str, ...]) -> None:
     assert placeholders_in(value) == found
     assert not is_placeholder(value)
-    assert is_placeholder(" ${A} ") and is_placeholder("${eval:${a} // ${b}}")
+    assert is_placeholder(" ${A} ")
+    assert is_placeholder("${eval:${a} // ${b}}")
 
 
 def test_what_must_be_given_to_hydra_is_a_placeholder() -> None:

@@ -18,7 +18,7 @@ _KINDS: Mapping[float, tuple[str, ...]] = {
     ),
     1e-4: names("center_rewards_coefficient"),
 }
-"""Keys by which it shows that a file is not for SFT, by the learning rate that its config assumes (TRL 1.10,
+"""Keys by which it shows that a file is not for SFT, by the learning rate that its config assumes (TRL 1.16,
 trainer/*_config.py)."""
 _SFT = 2e-5
 
@@ -27,7 +27,7 @@ class TrlFormat(ScriptFormat):
     """YAML of `trl sft`, `trl dpo` and the like."""
 
     name = "trl"
-    tool = "TRL 1.10"
+    tool = "TRL 1.16"
     switched_on = ("gradient_checkpointing", "bf16")
     own: Mapping[str, Key] = {**DIALECT, "torch_dtype": LOADED}
 
