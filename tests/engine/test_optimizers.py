@@ -152,6 +152,10 @@ def loaded(on: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+class Muon(torch.optim.SGD):
+    """Not torch's."""
+
+
 def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
     on[1].requires_grad_(False)  # type: ignore[index]
     return torch.optim.SGD([{"params": list(part.parameters())} for part in on.children()], lr=0.1)
@@ -179,6 +183,7 @@ def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
         ),
         (partly_frozen, "group 1 of SGD has only frozen parameters; remove it"),
         (lambda on: torch.optim.Adafactor(on.parameters()), "Adafactor needs full tensors, but engines step shards"),
+        (lambda on: Muon(on.parameters(), lr=0.1), "Muon needs full tensors, but engines step shards"),
         (lambda on: torch.optim.Adam(on.parameters(), capturable=True), "Adam has capturable=True"),
     ],
     ids=[
@@ -190,6 +195,7 @@ def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
         "left out",
         "frozen group",
         "whole tensors",
+        "another's Muon",
         "capturable",
     ],
 )

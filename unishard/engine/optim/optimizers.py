@@ -20,7 +20,8 @@ from unishard.engine.optim.parameter_groups import groups_of, without_match
 from unishard.errors import ConfigError, Problem
 
 _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
-"""Their update is not element-wise, so updating a shard would give other values (torch 2.13)."""
+"""Their update is not element-wise, so updating a shard would give other values (torch 2.13); so is that of others of
+the same name, such as the Adafactor of transformers."""
 
 _NOT_FUSED_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
 """DTensor does not support their fused kernels ("Operator aten._fused_sgd_.default does not have a sharding strategy",
@@ -256,7 +257,8 @@ def _problems(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[st
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         yield "LBFGS recomputes the loss inside step(), which no engine supports; choose another optimizer"
-    if sharded and isinstance(optimizer, _FULL_TENSORS):
+    names = {each.__name__ for each in type(optimizer).__mro__}
+    if sharded and any(each.__name__ in names for each in _FULL_TENSORS):
         yield f"{kind} needs full tensors, but engines step shards; choose no_shard or another optimizer"
     for option, why in (
         ("differentiable", "there is no backward through an update"),
