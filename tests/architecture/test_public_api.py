@@ -90,6 +90,7 @@ def test_what_an_engine_is() -> None:
         "parameter",
         "parameter_norms",
         "placement",
+        "reached_by",
         "resumed",
         "set_grad",
         "set_parameter",

@@ -84,8 +84,8 @@ def train(backend, sharding, folder=None, load=None, epochs=2):
     }
 
 
-def two_models(backend):
-    """A generator and its judge, each with its optimizer."""
+def two_models(backend, names):
+    """A generator and its judge, each with its optimizer; the judge's step has two backwards."""
     fabric = begun(backend)
     pairs = []
     for model in (nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 4)), nn.Linear(4, 1)):
@@ -93,12 +93,12 @@ def two_models(backend):
     (generator, generates), (judge, judges) = pairs
     losses = []
     for batch in data(6)[fabric.global_rank :: 2]:
-        loss = judge(generator(batch["x"][None, :2]).detach()).mean() - judge(batch["x"][None]).mean()
-        fabric.backward(loss, model=judge)
+        for x, sign in ((generator(batch["x"][None, :2]).detach(), 1), (batch["x"][None], -1)):
+            fabric.backward(sign * judge(x).mean(), model=judge if names else None)
         judges.step()
         judges.zero_grad()
         loss = (generator(batch["x"][None, :2]) - batch["x"]).square().mean()
-        fabric.backward(loss, model=generator)
+        fabric.backward(loss, model=generator if names else None)
         generates.step()
         generates.zero_grad()
         losses.append(fabric.all_reduce(loss.detach().clone()).item())
@@ -137,9 +137,14 @@ def refusals(folder):
     optimizer.step()  # is skipped
     fabric.backward(model.error(**batch))
     found["norm type"] = problem(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1))
-    loss = model.error(**batch)
-    found["second backward"] = problem(lambda: fabric.backward(loss))
+    optimizer.step()
     alone = fabric.setup(nn.Linear(4, 1))
     assert not alone(batch["x"]).requires_grad
+    loss = model.error(**batch)
     found["inference"] = problem(lambda: fabric.backward(loss, model=alone))
+    other = Model()
+    second, steps = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    found["both models"] = problem(lambda: fabric.backward(loss + second(batch["x"]).mean()))
+    fabric.backward(second(batch["x"]).mean(), model=second)
+    found["zero"] = problem(steps.zero_grad)
     return found

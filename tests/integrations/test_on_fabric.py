@@ -49,10 +49,11 @@ def test_a_checkpoint_loads_on_the_other_engine(first, second, tmp_path):
     compare(rest | joined, plain())
 
 
-def test_each_of_two_models_has_its_engine():
-    expected = run_ranks(2, programs.two_models, "plain")[0]
+@pytest.mark.parametrize("names", [True, False], ids=["named", "found"])
+def test_each_of_two_models_has_its_engine(names):
+    expected = run_ranks(2, programs.two_models, "plain", names)[0]
     for backend in BACKENDS:
-        assert run_ranks(2, programs.two_models, backend)[0] == pytest.approx(expected, rel=1e-6)
+        assert run_ranks(2, programs.two_models, backend, names)[0] == pytest.approx(expected, rel=1e-6)
 
 
 REFUSED = {
@@ -66,7 +67,8 @@ REFUSED = {
     "precision": "precision: is 32-true in Lightning's words, but Lightning was given 16-true; remove its argument",
     "missing": "kept has no more; pass strict=False",
     "infinite": "the norm of the gradients is nan; pass error_if_nonfinite=False to skip",
-    "second backward": "a second backward before optimizer.step(); to accumulate, put every micro-batch",
+    "zero": "SGD.zero_grad() was called after 1 of 1 backward calls of the accumulation window, and would drop",
+    "both models": "the loss reaches the parameters of 2 models, not of one",
     "inference": "0 models are trained here; set a model up with its optimizer",
 }
 

@@ -30,7 +30,7 @@ from unishard.engine.loop.call_order import Phase
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import RoutedCalls
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.loop.reached_parameters import Trainable
+from unishard.engine.loop.reached_parameters import Trainable, reaches
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
@@ -52,10 +52,10 @@ from unishard.observe.observer import Observers, check_number
 class Engine:
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
-    Every method except `log`, `print`, `placement`, `set_boundary`, `routed`, `leave`, `on_save` and `close` is
-    collective: call it on all ranks, with the same arguments but for a rank's own data. If ranks make different calls,
-    all of them raise `RankMismatchError`, which names each rank's call. A call on a closed engine, or a training call
-    on a model prepared with `train=False`, raises `ContractError`.
+    Every method except `log`, `print`, `placement`, `set_boundary`, `routed`, `reached_by`, `leave`, `on_save` and
+    `close` is collective: call it on all ranks, with the same arguments but for a rank's own data. If ranks make
+    different calls, all of them raise `RankMismatchError`, which names each rank's call. A call on a closed engine, or
+    a training call on a model prepared with `train=False`, raises `ContractError`.
     """
 
     def __init__(self, adapter: InferenceAdapter, plan: RunPlan, written: WrittenParameters | None) -> None:
@@ -533,6 +533,10 @@ class Engine:
         """
         self._order.require_open("routed")
         return self._routed.open(methods, [*parts])
+
+    def reached_by(self, loss: Tensor) -> bool:
+        """Whether the backward of a loss would leave gradients on the model; never inside `frozen`. Not collective."""
+        return reaches(loss, self._training("reached_by").adapter.leaves())
 
     def parameter_norms(self) -> dict[str, float]:
         """L2 norm of each master weight, frozen ones too, at any time. Collective: one all-reduce, as `grad_norms`.

@@ -20,7 +20,7 @@ import unishard
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.engine.engine import Engine
-from unishard.errors import ConfigError, ContractError, Problem
+from unishard.errors import ConfigError, Problem
 from unishard.failures import lifetime
 
 __all__ = ["Windows", "agree_on_precision", "begin", "config_of", "precision_of", "prepared", "refuse_clip"]
@@ -92,11 +92,13 @@ def begin(strategy: Any, cfg: Config) -> None:
 
 
 class Windows:
-    """Translates Lightning's order of calls into the engine's. The coming micro-batch ends its window unless told."""
+    """Translates Lightning's order of calls into the engine's. The coming micro-batch ends its window unless told;
+    where no step follows, the window goes on.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._last, self._waits = True, False
+        self._last = True
         self._clip: float | EllipsisType = ...
         engine.set_boundary(True)
 
@@ -108,19 +110,8 @@ class Windows:
         self._say(last=True)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of a divided loss.
-
-        Raises:
-            ContractError: The last one ended its window, and no step followed.
-        """
-        if self._waits:
-            raise ContractError(
-                "a second backward before optimizer.step(); to accumulate, put every micro-batch but the last one of a "
-                "step, forward and backward, into `with optimizer.toggle_model(sync_grad=False):` (Trainer, manual "
-                "optimization) or `with fabric.no_backward_sync(model):` (Fabric)"
-            )
+        """Run the backward of a divided loss."""
         self.engine.backward(loss, *args, scaled=True, **kwargs)
-        self._waits = self._last
         if not self._last:
             self.engine.step()
 
@@ -131,7 +122,7 @@ class Windows:
 
     def step(self) -> None:
         """Update the parameters."""
-        clip, self._clip, self._waits = self._clip, ..., False
+        clip, self._clip = self._clip, ...
         self.engine.step(clip)
         self._say(last=True)
 

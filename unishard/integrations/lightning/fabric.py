@@ -101,7 +101,9 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Prepare a model for training."""
         windows = common.prepared(self._cfg, module, optimizers)
-        entry = _Entry(windows.engine)
+        entry, kind, guarded = _Entry(windows.engine), type(optimizers[0]), optimizers[0].zero_grad
+        own = {"__module__": kind.__module__, "zero_grad": lambda self, set_to_none=True: guarded(set_to_none)}
+        optimizers[0].__class__ = type(kind.__name__, (kind,), own)  # Fabric's wrapper has the methods of the class
         self._trained.append((entry, optimizers[0], windows))
         return entry, optimizers, scheduler
 
@@ -112,8 +114,20 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
         return self._windows(module).open() if enabled else nullcontext()
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the engine's backward."""
+        """Run the backward of the engine whose model the loss is of."""
+        if module is None and len(self._trained) > 1:
+            module = self._reached_by(tensor)
         self._windows(module).backward(tensor, *args, **kwargs)
+
+    def _reached_by(self, loss: Tensor) -> nn.Module:
+        found = [entry for entry, _, _ in self._trained if entry.engine.reached_by(loss)]
+        if len(found) != 1:
+            raise ContractError(
+                f"the loss reaches the parameters of {len(found)} models, not of one; run the forward and the backward "
+                "of a loss that trains only one of them inside `with fabric.strategy.engine_of(optimizer).frozen():` "
+                "with the optimizer of each other one"
+            )
+        return found[0]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the engine's step, after the closure if there is one."""
