@@ -200,9 +200,39 @@ class OwnBackward(Regression):
         loss.backward()
 
 
-class Forgetful(Manual):
+class Odd(Regression):
+    """Steps every second batch, in the way of Lightning's own documentation, where `zero_grad` drops the rest."""
+
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        if index % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class Twice(Manual):
+    """Two losses, each with its backward, in a step."""
+
     def training_step(self, batch, index):
-        self.manual_backward(self.loss(batch))
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for scale in (1, 2):
+            loss = (self(batch["x"] * scale) - batch["y"]).square().mean()
+            self.manual_backward(loss)
+            self.seen(loss)
+        optimizer.step()
+
+
+def continued(backend, folder):
+    """Two trainers of one process, which save in one place; the second one continues."""
+    losses = []
+    for epochs in (1, 2):
+        keeps = ModelCheckpoint(folder, save_last=True, save_top_k=0)
+        run = trainer(strategy(backend), max_epochs=epochs, callbacks=[keeps], enable_checkpointing=True)
+        module = Twice()
+        run.fit(module, loader(), ckpt_path=f"{folder}/last.ckpt" if losses else None)
+        losses += module.losses
+    return losses
 
 
 def refusals(folder):
@@ -228,7 +258,7 @@ def refusals(folder):
         "compiled": fit(torch.compile(Regression())),
         "devices": fit(Regression(), devices=3),
         "resume": problem(lambda: strategy("fsdp", checkpoint={"dir": folder, "on_existing": "resume"})),
-        "second backward": fit(Forgetful()),
+        "odd": fit(Odd()),
         "remote": problem(lambda: run.save_checkpoint("s3://bucket/a.ckpt")),
         "of a loop": problem(lambda: trainer(strategy("fsdp")).validate(Regression(), loader(), ckpt_path=folder)),
         "of DDP": problem(lambda: UnishardStrategy({}, find_unused_parameters=True)),

@@ -58,6 +58,12 @@ def test_fp16_is_the_same_on_both_engines_and_near_fp32():
         assert deepspeed[name] == pytest.approx(fsdp[name], rel=1e-3, abs=1e-3), name
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_may_have_two_backwards_and_a_folder_two_trainers(backend, tmp_path):
+    found, expected = (run_ranks(2, programs.continued, each, str(tmp_path / each))[0] for each in (backend, "plain"))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Three epochs of DDP, with checkpoints."""
@@ -103,7 +109,7 @@ REFUSED = {
     "compiled": "training_step is replaced, as by torch.compile(module); write `compile: per_block` instead",
     "devices": "devices=3, num_nodes=1 are 3 ranks, but the launcher has started 1; set them to what it starts",
     "resume": "checkpoint.on_existing: resume would not reach Lightning's loops; remove it, and pass ckpt_path",
-    "second backward": "a second backward before optimizer.step(); to accumulate, put every micro-batch but the last",
+    "odd": "AdamW.zero_grad() was called after 1 of 2 backward calls of the accumulation window, and would drop",
     "remote": "checkpoints are directories of a file system that all ranks share",
     "of a loop": "engine.save has written this checkpoint, without Lightning's loops",
     "of DDP": "find_unused_parameters would be for DDP; remove it, and write in the config what it means, such as",

@@ -258,7 +258,7 @@ def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
     sources = sources_of(model)
     stand_ins = {name: torch.empty(1, device="meta") for name in sources}
     source_of = {id(stand_in): sources[name] for name, stand_in in stand_ins.items()}
-    with _offline(model, adapter), _only_names(model), warnings.catch_warnings():
+    with _offline(model, adapter), only_names(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning that it also saves embeddings
         chosen: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
     made = next((name for name, stand_in in chosen.items() if id(stand_in) not in source_of), None)
@@ -269,7 +269,7 @@ def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
 
 
 @contextmanager
-def _only_names(model: Any) -> Iterator[None]:
+def only_names(model: Any) -> Iterator[None]:
     """Let `state_dict` return only names: peft calls it for those in `modules_to_save`, and engines hook into it."""
     parts = [*model.modules()]
     for part in parts:

@@ -21,6 +21,7 @@ from unishard.engine.prepare import prepare
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
 from unishard.integrations.accelerate.configuring import agreed, config_of, unsharded_in_one_process
 from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, WatchedScheduler
+from unishard.integrations.saving import save_alone
 
 __all__ = ["Accelerator"]
 
@@ -111,7 +112,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The model that a loss is of: the only one, the only one that ran, or the only one that the loss reaches."""
         found = self._trained if len(self._trained) == 1 else [each for each in self._trained if each.ran]
         if len(found) > 1:
-            found = [each for each in found if each.reached_by(loss)]
+            found = [each for each in found if each.engine.reached_by(loss)]
         if len(found) > 1:
             names = " and ".join(type(each.model).__name__ for each in found)
             raise ContractError(
@@ -197,6 +198,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with found[0].inside_window() if found else super().no_sync(model):
             yield
 
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Refuse, with several processes: each takes part in the forward of all others.
+
+        Raises:
+            ContractError: There are several.
+        """
+        if self.num_processes > 1:
+            raise ContractError(
+                "join_uneven_inputs is not supported: ranks of a sharded model make as many forwards; leave "
+                "even_batches on, or set drop_last of the DataLoader"
+            )
+        yield
+
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
@@ -248,14 +263,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().get_state_dict(model, unwrap) if engine is None else engine.state_dict()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As Accelerate's, with a checkpoint of each trained model that any engine reads. Collective."""
+        """As Accelerate's, with a checkpoint of each trained model that any engine reads. Collective.
+
+        Raises:
+            ContractError: Between `backward` and `optimizer.step()`.
+        """
+        for each in self._trained:
+            each.require_no_gradients("save_state")
         with self._without_engines():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         self.wait_for_everyone()
         for index, each in enumerate(self._trained):
-            own = Path(folder) / _FOLDER.format(index)
-            each.engine.save(own)
-            each.engine.leave(own)
+            save_alone(each.engine, Path(folder) / _FOLDER.format(index))
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import EllipsisType
 from typing import Any
@@ -14,10 +14,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
+from unishard.checkpoint.export.pretrained import only_names
 from unishard.contract.results import Step
 from unishard.engine.engine import Engine
-from unishard.engine.loop.reached_parameters import reaches
+from unishard.engine.optim.public_optimizer import same_model
 from unishard.errors import ContractError
+from unishard.integrations.saving import restore_options
 
 __all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]
 
@@ -47,6 +49,11 @@ class Trained:
         # Functions, not methods: a copy of the model, for example to average weights, must not copy the engine.
         self._hook = self.model.register_forward_hook(lambda model, args, output: self._after_forward(model))
         vars(self.model)["no_sync"] = lambda: self.inside_window()  # as DDP has it
+        if saves := getattr(self.model, "save_pretrained", None):
+            try:
+                self.model.state_dict()
+            except ContractError:  # the model has shards
+                vars(self.model)["save_pretrained"] = self._save_all_weights(saves)
         engine.set_boundary(True)
 
     def _after_forward(self, model: nn.Module) -> None:
@@ -59,6 +66,19 @@ class Trained:
                 "accelerator.engine_of(model).frozen():`"
             )
         self.ran = True
+
+    def _save_all_weights(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's `save_pretrained` with all weights, on the ranks that have them. Collective without them."""
+
+        def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("state_dict")
+            weights = self.engine.state_dict() if given is None else given
+            if not weights:
+                return None
+            with only_names(self.model):  # for which peft asks
+                return own(*args, **kwargs | {"state_dict": weights})
+
+        return save_pretrained
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:
@@ -73,10 +93,6 @@ class Trained:
         if not self._held:
             self.engine.set_boundary(True)
 
-    def reached_by(self, loss: Tensor) -> bool:
-        """Whether the backward of a loss would leave gradients on the model."""
-        return reaches(loss, self.engine._training("backward").adapter.leaves())
-
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of a loss that Accelerate has divided."""
         self.engine.backward(loss, scaled=True, **kwargs)
@@ -90,8 +106,9 @@ class Trained:
         """
         if self._held or not self.waits:
             return None
-        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        if missing := [name for name, each in self._named if each.requires_grad and id(each) not in given]:
+        given = {id(each): each for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        missing = [name for name, each in self._named if each.requires_grad and id(each) not in given]
+        if missing and not self._are_all(given):
             raise ContractError(
                 f"clip_grad_norm_ was called without {missing[0]}, but the norm is that of all parameters that train; "
                 "pass model.parameters()"
@@ -99,6 +116,26 @@ class Trained:
         if not math.isinf(max_norm):
             self._max_norm = float(max_norm)
         return self.engine.grad_norm()
+
+    def _are_all(self, given: Mapping[int, Tensor]) -> bool:
+        """Whether these are all parameters that train, as they were before `prepare`, or as a forward has gathered
+        them.
+        """
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        before = sum(each.requires_grad and same_model(each, trained[0]) for each in given.values())
+        return before == len(trained) or {id(each) for each in trained} <= given.keys()
+
+    def require_no_gradients(self, call: str) -> None:
+        """Refuse what would lose the gradients of a window.
+
+        Raises:
+            ContractError: There are some.
+        """
+        if self.waits:
+            raise ContractError(
+                f"{call} was called between backward and optimizer.step(), and a checkpoint has no gradients; call it "
+                "after a step, or drop them before with accelerator.engine_of(model).discard()"
+            )
 
     def step(self) -> None:
         """Update."""
@@ -120,6 +157,7 @@ class Trained:
         """Continue from a checkpoint; the script itself finds the place in its data."""
         self.drop()
         self.engine.load(folder, data=False)
+        restore_options(self.engine, folder)
         self.engine.set_boundary(True)
 
     def close(self) -> None:
@@ -135,7 +173,8 @@ class Trained:
 
     def _detach(self) -> None:
         self._hook.remove()
-        vars(self.model).pop("no_sync", None)
+        for name in ("no_sync", "save_pretrained"):
+            vars(self.model).pop(name, None)
 
     def _begin(self) -> None:
         self.waits, self._max_norm = False, ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import unpack
 from unishard.engine.engine import Engine
 from unishard.errors import CheckpointError
+from unishard.integrations.saving import save_alone, set_options
 
 __all__ = ["load", "options_of", "read", "restore_options", "save", "weights_of"]
 
@@ -31,13 +31,9 @@ def save(engine: Engine, path: str | Path, data: Mapping[str, Any]) -> None:
     """
     if "://" in str(path):
         raise CheckpointError(f"{path}: checkpoints are directories of a file system that all ranks share")
-    before, file = finding.checkpoints(Path(path)), io.BytesIO()
+    file = io.BytesIO()
     torch.save(data, file)
-    folder = engine.save(path, state={_STATE: file.getvalue()})
-    for each in before:
-        engine.wait()
-        if engine.is_main and each.path.name != folder.name:
-            shutil.rmtree(each.path)
+    save_alone(engine, path, {_STATE: file.getvalue()})
 
 
 def load(engine: Engine, path: str | Path, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def restore_options(engine: Engine, state: Mapping[str, Any]) -> None:
             "module.load_state_dict(torch.load(path)['state_dict']) before fit, or fabric.load_raw(path, model)"
         )
     for group, options in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
-        group.update(options)
+        set_options(group, options)
 
 
 def _opened(path: str | Path) -> tuple[Manifest, Tensors]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,14 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME
 
 from unishard.config import Config
-from unishard.distributed import process_group
-from unishard.distributed.on_ranks import on_first
 from unishard.engine.engine import Engine
 from unishard.engine.optim.optimizers import factory
 from unishard.engine.optim.schedulers import factor
 from unishard.errors import CheckpointError
 from unishard.integrations.accelerate.accelerator import Accelerator
 from unishard.integrations.accelerate.trained import Trained
+from unishard.integrations.saving import save_alone
 from unishard.integrations.transformers.arguments import config_for, section_of_deepspeed
 from unishard.integrations.transformers.checkpoints import converted, is_sharded
 
@@ -235,11 +233,8 @@ class _TrainersAccelerator(Accelerator):
         self._one(self._trained).load(str(folder))
 
     def save(self, folder: Path) -> None:
-        """Save the model that trains in a folder of its own, where nothing else may be."""
-        if folder.is_dir():
-            on_first(process_group.host_group(), lambda: shutil.rmtree(folder, ignore_errors=True))
-        self.engine.save(folder)
-        self.engine.leave(folder)
+        """Save the model that trains in a folder of its own."""
+        save_alone(self.engine, folder)
 
     def give_up(self, model: nn.Module | None) -> None:
         """Make a model plain again, for another Trainer that gets it."""

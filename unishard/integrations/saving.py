@@ -1,0 +1,53 @@
+"""Checkpoints in folders that a framework names: each holds one, and the options of the optimizer come back from it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unishard.checkpoint import finding, manifest
+from unishard.engine.engine import Engine
+
+__all__ = ["restore_options", "save_alone", "set_options"]
+
+_KERNELS = ("foreign", "fused")
+"""Options that say how an update is computed, which each engine chooses."""
+
+
+def save_alone(engine: Engine, folder: str | Path, state: Any = None) -> None:
+    """Make a directory hold this checkpoint alone, and leave it to other engines. Collective.
+
+    Args:
+        engine: What to save.
+        folder: Where; what it holds is removed once the new checkpoint is complete.
+        state: As in `Engine.save`.
+
+    Raises:
+        CheckpointError: As in `Engine.save`.
+    """
+    before = finding.checkpoints(Path(folder))
+    made = engine.save(folder, state=state)
+    for each in before:
+        engine.wait()
+        if engine.is_main and each.path.name != made.name:
+            shutil.rmtree(each.path)
+    engine.leave(folder)
+
+
+def restore_options(engine: Engine, folder: str | Path) -> None:
+    """Give the optimizer's groups the options that a checkpoint has, as frameworks do: schedules and scripts change
+    more than rates.
+    """
+    facts, groups = manifest.read(finding.locate(Path(folder), "latest")).optimizer, engine.optimizer.param_groups
+    if facts is not None and len(facts.groups) == len(groups):
+        for group, then in zip(groups, facts.groups, strict=True):
+            set_options(group, then.options)
+
+
+def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Give a group of an optimizer options of another run."""
+    for name, value in options.items():
+        if name not in _KERNELS:
+            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
