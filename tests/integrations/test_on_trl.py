@@ -19,7 +19,15 @@ pytest.importorskip("trl", reason="pip install trl datasets")
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 WORDS = [f"w{number}" for number in range(60)]
 MOST = CELLS if DEEP else CROSSED
-KINDS = {"sft": MOST, "sft-peft": CROSSED, "dpo": MOST, "dpo-peft": CROSSED, "reward": CROSSED, "grpo": MOST}
+KINDS = {
+    "sft": MOST,
+    "sft-peft": CROSSED,
+    "dpo": MOST,
+    "dpo-peft": CROSSED,
+    "reward": CROSSED,
+    "grpo": MOST,
+    "dpo-sync": (CROSSED[0], ("deepspeed", "full_shard")),
+}
 RUNS = tuple((kind, cell) for kind, cells in KINDS.items() for cell in cells)
 
 
@@ -54,7 +62,7 @@ def arguments(kind, folder, **options):
     return kind(**given | options)
 
 
-def parts(kind, folder):
+def parts(kind, folder, **options):
     """A trainer's class, its arguments, and what else it takes."""
     import trl
     from datasets import Dataset
@@ -77,7 +85,7 @@ def parts(kind, folder):
         for index in range(16)
     ]
     if kind == "dpo":
-        return trl.DPOTrainer, arguments(trl.DPOConfig, folder, max_length=32), Dataset.from_list(pairs), {}
+        return trl.DPOTrainer, arguments(trl.DPOConfig, folder, max_length=32, **options), Dataset.from_list(pairs), {}
     rows = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in pairs]
     return trl.RewardTrainer, arguments(trl.RewardConfig, folder, max_length=32), Dataset.from_list(rows), {}
 
@@ -109,8 +117,9 @@ def trained(kind, backend, strategy):
     folder = shared_folder()
     kind, _, adapted = kind.partition("-")
     made = model(kind, f"{folder}/model")
-    base, args, data, extra = parts(kind, folder)
-    if adapted:
+    syncs = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6}
+    base, args, data, extra = parts(kind, folder, **syncs if adapted == "sync" else {})
+    if adapted == "peft":
         from peft import LoraConfig
 
         extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

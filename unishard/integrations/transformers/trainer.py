@@ -131,6 +131,18 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         name = getattr(self.model, "main_input_name", "input_ids")
         return 6 * inputs[name].numel() * self._size if name in inputs and hasattr(self, "_size") else 0
 
+    def add_callback(self, callback: Any) -> None:
+        """As the trainer's; the one of TRL that moves a reference model towards the policy does so on the engines."""
+        if hasattr(callback, "sync_target_model"):
+            callback.sync_target_model = self._sync
+        super().add_callback(callback)
+
+    def _sync(self, model: nn.Module, target: nn.Module, alpha: float) -> None:
+        policy, reference = self.accelerator.engine_of(model), self.accelerator.engine_of(target)
+        for name, _ in target.named_parameters():
+            with reference.gathered([name]) as full:
+                full[name].lerp_(policy.parameter(name), alpha)
+
     # -- checkpoints -------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
