@@ -198,7 +198,8 @@ def configured(backend, folder):
         "deepspeed": {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
     }[backend] | {f"ACCELERATE_USE_{kind}": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
     found = []
-    for source, environment in ((own, {}), (other, {}), (None, {FILE: str(own)}), (None, launched)):
+    handed = {"UNISHARD_CONFIG": str(own), "UNISHARD_OVERRIDES": '["sharding=full_shard"]'}
+    for source, environment in ((own, {}), (other, {}), (None, {FILE: str(own)}), (None, handed), (None, launched)):
         os.environ.update(environment)
         acc = made(source)
         found.append((acc.config.backend, acc.config.sharding.strategy, acc.config.precision.compute))
@@ -288,8 +289,8 @@ def test_a_config_comes_from_many_places(backend, tmp_path):
     )
     assert (found, problems, steps) == other
     full = (backend, "full_shard", "bf16")
-    assert found[::2] == [(backend, "shard_grad_op", "bf16"), full, (backend, "shard_grad_op", "bf16"), full]
-    assert found[1::2] == [("bf16", "MULTI_CPU")] * 4
+    assert found[::2] == [(backend, "shard_grad_op", "bf16"), full, (backend, "shard_grad_op", "bf16"), full, full]
+    assert found[1::2] == [("bf16", "MULTI_CPU")] * 5
     none, precision, plugin, launched, accumulation, compiled, handler = problems
     assert f"set {FILE}=train.yaml" in none
     assert "precision.compute: is bf16, but the framework's arguments say fp16" in precision

@@ -44,7 +44,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             cfg: A config, a file or mapping with one, or a file of `accelerate config`. None: the file that
-                ACCELERATE_UNISHARD_CONFIG names, or what `accelerate launch` has set.
+                ACCELERATE_UNISHARD_CONFIG names, what `unishard launch` was given, or what `accelerate launch` has set.
             kwargs: For Accelerate's own.
 
         Raises:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unishard import formats
 from unishard.config import Config
-from unishard.config.loading import load
+from unishard.config.loading import CONFIG, load
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
@@ -49,10 +49,13 @@ def config_of(source: Config | str | Path | Mapping[str, Any] | None) -> Config:
     """
     launched = [name for name in _ENGINES if os.environ.get(name, "").lower() == "true"]
     source = source if source is not None else os.environ.get(FILE)
+    if source is None and not launched and CONFIG in os.environ:
+        return load()
     if source is None and not launched:
         what = (
             "no config; write Accelerator('train.yaml') with one of unishard or of `accelerate config`, set "
-            f"{FILE}=train.yaml, or start the script by `accelerate launch` with FSDP or DeepSpeed"
+            f"{FILE}=train.yaml, or start the script by `unishard launch train.yaml`, or by `accelerate launch` with "
+            "FSDP or DeepSpeed"
         )
         raise ConfigError([Problem("Accelerator", what)])
     if source is not None and launched:
