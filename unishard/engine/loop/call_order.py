@@ -313,7 +313,8 @@ class CallOrder:
         """Raise ContractError unless a backward of this loss is allowed now."""
         if self.phase is Phase.BACKWARD_DONE:
             raise ContractError(
-                "backward was called twice for one micro-batch; call engine.step() after every backward"
+                "backward was called twice for one micro-batch; add up the losses of its forwards, or call "
+                "engine.step() after every backward"
             )
         if self.phase is Phase.OPEN and not training:
             raise ContractError(
