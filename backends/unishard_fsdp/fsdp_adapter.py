@@ -19,6 +19,7 @@ from unishard.engine.model.input_casts import cast_inputs
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, options
 from unishard_fsdp.adapter import TorchAdapter
+from unishard_fsdp.hidden_outputs import HiddenOutputs
 from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.parameter_usage import ConditionalParameters, GatheredLeaves, ToggledParameters
 from unishard_fsdp.private import PRIVATE_API
@@ -148,6 +149,8 @@ class FSDPAdapter(TorchAdapter):
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
         self._root_first = gathering.RootFirst(module, self._look_at_frozen)
         self._unsharded = gathering.UnshardedModules(module)
+        freed = self._modules() if isinstance(native, options.FullyShard) and native.reshard_after_forward else []
+        self._hidden = HiddenOutputs(self._modules(), [part for part in freed if part is not module])
         # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13,
         # _fully_shard/_fsdp_state.py).
         self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), precision)
@@ -177,6 +180,7 @@ class FSDPAdapter(TorchAdapter):
         with self._unreduced.backward(last=self._last):
             super().backward(loss)
             self._unsharded.reduce_late()
+            self._hidden.reduce_late()
 
     def input_gradients(self, *, graph: bool) -> None:
         """Refuse a graph: FSDP2 frees gathered and cast parameters after a backward, which a backward through gradients
@@ -332,6 +336,7 @@ class FSDPAdapter(TorchAdapter):
         super().close()
         self._root_first.forget()
         self._leaves.remove()
+        self._hidden.close()
         for hook in self._hooks:
             hook.remove()
 

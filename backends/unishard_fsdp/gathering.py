@@ -70,7 +70,7 @@ class UnshardedModules:
         try:
             self._open = owners
             self.gather_again()
-            self._leaves = [leaf for owner in owners for leaf in _own_leaves(cast(nn.Module, owner))]
+            self._leaves = [leaf for owner in owners for leaf in own_leaves(cast(nn.Module, owner))]
             yield
         finally:
             self._open, self._leaves = [], []
@@ -93,13 +93,10 @@ class UnshardedModules:
         """Reduce gradients that came after FSDP2 had reduced those of their module. Collective.
 
         It does so once the inputs of the module have their gradients. A read that was made before the module's forward
-        gets its gradient only then, and the gradient would wait for the next backward. An empty forward of one module
-        makes FSDP2 go through all of them (torch 2.13, _fsdp_state.py, _root_post_backward_final_callback).
+        gets its gradient only then, and the gradient would wait for the next backward.
         """
-        late = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
-        if late is not None:
-            empty = torch.zeros((), device=late.device, requires_grad=True)
-            run_as_forward(cast(nn.Module, self._open[0]), torch.clone, empty).backward()
+        if self._open:
+            reduce_late(cast(nn.Module, self._open[0]), self._leaves)
 
     def _owner(self, name: str) -> FSDPModule:
         """The sharded module around a parameter that is nearest to it."""
@@ -115,11 +112,28 @@ def _unshard(module: Any, *forward: Any) -> None:
     module.unshard()
 
 
-def _own_leaves(owner: nn.Module) -> Iterator[Tensor]:
+def own_leaves(owner: nn.Module) -> Iterator[Tensor]:
+    """The gathered parameters of a sharded module, without those of sharded modules inside it."""
     for name in own_names(owner):
         parameter = parameter_named(owner, name)
         if not isinstance(parameter, DTensor):  # else a module inside this one shards it
             yield parameter
+
+
+def reduce_late(module: nn.Module, leaves: Iterable[Tensor]) -> None:
+    """Reduce gradients that FSDP2 has left on gathered parameters after a backward. Collective.
+
+    An empty forward of one module makes FSDP2 go through all of them (torch 2.13, _fsdp_state.py,
+    _root_post_backward_final_callback).
+
+    Args:
+        module: What `fully_shard` was called on.
+        leaves: The gathered parameters.
+    """
+    late = next((leaf for leaf in leaves if leaf.grad is not None), None)
+    if late is not None:
+        empty = torch.zeros((), device=late.device, requires_grad=True)
+        run_as_forward(module, torch.clone, empty).backward()
 
 
 # -- Gather a sharded model's root parameters for `generate` ---------------------------------------

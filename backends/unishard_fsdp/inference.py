@@ -16,6 +16,7 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
 from unishard.engine.model.input_casts import cast_inputs
+from unishard_fsdp import hidden_outputs
 from unishard_fsdp.gathering import RootFirst, UnshardedModules, gathering_in_generate, sharded_read
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.groups import forget_states
@@ -29,7 +30,9 @@ class FSDPInferenceAdapter(InferenceAdapter):
         super().__init__(module, device)
         self._root_first = RootFirst(module)
         self._unsharded = UnshardedModules(module)
-        self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), precision)
+        sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._hooks = cast_inputs(sharded, precision)
+        self._hooks += hidden_outputs.copy_weights(part for part in sharded if part is not module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
@@ -84,6 +87,6 @@ class FSDPInferenceAdapter(InferenceAdapter):
         return partial(forget_states, [*self.module.modules()])
 
     def close(self) -> None:
-        """Remove the input casts from the model; FSDP2's hooks stay with it."""
+        """Remove the hooks on inputs and outputs from the model; FSDP2's hooks stay with it."""
         for hook in self._hooks:
             hook.remove()
