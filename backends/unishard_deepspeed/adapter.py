@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +32,8 @@ from unishard_deepspeed.private.updates import clear_before_backward
 from unishard_deepspeed.shards import MasterWeights, Shards, ZeroOptimizerState, parameter_bytes, units
 from unishard_deepspeed.spec import ZeroSpec
 from unishard_deepspeed.unused_parameters import StaleGradients, UnusedParameters
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class DeepSpeedAdapter(EngineAdapter):
@@ -88,7 +92,11 @@ class DeepSpeedAdapter(EngineAdapter):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the `DeepSpeedEngine`."""
+        """Run the `DeepSpeedEngine`; the model itself if the script has frozen all of it, as a discriminator for the
+        generator's loss, whose backward DeepSpeed's hooks on the outputs would take for their own.
+        """
+        if not any(map(_requires_grad, self._inner.trained)):
+            return self.module(*args, **kwargs)
         self._conditional.gather()
         with explained(self.module):
             return self._engine(*args, **kwargs)
@@ -122,6 +130,19 @@ class DeepSpeedAdapter(EngineAdapter):
             f"torch.autograd.grad of an output{what} does not work with sharding.strategy {self._strategy} on "
             "DeepSpeed; set backend: fsdp" + (", sharding: no_shard and precision: fp32" if graph else "")
         )
+
+    def gradients_in_forward(self) -> None:
+        """Refuse them at stage 3, which frees parameters in each backward.
+
+        Raises:
+            ContractError: Parameters are gathered for each forward and backward.
+        """
+        if self._kind == "stage-3":
+            raise ContractError(
+                "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), which does "
+                f"not work with sharding.strategy {self._strategy} on DeepSpeed, which frees parameters in each "
+                "backward; set sharding: shard_grad_op"
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of the `DeepSpeedEngine`, without its division by accumulation steps."""
@@ -273,7 +294,8 @@ class DeepSpeedAdapter(EngineAdapter):
         self._output_hook.remove()
         for hook in self._hooks:
             hook.remove()
-        self._engine.destroy()
+        if dist.is_initialized():  # else the script has ended it, and DeepSpeed looks for its rank
+            self._engine.destroy()
         forget(self._engine)
         del (
             self._engine,

@@ -84,6 +84,8 @@ class DDPAdapter(TorchAdapter):
         self._averaging = AveragingHook()
         self._replica: DistributedDataParallel | None = wrap(self._averaging)
         self._reduced = self._trainable_names()
+        self._begun = False
+        """Whether a backward has begun that has not ended."""
         self.forward_is_collective = native.forward_sync_buffers
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self.reduces_each_backward = not self._syncs_late
@@ -101,6 +103,12 @@ class DDPAdapter(TorchAdapter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DistributedDataParallel."""
         return self._running(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run autograd, and note where it has not ended."""
+        self._begun = True
+        super().backward(loss)
+        self._begun = False
 
     def finish_gradients(self) -> None:
         """Check that DDP has reduced every bucket.
@@ -136,7 +144,16 @@ class DDPAdapter(TorchAdapter):
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
         """Change `requires_grad` and wrap the model again."""
         super().set_trainable(names, trainable)
-        self._replica = None  # its reducer expects the parameters that were trainable when it was built
+        self._wrap_again()  # its reducer expects the parameters that were trainable when it was built
+
+    def drop_gradients(self) -> None:
+        """Drop gradients, and wrap the model again if a backward has not ended: the reducer waits for the rest."""
+        super().drop_gradients()
+        if self._begun:
+            self._wrap_again()
+
+    def _wrap_again(self) -> None:
+        self._replica, self._begun = None, False
         self._replica = self._wrap(self._averaging)
         self._reduced = self._trainable_names()
 

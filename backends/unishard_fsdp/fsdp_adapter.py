@@ -196,6 +196,19 @@ class FSDPAdapter(TorchAdapter):
                 "each backward; set sharding: no_shard and precision: fp32 with backend fsdp"
             )
 
+    def gradients_in_forward(self) -> None:
+        """Refuse them: FSDP2 takes them for the backward, reduces and frees parameters, and reads them afterwards.
+
+        Raises:
+            ContractError: Always.
+        """
+        raise ContractError(
+            "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), which does not "
+            f"work with sharding.strategy {self._strategy} in {self._compute} on FSDP2, which frees parameters in each "
+            "backward; set sharding: no_shard and precision: fp32, or backend: deepspeed with another strategy than "
+            "full_shard"
+        )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
         self._look_at_frozen()

@@ -276,6 +276,13 @@ class EngineAdapter(InferenceAdapter):
             ContractError: The engine cannot do this; says where it works.
         """
 
+    def gradients_in_forward(self) -> None:
+        """Called when the forward of the model computes gradients through its own modules, such as forces of an energy.
+
+        Raises:
+            ContractError: The engine cannot do this; says where it works.
+        """
+
     reduces_each_backward = True
     """Whether gradients are reduced in each backward, and not only in the last one of a window or in `update`."""
 

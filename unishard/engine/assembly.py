@@ -19,6 +19,7 @@ from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.inplace_writes import InplaceWrites
+from unishard.engine.loop.module_habits import ModuleHabits
 from unishard.engine.loop.reached_parameters import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
@@ -108,7 +109,22 @@ def training_windows(
         observers,
         written=written,
         held=EqualValues(module, order, adapter.device, full=guard.full_weights) if order.compares_ranks else None,
-        inplace=None if guard.full_weights else InplaceWrites(units, order, gathers=guard.gathers),
+        watches=()
+        if written is None
+        else (
+            written,
+            InplaceWrites(units, order, gathers=guard.gathers),
+            ModuleHabits(
+                {
+                    f"{name} ({plan.model.classes[name]})" if name else plan.model.name: part
+                    for name, part in module.named_modules()
+                    if part in eager
+                },
+                order,
+                {*units.values(), *(unit.module for unit in adapter.gathered_modules() if unit.module is not module)},
+                adapter.gradients_in_forward,
+            ),
+        ),
     )
 
 

@@ -220,6 +220,10 @@ def _drop_partitioned(optimizer: Any) -> None:
     optimizer.micro_step_id = -1  # INITIAL_MICRO_STEP_ID
     optimizer._offload_accumulated_param_ids = set()
     optimizer._epilogue_ran_this_backward = False
+    # What a backward that has raised an error leaves.
+    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear()
     for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         for index in gradients:
             gradients[index] = None

@@ -328,6 +328,7 @@ REACHING = (
                 *_COUNT,
                 *_of(_STAGES_1_2, "micro_step_id _offload_accumulated_param_ids _epilogue_ran_this_backward"),
                 *_of(_STAGES_1_2, "averaged_gradients all_grad_tensors reset_cpu_buffers"),
+                *_of(_STAGES_1_2, "params_already_reduced ipg_buckets"),
             ),
             "stage-3": (
                 *_COUNT,

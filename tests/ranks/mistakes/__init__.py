@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from mistakes import calls, checkpoints, configs, damage, data, habits, loop, models, own_loaders, ranks
+from mistakes import calls, checkpoints, configs, damage, data, forwards, habits, loop, models, own_loaders, ranks
 
-__all__ = ["calls", "checkpoints", "configs", "damage", "data", "habits", "loop", "models", "own_loaders", "ranks"]
+__all__ = [
+    "calls",
+    "checkpoints",
+    "configs",
+    "damage",
+    "data",
+    "forwards",
+    "habits",
+    "loop",
+    "models",
+    "own_loaders",
+    "ranks",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import EllipsisType
 from typing import Any
@@ -27,6 +27,7 @@ from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items, LossKind
+from unishard.engine.loop.module_habits import ModuleHabits
 from unishard.engine.loop.reached_parameters import ReachedParameters, Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
@@ -58,7 +59,7 @@ class Accumulation:
         *,
         written: WrittenParameters | None,
         held: EqualValues | None,
-        inplace: InplaceWrites | None,
+        watches: Sequence[ModuleHabits | InplaceWrites | WrittenParameters],
     ) -> None:
         """Begin before the first window.
 
@@ -76,10 +77,10 @@ class Accumulation:
             written: What finds writes of parameters past the engine; None where the module's own tensors are the
                 weights.
             held: What describes what must be the same on all ranks in an update; None on a single rank.
-            inplace: What finds in-place operations on what units take and return, beside `written`.
+            watches: What looks at forwards for writes that the engine would lose.
         """
         self.observers = observers
-        self._written, self._held, self._inplace = written, held, inplace
+        self._written, self._held, self._watches = written, held, watches
         self._training = training
         self._trainable = trainable
         self.adapter = adapter
@@ -90,12 +91,13 @@ class Accumulation:
         self._reached = ReachedParameters(adapter, order, classes)
         self._added = script_checks.AddedModules(adapter.module)
         self._outside = outside
-        self._looks_for_division = training.gradient_accumulation_steps > 1 and dist.get_rank() == 0
-        self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
+        self._looks_for_scale = self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = script_checks.SkippedUpdates()
         self._sampled = True
         """Whether the script's and the forward's habits are looked at in this window: in the first ones, and in every
         tenth."""
+        self._failed = ""
+        """What has raised an error in this window: the forward or the backward."""
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
         self._schedule = schedule
@@ -168,6 +170,12 @@ class Accumulation:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
         order = self._order
+        if self._failed:
+            raise ContractError(
+                f"forward was called after an error in the {self._failed} of the last micro-batch, of which gathered "
+                "weights or gradients may be left; where you catch such an error, call engine.discard() to drop the "
+                "window, on every rank"
+            )
         if order.averaged:
             raise ContractError(
                 "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after "
@@ -196,6 +204,7 @@ class Accumulation:
             with order.forwarding(), self._watching() if watched else nullcontext():
                 output = self.adapter.forward(*args, **kwargs)
         except BaseException as error:
+            self._failed = "forward"
             self.observers.on_error(error)
             raise
         self.adapter.watch(output)
@@ -205,9 +214,8 @@ class Accumulation:
     def _watching(self) -> Iterator[None]:
         """A block in which a forward writes nothing that the engine would lose."""
         with ExitStack() as stack:
-            for watch in (self._written, self._inplace):
-                if watch is not None:
-                    stack.enter_context(watch.forward())
+            for watch in self._watches:
+                stack.enter_context(watch.forward())
             yield
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, *, scaled: bool) -> None:
@@ -225,21 +233,21 @@ class Accumulation:
         self._items.add(num_items, kind, last=order.last)
         # The scaled losses of a window add up to one mean.
         self.observers.on_loss(loss, int(not order.micro_batch) if scaled else num_items)
-        if self._looks_for_division and kind is LossKind.MEAN:
-            self._looks_for_division = False
-            script_checks.warn_if_divided(loss, self._training.gradient_accumulation_steps)
+        if self._looks_for_scale and kind is LossKind.MEAN:
+            self._looks_for_scale = False
+            script_checks.warn_if_scaled(loss, self._training.gradient_accumulation_steps)
         if self._looks_for_mean and num_items is not None:
             self._looks_for_mean = False
             script_checks.warn_if_mean(loss)
         self._edited.compare()
         known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
-        divided = loss / order.window if known else loss
         if self._loss_scale.dynamic:
             self.resolve_pending()
         try:
-            with self._foreign.own_backward():
-                self.adapter.backward(self._loss_scale.scale(divided))
+            with self._foreign.own_backward(), torch.enable_grad():  # the script may be under `no_grad`
+                self.adapter.backward(self._loss_scale.scale(loss / order.window if known else loss))
         except BaseException as error:
+            self._failed = "backward"
             self.observers.on_error(error)
             raise
         self._edited.keep()
@@ -284,8 +292,9 @@ class Accumulation:
     def discard(self) -> None:
         """Discard the window."""
         order = self._order
-        if not (order.inside_window or order.graph):
+        if not (order.inside_window or order.graph or self._failed):
             return
+        self._failed = ""
         with self._optimizer.own():
             self.adapter.drop_gradients()
         self._items.clear()

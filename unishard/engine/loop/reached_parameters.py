@@ -7,6 +7,7 @@ every window, where the gradients tell, together with the calls that `CallOrder`
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -14,15 +15,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.distributed import process_group
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.model.facts import is_empty
-from unishard.engine.optim.public_optimizer import same_model
+from unishard.engine.optim.public_optimizer import is_marked, same_model
 from unishard.errors import ContractError, ModelError
 from unishard.failures.collective_check import samples_modules
+
+_logger = logging.getLogger("unishard")
 
 _NAMED = 8
 _CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")
@@ -43,6 +47,7 @@ class ReachedParameters:
         self._order = order
         self._classes = classes
         self._reached: set[str] = set()
+        self._looks_for_others = dist.get_rank() == 0 and dist.get_world_size() > 1
         self._described: tuple[tuple[str, ...], str] = ((), "")
         """The last names that were described, mostly those of every update."""
 
@@ -57,6 +62,7 @@ class ReachedParameters:
             return ""
         leaves = [*_leaves_of(loss)]
         self._refuse_replaced(leaves)
+        self._warn_of_others(leaves)
         if not self._order.compares_ranks:
             return ""
         names = {id(self._adapter.leaf(name)): name for name in self._adapter.shared_parameters()}
@@ -90,6 +96,25 @@ class ReachedParameters:
                     "uses it, other.weight = layer.weight, or read it from its module in each forward, not from a "
                     "list, a closure or a variable"
                 )
+
+    def _warn_of_others(self, leaves: Collection[Tensor]) -> None:
+        """Warn once of parameters in no prepared model, such as those of a loss with class centers."""
+        if not self._looks_for_others:
+            return
+        try:
+            own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *self._adapter.leaves())}
+        except ContractError:  # this torch does not tell
+            return
+        other = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own), None)
+        if other is not None and not is_marked(other):
+            self._looks_for_others = False
+            _logger.warning(
+                "the loss reaches a parameter of shape %s that is in no prepared model, such as one of a loss with "
+                "weights of its own: its gradient is not averaged over the ranks, whose copies would become different; "
+                "register it in the model before unishard.prepare, and compute the loss in the model's forward (ignore "
+                "this if each rank has its own)",
+                tuple(other.shape),
+            )
 
     def _describe(self, names: Collection[str]) -> str:
         given = tuple(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -75,9 +76,12 @@ class AddedModules:
     """Refuses what the user adds to a prepared model, such as adapters or a new head."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Remember the modules and their parameters."""
+        """Remember the modules, and their parameters with the hooks of the engine."""
         self._model = model
         self._known = {part: dict(part.named_parameters(recurse=False)) for part in model.modules()}
+        self._hooks = {
+            parameter: _hooks_on(parameter) for known in self._known.values() for parameter in known.values()
+        }
 
     def refuse(self, *, gathered: bool) -> None:
         """Look through the model.
@@ -86,11 +90,17 @@ class AddedModules:
             gathered: Whether weights were gathered, so that FSDP2 may have put them in the place of a shard.
 
         Raises:
-            ContractError: A module or a parameter is new.
+            ContractError: A module, a parameter or a gradient hook is new.
         """
         for name, part in self._model.named_modules():
             known = self._known.get(part, {})
             for own, parameter in part.named_parameters(recurse=False):
+                if _hooks_on(parameter) > self._hooks.get(parameter, 0):
+                    raise ContractError(
+                        f"parameter {name}{'.' if name else ''}{own} got a gradient hook after unishard.prepare, which "
+                        "engines that shard it call with other gradients, or never; remove it, and edit gradients with "
+                        "engine.set_grad between engine.backward and engine.step"
+                    )
                 if own in known and (parameter is known[own] or (gathered and isinstance(known[own], DTensor))):
                     continue
                 what = f"parameter {name}{'.' if name else ''}{own}" if part in self._known else f"module {name}"
@@ -100,18 +110,25 @@ class AddedModules:
                 )
 
 
-# Warn of a loss that the user has divided by the accumulation steps or the number of items, which the engine does
-# too.
+def _hooks_on(parameter: Any) -> int:
+    """How many gradient hooks a parameter has, in private attributes of torch 2.13, as in `engine.model.facts`."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
+
+
+# Warn of a loss that the user has divided by the accumulation steps or the number of items, or multiplied by a loss
+# scale, which the engine does too.
 
 _logger = logging.getLogger("unishard")
 
 
-def warn_if_divided(loss: Tensor, steps: int) -> None:
-    """Log a warning if the last operation of a loss divides it by `steps`. May wait for the device.
+def warn_if_scaled(loss: Tensor, steps: int) -> None:
+    """Log a warning if the last operation of a loss divides it by `steps`, or multiplies it by a loss scale. May wait
+    for the device.
 
     Args:
         loss: With a graph.
-        steps: `training.gradient_accumulation_steps`, more than 1.
+        steps: `training.gradient_accumulation_steps`.
     """
     node: Any = loss.grad_fn
     kind = "" if node is None else node.name()
@@ -120,7 +137,14 @@ def warn_if_divided(loss: Tensor, steps: int) -> None:
         return
     factor = float(other)
     divisor = factor if kind == "DivBackward0" else 1 / factor if factor else 0.0
-    if abs(divisor - steps) <= 1e-6 * steps:
+    if kind == "MulBackward0" and factor >= _LOSS_SCALE and math.frexp(factor)[0] == 0.5:
+        _logger.warning(
+            "the loss that was passed to engine.backward ends in a multiplication by %d, as by GradScaler.scale; no "
+            "engine divides the gradients by it, and their norm and clipping are wrong: remove the scaler, as "
+            "precision: fp16 in the config scales the loss (ignore this if the multiplication has another purpose)",
+            factor,
+        )
+    if steps > 1 and abs(divisor - steps) <= 1e-6 * steps:
         _logger.warning(
             "the loss that was passed to engine.backward ends in a division by %d, which is "
             "training.gradient_accumulation_steps; engine.backward divides by the accumulation window itself: pass the "
@@ -130,6 +154,8 @@ def warn_if_divided(loss: Tensor, steps: int) -> None:
         )
 
 
+_LOSS_SCALE = 256
+"""The least power of two that is taken for the scale of torch's GradScaler, which begins at 65536."""
 _MEAN = 1
 """`reduction="mean"` in the graph of torch's losses (torch 2.13, aten/src/ATen/core/Reduction.h)."""
 _SAME_VALUE = ("ViewBackward0", "ToCopyBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0")
@@ -204,7 +230,8 @@ then every tenth, where the result is read in the next micro-batch, so that noth
 
 
 class EditedGradients:
-    """Compares a few elements of the gradients that the model's parameters hold with what the last backward left there.
+    """Compares a few elements of the gradients that the model's parameters hold with what the last backward left there;
+    in the first updates also which gradients there are, and whether one was written in place.
 
     At DeepSpeed's stages 2 and 3 they hold none, so there is nothing to see, and nothing to change either.
     """
@@ -213,6 +240,8 @@ class EditedGradients:
         self._module = module
         self._order = order
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._versions: list[tuple[nn.Parameter, Tensor, int]] = []
+        """Every gradient, with the count of writes to it."""
         self._later: HostRead | None = None
         """Whether gradients of the last window that was looked at were changed."""
         self.found = False
@@ -222,8 +251,12 @@ class EditedGradients:
     def keep(self) -> None:
         """Keep some of what a backward has left."""
         self._kept.clear()
+        self._versions.clear()
         if self._order.updates >= _FIRST and self._order.updates % _EVERY:
             return
+        if self._order.updates < _FIRST:
+            held = ((parameter, parameter.grad) for parameter in self._module.parameters())
+            self._versions += [(parameter, grad, grad._version) for parameter, grad in held if grad is not None]
         for parameter in self._module.parameters():
             gradient = _local(parameter.grad)
             if gradient is not None and gradient.numel():
@@ -237,6 +270,9 @@ class EditedGradients:
         if self._later is not None:
             later, self._later = self._later, None
             self.found = self.found or bool(later.get())
+        versions, self._versions = self._versions, []
+        if any(parameter.grad is not grad or grad._version != version for parameter, grad, version in versions):
+            self.found = True
         if not self._kept:
             return
         kept, self._kept = self._kept, []
@@ -255,6 +291,7 @@ class EditedGradients:
     def clear(self) -> None:
         """Compare nothing: the window is over, or the engine itself has changed its gradients."""
         self._kept.clear()
+        self._versions.clear()
         self.found = False
 
     def refuse(self) -> NoReturn:

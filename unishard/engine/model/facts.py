@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unishard.config.topology import Topology
+from unishard.contract.units import numel_of
 from unishard.distributed.nested_tensors import obstacle
 from unishard.errors import ModelError
 
@@ -82,6 +83,16 @@ def facts_of(model: nn.Module, *, train: bool = True, forward_writes: bool = Tru
 
 
 def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterator[str]:
+    scripted = next(
+        (name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule) and numel_of(part)),
+        None,
+    )
+    if scripted is not None:
+        yield (
+            f"{scripted or 'the model'} of {type(model).__name__} is a ScriptModule, whose parameters cannot be "
+            "replaced by shards; pass the module that torch.jit.script or torch.jit.trace was called on, and set "
+            "compile in the config"
+        )
     kind, named = type(model).__name__, dict(model.named_parameters())
     if not named:
         yield f"{kind} has no parameters; there is nothing to {'train' if train else 'shard, so call it as it is'}"
