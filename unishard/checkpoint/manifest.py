@@ -105,6 +105,8 @@ class Manifest(Facts):
     """State of each rank's data loader, in rank order; tensors are encoded as in `state`."""
     state: Any = None
     """The user's own state: JSON, with `{"$tensor": name}` for a tensor of the checkpoint."""
+    extra_state: dict[str, Any] | None = None
+    """What modules returned from `get_extra_state`, by their names, encoded as in `state`; None if none has any."""
     norms: dict[str, float] = Field(default_factory=dict)
     """L2 norm of all parameters, and of each kind of optimizer state."""
     files: dict[str, FileFacts]
@@ -189,6 +191,8 @@ RANDOM = "rng."
 """Prefix of a rank and a random number generator."""
 STATE = "state."
 """Prefix of the user's own state."""
+EXTRA_STATE = "extra_state."
+"""Prefix of the modules' extra state."""
 
 
 def of_optimizer(parameter: str, key: str) -> str:

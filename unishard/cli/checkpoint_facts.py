@@ -11,7 +11,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unishard.checkpoint.manifest import AVERAGES, RANDOM, STATE, Manifest, TensorFacts, optimizer_part, parameter_of
+from unishard.checkpoint.manifest import (
+    AVERAGES,
+    EXTRA_STATE,
+    RANDOM,
+    STATE,
+    Manifest,
+    TensorFacts,
+    optimizer_part,
+    parameter_of,
+)
 from unishard.cli.report import value_of
 from unishard.config.describe import count_of
 
@@ -153,5 +162,5 @@ def _kind(name: str, manifest: Manifest) -> str:
         )
     if (part := optimizer_part(name)) is not None:
         return part[1]
-    kinds = {AVERAGES: "moving averages", RANDOM: "random numbers", STATE: "state"}
+    kinds = {AVERAGES: "moving averages", RANDOM: "random numbers", STATE: "state", EXTRA_STATE: "extra state"}
     return next((kind for prefix, kind in kinds.items() if name.startswith(prefix)), "other")

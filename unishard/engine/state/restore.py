@@ -27,6 +27,7 @@ from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.schedulers import alike
+from unishard.engine.state.extra_state import restore_extra_state
 from unishard.engine.state.resume import random_states, resume
 from unishard.engine.state.run import Run
 from unishard.engine.state.tensors import has_average, resume_average
@@ -97,6 +98,7 @@ def restore(
     positions = on_all(group, lambda: [unpack(each, read) for each in manifest.data]) if data else []
     on_all(group, lambda: require_sense(manifest, positions, run.param_groups if run.accumulation is not None else []))
     state = on_all(group, lambda: unpack(manifest.state, read))
+    extra = on_all(group, lambda: unpack(manifest.extra_state, read))
     states = on_all(group, lambda: random_states(run, manifest, tensors))
     on_all(group, lambda: _require_schedule(run, manifest))
     run.adapter.reshard_all()
@@ -112,6 +114,7 @@ def restore(
         ) from error
     run.adapter.loaded()
     notes = [*reader.notes, *resume(run, manifest, states, group)]
+    notes += on_all(group, lambda: [*restore_extra_state(run.adapter.module, extra)])
     average = run.tensors.average
     if average is not None:
         notes += on_all(group, lambda: [*resume_average(average, tensors)])

@@ -25,6 +25,7 @@ from unishard.distributed.nested_tensors import obstacle
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, lazy_shard_of
 from unishard.engine.loop.accumulation import Accumulation
+from unishard.engine.state.extra_state import extra_state_of
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
 from unishard.version import __version__
@@ -143,15 +144,16 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     """
     rank, tensors = dist.get_rank(), run.tensors
     user, user_tensors = on_all(group, lambda: pack(state))
+    extra, extra_tensors = on_all(group, lambda: pack(extra_state_of(run.adapter.module), manifest.EXTRA_STATE))
     data, data_tensors = on_all(group, lambda: pack(run.batching.position(), f"data.rank{rank:05d}."))
     random = capture_random(run.adapter.device)
     own = {f"{manifest.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
     model, buffers = tensors.model_shards(), [*tensors.buffers()]
     assets = on_all(group, lambda: {} if rank else assets_of(run.adapter.module, tensors.to_export()).to_files())
-    if rank:  # only rank 0's buffers and user state are saved
+    if rank:  # only rank 0's buffers, user state and extra state are saved
         model = {name: shard for name, shard in model.items() if manifest.parameter_of(name) not in buffers}
     else:
-        own |= user_tensors
+        own |= user_tensors | extra_tensors
     state_of_optimizer = on_all(group, lambda: _storable(tensors.optimizer_shards()))
     shards = (
         model
@@ -163,7 +165,8 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
         step=run.order.updates,
         shards={name: lazy_shard_of(shard) for name, shard in shards.items() if shard.shape.numel()},
         ties=tensors.ties(),
-        facts=on_all(group, lambda: _facts(run)) | {"data": _gathered(data, group), "state": user},
+        facts=on_all(group, lambda: _facts(run))
+        | {"data": _gathered(data, group), "state": user, "extra_state": extra},
         assets=assets,
     )
 
