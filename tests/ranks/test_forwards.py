@@ -33,7 +33,7 @@ from mistakes.forwards import Forces, Losses, fail
 from torch import nn
 
 import unishard
-from unishard.testing import oracle
+from unishard.testing import oracle, run_ranks
 from unishard.testing.models import mlp
 
 CELLS = (
@@ -171,3 +171,18 @@ def test_parameters_outside_the_model_are_named_once(backend, strategy, outside)
             engine.step()
     named = [line for line in lines if "the loss reaches a parameter of shape (11,) that is in no prepared" in line]
     assert len(named) == (outside and my_rank() == 0)
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def closed_late(backend, strategy):
+    with prepare(config(backend, strategy)) as engine:
+        update(engine, own_share(1)[0])
+        torch.distributed.destroy_process_group()
+    return True
+
+
+@pytest.mark.parametrize("cell", [(backend, strategy) for backend in BACKENDS for strategy in STRATEGIES[1:]])
+def test_an_engine_outlives_its_process_group(cell):
+    assert run_ranks(2, closed_late, *cell) == [True, True]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from harness import checked as config
-from harness import curve, own_share, prepare, train
+from harness import own_share, prepare, train
 from torch import nn
 
 import unishard
@@ -134,14 +133,10 @@ def adversarial(backend, strategy, *, by_hand):
     return norms
 
 
-@mistake("`torch.distributed.destroy_process_group()` before the engine is closed")
-def group_ends_first(backend):
-    done = []
-    with prepare(config(backend)) as engine:
-        done += train(engine, own_share(1))
-        losses = curve(done).losses
-        dist.destroy_process_group()
-    return list(losses), list(losses)
+elsewhere(
+    "`torch.distributed.destroy_process_group()` before the engine is closed",
+    "tests/ranks/test_forwards.py::test_an_engine_outlives_its_process_group",
+)
 
 
 @mistake("`torch.jit.script` or `torch.jit.trace` of a part of the model")
