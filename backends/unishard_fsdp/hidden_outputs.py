@@ -9,7 +9,7 @@ memory already in the forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -32,20 +32,22 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 class HiddenOutputs:
     """Finds them in each forward, and gathers their module before their backward."""
 
-    def __init__(self, modules: Sequence[nn.Module], freed: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], freed: Iterable[nn.Module]) -> None:
         """Register hooks.
 
         Args:
             modules: The sharded modules.
             freed: Those whose parameters are freed after each forward.
         """
+        self._freed = {*freed}
         self._scans = dict.fromkeys(modules, 0)
         self._attributes: dict[nn.Module, dict[tuple[nn.Module, str], None]] = {module: {} for module in modules}
+        self._without: set[nn.Module] = set()
+        """Modules that were scanned, and have no such attribute."""
         self._leaves: dict[nn.Module, list[Tensor]] = {}
         """Of the modules with such tensors, the gathered parameters."""
         leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
-        self._hooks = copy_weights(freed)
-        self._hooks += [module.register_forward_hook(leave, prepend=True) for module in modules]
+        self._hooks = [module.register_forward_hook(leave, prepend=True) for module in modules]
 
     def reduce_late(self) -> None:
         """Reduce gradients that came after FSDP2 had reduced those of their module, or without it. Collective."""
@@ -58,14 +60,17 @@ class HiddenOutputs:
             self._hooks.pop().remove()
         self._leaves = {}
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or module not in self._scans:  # the latter is a copy
-            return
-        hidden = [*_in_objects(output)] if not isinstance(output, Tensor) else []
-        hidden += self._in_attributes(module)
-        if not hidden:
-            return
-        self._leaves.setdefault(module, [*own_leaves(module)])
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if module in self._without and type(output) is Tensor and (output._base is None or not _is_weight(output)):
+            return None
+        if torch.is_grad_enabled() and module in self._scans:  # a copy is not
+            self._watch(module, [*self._in_attributes(module), *_in_objects(output)])
+        return _copied(module, args, output) if module in self._freed else None
+
+    def _watch(self, module: nn.Module, hidden: Collection[Tensor]) -> None:
+        """Gather a module before the backward of tensors."""
+        if hidden:
+            self._leaves.setdefault(module, [*own_leaves(module)])
         for tensor in hidden:
             tensor.register_hook(partial(_gather, module))  # type: ignore[no-untyped-call]
 
@@ -77,6 +82,8 @@ class HiddenOutputs:
                 for name, value in vars(part).items():
                     if name not in _OF_MODULES and any(map(_has_graph, tensors_in(value))):
                         found[part, name] = None
+        elif not found:
+            self._without.add(module)
         for part, name in found:
             yield from filter(_has_graph, tensors_in(vars(part).get(name)))
 
@@ -92,7 +99,7 @@ def _copied(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(getattr(tensor, "_base", None), nn.Parameter)
+    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
 
 def _in_objects(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from unishard.engine.loop.guarded_module import GuardedModule
 from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.module_habits import ModuleHabits
 from unishard.engine.loop.reached_parameters import Trainable
+from unishard.engine.loop.script_checks import AddedModules
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.model.compilation import eager_modules
@@ -109,6 +110,9 @@ def training_windows(
         observers,
         written=written,
         held=EqualValues(module, order, adapter.device, full=guard.full_weights) if order.compares_ranks else None,
+        added=AddedModules(
+            module, {"torch", "unishard", type(adapter).__module__.partition(".")[0], *plan.backend.requires}
+        ),
         watches=()
         if written is None
         else (

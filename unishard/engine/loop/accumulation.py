@@ -60,6 +60,7 @@ class Accumulation:
         written: WrittenParameters | None,
         held: EqualValues | None,
         watches: Sequence[ModuleHabits | InplaceWrites | WrittenParameters],
+        added: script_checks.AddedModules,
     ) -> None:
         """Begin before the first window.
 
@@ -78,6 +79,7 @@ class Accumulation:
                 weights.
             held: What describes what must be the same on all ranks in an update; None on a single rank.
             watches: What looks at forwards for writes that the engine would lose.
+            added: What finds modules, parameters and hooks that the script adds.
         """
         self.observers = observers
         self._written, self._held, self._watches = written, held, watches
@@ -89,7 +91,7 @@ class Accumulation:
         self._foreign = script_checks.ForeignBackwardCheck(adapter)
         self._edited = script_checks.EditedGradients(adapter.module, order)
         self._reached = ReachedParameters(adapter, order, classes)
-        self._added = script_checks.AddedModules(adapter.module)
+        self._added = added
         self._outside = outside
         self._looks_for_scale = self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = script_checks.SkippedUpdates()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -75,12 +75,17 @@ def _will_accumulate(leaf: Tensor) -> bool:
 class AddedModules:
     """Refuses what the user adds to a prepared model, such as adapters or a new head."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Remember the modules, and their parameters with the hooks of the engine."""
-        self._model = model
+    def __init__(self, model: nn.Module, packages: Collection[str]) -> None:
+        """Remember the modules, and their parameters with their hooks.
+
+        Args:
+            model: The prepared one.
+            packages: Whose hooks on parameters are the engine's.
+        """
+        self._model, self._packages = model, packages
         self._known = {part: dict(part.named_parameters(recurse=False)) for part in model.modules()}
         self._hooks = {
-            parameter: _hooks_on(parameter) for known in self._known.values() for parameter in known.values()
+            parameter: self._hooks_on(parameter) for known in self._known.values() for parameter in known.values()
         }
 
     def refuse(self, *, gathered: bool) -> None:
@@ -95,7 +100,7 @@ class AddedModules:
         for name, part in self._model.named_modules():
             known = self._known.get(part, {})
             for own, parameter in part.named_parameters(recurse=False):
-                if _hooks_on(parameter) > self._hooks.get(parameter, 0):
+                if self._hooks_on(parameter) > self._hooks.get(parameter, 0):
                     raise ContractError(
                         f"parameter {name}{'.' if name else ''}{own} got a gradient hook after unishard.prepare, which "
                         "engines that shard it call with other gradients, or never; remove it, and edit gradients with "
@@ -109,11 +114,14 @@ class AddedModules:
                     "model before prepare: get_peft_model, a new head, a resized embedding"
                 )
 
-
-def _hooks_on(parameter: Any) -> int:
-    """How many gradient hooks a parameter has, in private attributes of torch 2.13, as in `engine.model.facts`."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return sum(len(getattr(parameter, kind, None) or ()) for kind in kinds)
+    def _hooks_on(self, parameter: Any) -> int:
+        """How many gradient hooks of others a parameter has, in private attributes of torch 2.13, as in
+        `engine.model.facts`. A method of a builtin has no module, and may be the engine's.
+        """
+        kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        hooks = [hook for kind in kinds for hook in (getattr(parameter, kind, None) or {}).values()]
+        origins = (getattr(getattr(hook, "func", hook), "__module__", None) for hook in hooks)
+        return sum(origin is not None and origin.partition(".")[0] not in self._packages for origin in origins)
 
 
 # Warn of a loss that the user has divided by the accumulation steps or the number of items, or multiplied by a loss
@@ -270,11 +278,11 @@ class EditedGradients:
         if self._later is not None:
             later, self._later = self._later, None
             self.found = self.found or bool(later.get())
+        if not self._kept:
+            return
         versions, self._versions = self._versions, []
         if any(parameter.grad is not grad or grad._version != version for parameter, grad, version in versions):
             self.found = True
-        if not self._kept:
-            return
         kept, self._kept = self._kept, []
         now = [_local(parameter.grad) for parameter, _ in kept]
         present = [gradient for gradient in now if gradient is not None]
