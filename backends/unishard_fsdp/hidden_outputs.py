@@ -61,7 +61,7 @@ class HiddenOutputs:
         self._leaves = {}
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if module in self._without and type(output) is Tensor and (output._base is None or not _is_weight(output)):
+        if module in self._without and type(output) is Tensor and getattr(output, "_base", None) is None:
             return None
         if torch.is_grad_enabled() and module in self._scans:  # a copy is not
             self._watch(module, [*self._in_attributes(module), *_in_objects(output)])
@@ -99,7 +99,7 @@ def _copied(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+    return isinstance(tensor, nn.Parameter) or isinstance(getattr(tensor, "_base", None), nn.Parameter)
 
 
 def _in_objects(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:

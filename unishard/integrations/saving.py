@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unishard.checkpoint import finding, manifest
+from unishard.distributed import process_group
+from unishard.distributed.on_ranks import on_all
 from unishard.engine.engine import Engine
 
 __all__ = ["restore_options", "save_alone", "set_options"]
@@ -38,9 +40,14 @@ def save_alone(engine: Engine, folder: str | Path, state: Any = None) -> None:
 
 def restore_options(engine: Engine, folder: str | Path) -> None:
     """Give the optimizer's groups the options that a checkpoint has, as frameworks do: schedules and scripts change
-    more than rates.
+    more than rates. Collective.
+
+    Raises:
+        CheckpointError: On every rank: it cannot be read.
     """
-    facts, groups = manifest.read(finding.locate(Path(folder), "latest")).optimizer, engine.optimizer.param_groups
+    # On all, since rank 0 may remove the folder once it has read it.
+    facts = on_all(process_group.host_group(), lambda: manifest.read(finding.locate(Path(folder), "latest")).optimizer)
+    groups = engine.optimizer.param_groups
     if facts is not None and len(facts.groups) == len(groups):
         for group, then in zip(groups, facts.groups, strict=True):
             set_options(group, then.options)

@@ -8,6 +8,7 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -312,9 +313,12 @@ def _environment(rank: int, world: int, port: int, *, cuda: bool) -> dict[str, s
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """One below those that systems give out, which a connection of any program may take before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randint(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _ending(code: int | None) -> str:
