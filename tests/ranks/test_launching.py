@@ -129,7 +129,7 @@ def test_ctrl_c_ends_every_rank(folder):
     (folder / "waits.py").symlink_to(SAYS)
     ended = launch(folder, "-m", "waits", "wait", stop=(signal.SIGINT, "stdout", "seed 0"))
     assert ended.code == 128 + signal.SIGINT, ended.stderr
-    assert ended.stderr.splitlines()[-1] == "unishard launch: ended all ranks after SIGINT"
+    assert "unishard launch: ended all ranks after SIGINT" in ended.stderr.splitlines()  # a rank may say more, later
 
 
 def test_a_signal_lets_the_ranks_save_and_the_exit_status_says_so(folder):

@@ -110,9 +110,10 @@ def place_of(error: BaseException) -> str:
     """`file:line in function` of the innermost frame of the user's code, of an error that is caught in a call from
     there.
     """
-    return _in_words(
-        traceback.StackSummary.from_list([*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)])
-    )
+    here = [*traceback.walk_stack(sys._getframe())][::-1]
+    frames = [*here, *traceback.walk_tb(error.__traceback__)]
+    others = [each for each in frames if not str(each[0].f_globals.get("__name__")).startswith("unishard")]
+    return _in_words(traceback.StackSummary.extract(iter(others)))
 
 
 def _in_words(frames: traceback.StackSummary) -> str:
