@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -110,7 +111,7 @@ def place_of(error: BaseException) -> str:
     """`file:line in function` of the innermost frame of the user's code, of an error that is caught in a call from
     there.
     """
-    here = [*traceback.walk_stack(sys._getframe())][::-1]
+    here = [*traceback.walk_stack(inspect.currentframe())][::-1]
     frames = [*here, *traceback.walk_tb(error.__traceback__)]
     others = [each for each in frames if not str(each[0].f_globals.get("__name__")).startswith("unishard")]
     return _in_words(traceback.StackSummary.extract(iter(others)))
