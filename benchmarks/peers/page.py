@@ -67,9 +67,9 @@ def sentence(results: Json) -> str:
     spent = slowest["candidates"]["unishard"]["seconds"] * 1e3
     return textwrap.fill(
         f"On {results['machine']['ranks']} CPU ranks a step takes {middle(hand):.2f} times as long as that of a loop "
-        f"by hand (median of {len(hand)} cells; {hand[0]:.2f} to {hand[-1]:.2f}, the most for {slowest['engine']} "
-        f"`{slowest['strategy']}` steps of {spent:.0f} ms) and {middle(accelerate):.2f} times as long as Accelerate's "
-        f"({accelerate[0]:.2f} to {accelerate[-1]:.2f}).",
+        f"by hand (median of {len(hand)} cells; {hand[0]:.2f} to {hand[-1]:.2f}, the most for steps of {spent:.0f} ms "
+        f"with `{slowest['engine']}` and `{slowest['strategy']}`) and {middle(accelerate):.2f} times as long as "
+        f"Accelerate's ({accelerate[0]:.2f} to {accelerate[-1]:.2f}).",
         88,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,15 @@ class Words(nn.Module):
 )
 def test_an_id_out_of_range(ids: list[list[int]], start: str) -> None:
     assert told(Words(), torch.tensor(ids)).startswith(start.format(Words.forward.__code__.co_firstlineno + 1))
+
+
+def test_an_engine_that_was_imported_from_elsewhere_is_not_the_users_line() -> None:
+    engine: dict[str, Any] = {"__name__": "unishard_other.adapter"}
+    exec(compile("def forward(model, given):\n    return model(given)", "/elsewhere/adapter.py", "exec"), engine)
+    with pytest.raises(RuntimeError) as caught:
+        engine["forward"](nn.Linear(4, 4), torch.ones(4, 4, dtype=torch.float64))
+    message = str(explain_input(caught.value, caught.traceback[-1].frame.f_locals["self"]))
+    assert "test_input_errors.py" in message
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Linear(4, 4), lambda: nn.Conv1d(4, 4, 1), lambda: nn.LayerNorm(4)])

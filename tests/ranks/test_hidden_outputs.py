@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import assert_conforms, curve, my_rank, own_share, play, tolerance, train, values, windows
 from harness.training import MICRO_BATCHES, SPANNING, UPDATES, config, configured
+from mistakes.forwards import WIDTH, Block
 from torch import nn
 from torch.distributions import Normal
 from torch.nn import functional
@@ -16,16 +17,7 @@ from torch.nn import functional
 import unishard
 from unishard.testing import oracle
 
-IN, WIDTH, CLASSES = 13, 12, 11
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return torch.tanh(self.up(x))
+IN, CLASSES = 13, 11
 
 
 class WithAttribute(Block):

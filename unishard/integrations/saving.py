@@ -12,18 +12,18 @@ from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.engine import Engine
 
-__all__ = ["restore_options", "save_alone", "set_options"]
+__all__ = ["replace_checkpoint", "restore_options", "set_options"]
 
 _KERNELS = ("foreign", "fused")
 """Options that say how an update is computed, which each engine chooses."""
 
 
-def save_alone(engine: Engine, folder: str | Path, state: Any = None) -> None:
-    """Make a directory hold this checkpoint alone, and leave it to other engines. Collective.
+def replace_checkpoint(engine: Engine, folder: str | Path, state: Any = None) -> None:
+    """Save in a directory in place of the checkpoints there, where another engine may save next. Collective.
 
     Args:
         engine: What to save.
-        folder: Where; what it holds is removed once the new checkpoint is complete.
+        folder: The directory; its other checkpoints are removed once the new one is complete.
         state: As in `Engine.save`.
 
     Raises:

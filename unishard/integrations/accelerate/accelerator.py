@@ -21,7 +21,7 @@ from unishard.engine.prepare import prepare
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
 from unishard.integrations.accelerate.configuring import agreed, config_of, unsharded_in_one_process
 from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, WatchedScheduler
-from unishard.integrations.saving import save_alone
+from unishard.integrations.saving import replace_checkpoint
 
 __all__ = ["Accelerator"]
 
@@ -274,7 +274,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         self.wait_for_everyone()
         for index, each in enumerate(self._trained):
-            save_alone(each.engine, Path(folder) / _FOLDER.format(index))
+            replace_checkpoint(each.engine, Path(folder) / _FOLDER.format(index))
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import unpack
 from unishard.engine.engine import Engine
 from unishard.errors import CheckpointError
-from unishard.integrations.saving import save_alone, set_options
+from unishard.integrations.saving import replace_checkpoint, set_options
 
 __all__ = ["load", "options_of", "read", "restore_options", "save", "weights_of"]
 
@@ -33,7 +33,7 @@ def save(engine: Engine, path: str | Path, data: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: checkpoints are directories of a file system that all ranks share")
     file = io.BytesIO()
     torch.save(data, file)
-    save_alone(engine, path, {_STATE: file.getvalue()})
+    replace_checkpoint(engine, path, {_STATE: file.getvalue()})
 
 
 def load(engine: Engine, path: str | Path, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:

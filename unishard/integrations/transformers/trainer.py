@@ -23,7 +23,7 @@ from unishard.engine.optim.schedulers import factor
 from unishard.errors import CheckpointError
 from unishard.integrations.accelerate.accelerator import Accelerator
 from unishard.integrations.accelerate.trained import Trained
-from unishard.integrations.saving import save_alone
+from unishard.integrations.saving import replace_checkpoint
 from unishard.integrations.transformers.arguments import config_for, section_of_deepspeed
 from unishard.integrations.transformers.checkpoints import converted, is_sharded
 
@@ -246,7 +246,7 @@ class _TrainersAccelerator(Accelerator):
 
     def save(self, folder: Path) -> None:
         """Save the model that trains in a folder of its own."""
-        save_alone(self.engine, folder)
+        replace_checkpoint(self.engine, folder)
 
     def give_up(self, model: nn.Module | None) -> None:
         """Make a model plain again, for another Trainer that gets it."""
