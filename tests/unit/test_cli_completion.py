@@ -77,7 +77,7 @@ def test_backends_and_formats() -> None:
 
 
 def test_lists_with_commas_and_devices() -> None:
-    for command in ("compare", "parity", "tune"):
+    for command in ("compare", "parity"):
         assert offered(f"unishard {command} c.yaml --backends ") == list(unishard.available())
         assert offered(f"unishard {command} c.yaml --backends fsdp,d") == ["fsdp,deepspeed"]
     assert offered("unishard compare c.yaml --strategies full_shard,hybrid_shard_") == [
@@ -86,7 +86,7 @@ def test_lists_with_commas_and_devices() -> None:
     assert offered("unishard plan c.yaml --device h100") == ["h100-80g"]
 
 
-@pytest.mark.parametrize("command", ["plan", "launch", "compare", "parity", "tune"])
+@pytest.mark.parametrize("command", ["plan", "launch", "compare", "parity"])
 def test_options_of_the_commands_around_a_run(command: str) -> None:
     options = offered(f"unishard {command} c.yaml --")
     assert {"--set", "--json"} <= set(options)

@@ -39,7 +39,6 @@ _COMMANDS = (
     "launch",
     "compare",
     "parity",
-    "tune",
     "demo",
     "export",
     "checkpoint",

@@ -125,15 +125,6 @@ def driver() -> str | None:
     return found[0] if (found := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)) else "of unknown version"
 
 
-def own_device() -> tuple[str, int] | None:
-    """Name and bytes of this machine's first accelerator; None if there is none. Imports torch."""
-    torch = import_module("torch")
-    if not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_properties(0)
-    return found.name, found.total_memory
-
-
 def devices() -> Iterator[Check]:
     """Check the accelerators, and the environment variables about them. Imports torch."""
     torch = import_module("torch")
