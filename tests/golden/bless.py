@@ -21,12 +21,11 @@ from unishard.config.loading import variables
 from unishard.formats.documents import yaml_text
 from unishard.tools.launch.command import Script
 from unishard.tools.launch.jobs import batch_script, manifest
-from unishard.tools.migrate.rewriting import diff_of, migrated
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
 TOPOLOGY = unishard.Topology(world_size=8, local_world_size=4)
-FOLDERS = ("native", "help", "launch", "migrate")
+FOLDERS = ("native", "help", "launch")
 COMMANDS = (
     "",
     *get_command(app).commands,  # type: ignore[attr-defined]  # a group
@@ -65,9 +64,6 @@ def expected() -> Iterator[tuple[Path, str]]:
         )
         yield HERE / "help" / f"{command.replace(' ', '-') or 'unishard'}.txt", result.stdout
     yield from _jobs()
-    for script in sorted((HERE.parent / "migrating" / "scripts").glob("*.py")):
-        source, name = script.read_text(encoding="utf-8"), Path("train.py")
-        yield HERE / "migrate" / f"{script.stem}.diff", diff_of(source, migrated(source, name), name)
 
 
 def _jobs() -> Iterator[tuple[Path, str]]:

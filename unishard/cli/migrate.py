@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import save
 from unishard.cli.arguments import written_formats as formats_like
 from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
@@ -35,15 +34,11 @@ class MigrateForm(StrEnum):
 
 
 def migrate(
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Root directory of a project.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Root directory of a project.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="Target format.", autocompletion=formats_like)] = "unishard",
     report: Annotated[MigrateForm, typer.Option(help="Output format.")] = MigrateForm.TEXT,
-    script: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Print the diff that moves the loop of a script to unishard.")
-    ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Change the script instead of printing the diff.")] = False,
 ) -> None:
-    """Find a project's configs, or move a script's loop.
+    """Find a project's configs.
 
     Shows the format of each, how it would translate, and the commands that do it. Looks at YAML, JSON
     and TOML files up to 1 MiB, except in virtual environments, node_modules and .git. A launch script or a line of a
@@ -51,19 +46,11 @@ def migrate(
     tool's file only DeepSpeed's config in it counts, or the one that it names. The last line counts all files: each
     translates, is refused, is another tool's, cannot be read, or is skipped.
 
-    With --script, shows the diff that moves a loop of DistributedDataParallel, FSDP, deepspeed.initialize or Accelerate
-    to unishard. What the script does not tell becomes a comment `# unishard: ...`. Only --write writes.
-
-    Example: unishard migrate . --to unishard; unishard migrate --script train.py | patch -p0
+    Example: unishard migrate . --to unishard
     """
-    if script is not None:
-        _move(script, write)
-        return
     from unishard.formats import catalog
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig, survey
 
-    if folder is None:
-        raise UnishardError("name the directory of a project, or a training script: --script train.py")
     if not folder.is_dir():
         raise UnishardError(f"{folder}: is not a directory; name the directory of a project")
     catalog.target(to)
@@ -92,22 +79,6 @@ def migrate(
             "or -- --learning_rate ..., or --set FIELD=VALUE"
         )
     _say(_in_words(_counts(configs, others, broken, skipped), to))
-
-
-def _move(script: Path, write: bool) -> None:
-    """Print how a script is moved, or move it."""
-    try:
-        from unishard.tools.migrate.rewriting import diff_of, migrated
-    except ModuleNotFoundError as error:
-        if error.name != "libcst":
-            raise
-        raise UnishardError("--script needs libcst, which is not installed; pip install 'unishard[migrate]'") from None
-    before = script.read_text(encoding="utf-8")
-    after = migrated(before, script)
-    if write:
-        save(script, after)
-    else:
-        emit(diff_of(before, after, script).removesuffix("\n"))
 
 
 def _say(text: str) -> None:

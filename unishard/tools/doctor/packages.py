@@ -39,7 +39,6 @@ PACKAGES = {
     "alembic": "mlflow",
     "lightning": "lightning",
     "ray": "ray",
-    "libcst": "migrate",
     "matplotlib": "demo",
 }
 """Distributions that unishard imports, to the extra that installs each; empty for required ones."""

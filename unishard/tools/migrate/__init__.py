@@ -1,1 +1,0 @@
-"""Move a training script with a loop of its own to unishard, as a diff."""
