@@ -19,7 +19,7 @@ from unishard.contract import registry, tested_versions
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import BackendError
 from unishard.tools import doctor
-from unishard.tools.doctor import check, machine, packages
+from unishard.tools.doctor import check, devices, packages
 
 FIELDS = {"name", "status", "found", "instead"}
 Pretend = Callable[..., None]
@@ -264,8 +264,8 @@ def fake_torch(
         get_arch_list=lambda: ["sm_80"],
     )
     torch = SimpleNamespace(cuda=device, ones=ones, version=SimpleNamespace(cuda=cuda, hip=None))
-    monkeypatch.setattr(machine, "import_module", lambda _: torch)
-    monkeypatch.setattr(machine, "driver", lambda: driver)
+    monkeypatch.setattr(devices, "import_module", lambda _: torch)
+    monkeypatch.setattr(devices, "driver", lambda: driver)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_accelerators(
     build: str | None, count: int, driver: str | None, status: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_torch(monkeypatch, cuda=build, count=count, driver=driver)
-    first, *each = machine.devices()
+    first, *each = devices.devices()
     assert (first.status, first.found, bool(first.instead)) == (status, found, status == "warn")
     assert [line.found for line in each] == [f"GPU {index}" for index in range(count)]
 
@@ -297,7 +297,7 @@ def test_a_device_that_cannot_compute_fails(monkeypatch: pytest.MonkeyPatch) -> 
     fake_torch(
         monkeypatch, cuda="12.8", count=1, driver="570.1", broken="CUDA error: no kernel image is available\nmore"
     )
-    _, device = machine.devices()
+    _, device = devices.devices()
     assert device.status == "fail"
     assert device.found == "cannot compute: RuntimeError: CUDA error: no kernel image is available"
     assert "sm_80" in device.instead
@@ -305,12 +305,12 @@ def test_a_device_that_cannot_compute_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_driver_is_found_by_its_version(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "version"
-    monkeypatch.setattr(machine, "_DRIVER", path)
-    assert machine.driver() is None
+    monkeypatch.setattr(devices, "_DRIVER", path)
+    assert devices.driver() is None
     path.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.3.0\n"
     )
-    assert machine.driver() == "570.86.15"
+    assert devices.driver() == "570.86.15"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_an_exported_accelerator_must_be_the_one_that_torch_finds(
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", value)
     fake_torch(monkeypatch, cuda="12.8", count=count, driver="570.1" if count else None)
-    *_, exported = machine.devices()
+    *_, exported = devices.devices()
     assert exported.status == status
     assert exported.instead == ("unset DS_ACCELERATOR" if status == "fail" else "")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,15 +20,7 @@ _COLUMNS = ("status", "what", "found", "to do")
 def doctor(
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "--ranks", min=1, max=64, metavar="N", help="Start N ranks on this host, and measure what connects them."
-        ),
-    ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="Measure the disk of this directory, such as that of the checkpoints."
-        ),
+        typer.Option("--ranks", min=1, max=64, metavar="N", help="Start N ranks on this host, and connect them."),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="List also the probes of private names that have found what they need.")
@@ -40,27 +31,26 @@ def doctor(
 
     Says first which engines can train here and what keeps the others from it, then what was checked: versions and
     whether they were tested, the engines, the private names that workarounds need (only those that fail, without
-    --all), accelerators, shared memory, the limit of open files, and the launcher's variables. Imports the installed
-    engines. Exits with 1 if training cannot run.
+    --all), accelerators, and the launcher's variables. Imports the installed engines. Exits with 1 if training cannot
+    run.
 
     Started by a launcher, as in `torchrun --nnodes 2 ... -m unishard doctor`, the ranks also connect, and rank 0
-    reports the rendezvous, latency and bandwidth over gloo and NCCL, the slowest link between two ranks, and
-    differences of versions and clocks.
+    reports the rendezvous, differences of versions, and an all-reduce over gloo and over NCCL.
 
-    Example: unishard doctor --ranks 4 --dir runs/llama
+    Example: unishard doctor --ranks 4
     """
     from unishard.tools.doctor import Status, connected, examine, place, worst
 
     topology = place()
     if topology.launcher == "python":
-        checks = list(examine(ranks, directory))
+        checks = list(examine(ranks))
     elif ranks is not None:
         raise typer.BadParameter(
             "a launcher has started this process among others; leave --ranks out", param_hint="--ranks"
         )
     else:
         connections = connected(topology)  # first: the ranks should not wait until one has imported the engines
-        checks = [*(examine(None, directory) if topology.rank == 0 else []), *connections]
+        checks = [*(examine() if topology.rank == 0 else []), *connections]
         if not checks:
             return
     if as_json:

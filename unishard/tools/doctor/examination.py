@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 
 from unishard.config.describe import count_of
 from unishard.config.topology import Topology, rendezvous
@@ -19,19 +18,18 @@ from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.tested_versions import tested
 from unishard.errors import ConfigError
 from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.machine import devices, disk, machine
+from unishard.tools.doctor.devices import devices
 from unishard.tools.doctor.packages import backends, found, packages, probes, python
 
 _SECONDS = 180.0
 """For which ranks on this host may run."""
 
 
-def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator[Check]:
+def examine(ranks: int | None = None) -> Iterator[Check]:
     """Run all checks. Imports the installed engines.
 
     Args:
-        ranks: So many processes are started on this host, and what connects them is measured.
-        directory: Its disk is measured.
+        ranks: So many processes are started on this host, and connected.
     """
     yield python()
     usable, unreadable = found()
@@ -51,9 +49,6 @@ def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator
     )
     if "torch" not in unusable:
         yield from devices()
-    yield from machine()
-    if directory is not None:
-        yield disk(directory)
     yield _launcher(os.environ)
     if ranks is not None and "torch" not in unusable:
         yield from local_ranks(ranks)
@@ -70,7 +65,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Topology:
 
 
 def connected(topology: Topology) -> list[Check]:
-    """Connect with the other processes of the launcher, and measure what connects them. Collective.
+    """Connect with the other processes of the launcher, and reduce a tensor over them. Collective.
 
     Returns:
         The checks on rank 0, and on every rank that cannot connect.
