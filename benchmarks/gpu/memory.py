@@ -143,7 +143,7 @@ def too_much(backend: str) -> str:
         except torch.OutOfMemoryError as error:
             notes = "\n".join(getattr(error, "__notes__", []))
             print(notes, flush=True)
-            wanted = ("unishard planned for this rank", "what would help most", "unishard set CFG")
+            wanted = ("unishard planned for this rank", "what would help most", "--set ")
             return "" if all(word in notes for word in wanted) else f"its notes: {notes or 'none'}"
     return "no error"
 

@@ -96,7 +96,7 @@ def test_a_translation_imports_the_tables_that_it_uses(arguments: list[str]) -> 
             "unishard.engine",
             "unishard.contract.private_api",
             "unishard.contract.backend",
-            "unishard.config.loading.editing",
+            "unishard.config.loading.undecided",
             "unishard.formats.wizard",
         ),
         *(

@@ -309,7 +309,7 @@ def test_an_out_of_memory_error_shows_the_plan_and_two_changes(backend):
     for note in values(play(NOTES)[out_of_memory, (backend,)]):
         assert "unishard planned for this rank, on the device:" in note
         assert "  optimizer state  " in note
-        assert len([line for line in note.splitlines() if line.startswith("  unishard set CFG ")]) == 2
+        assert len([line for line in note.splitlines() if line.startswith("  --set ")]) == 2
 
 
 # -- traffic ---------------------------------------------------------------------------------------

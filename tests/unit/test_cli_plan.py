@@ -153,15 +153,6 @@ def test_without_a_device_or_activations(project: Path) -> None:
     assert "recommendation" not in result.stdout
 
 
-def test_the_recommendation_is_written_in_place(project: Path) -> None:
-    result = run(*ASK, "--memory", "1GiB", "--write")
-    assert result.exit_code == 0, result.output
-    assert Path("cfg.yaml").read_text() == (
-        "backend: fsdp\nsharding:\n  strategy: shard_optimizer\nprecision: bf16  # as always\ntraining: "
-        "{micro_batch_size: 2}\n"
-    )
-
-
 def test_a_forward_that_returns_no_loss_is_planned_with_one(project: Path) -> None:
     found = json.loads(run("plan", "cfg.yaml", "--model", "factories:with_loss", "--json").stdout)
     assert found["activations"]["none"] > 0

@@ -107,15 +107,3 @@ def test_a_report_in_json_holds_the_note(file):
     )
     assert json.loads(result.stderr)["warnings"] == [f"{file}:5: {NOTE}", f"override: {NOTE}"]
     assert "Router" in result.stdout
-
-
-@pytest.mark.parametrize("name", [OLD, NEW])
-def test_set_writes_the_new_name_in_its_place(file, name):
-    result = run("set", str(file), f"{name}=[A, B]")
-    assert result.exit_code == 0, result.stderr
-    assert file.read_text() == TEXT.replace("whole_units: [Expert]", "conditional_modules: [A, B]")
-
-
-def test_set_leaves_the_old_name_where_another_field_changes(file):
-    assert run("set", str(file), "training.seed=3").exit_code == 0
-    assert file.read_text() == f"{TEXT}training:\n  seed: 3\n"

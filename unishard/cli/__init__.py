@@ -30,7 +30,6 @@ _COMMANDS = (
     "check",
     "plan",
     "init",
-    "set",
     "migrate",
     "schema",
     "docs",
@@ -93,12 +92,11 @@ class Commands(TyperGroup):
 
 def _built(name: str) -> Any:
     """The command of a name."""
-    word = "set_" if name == "set" else name  # `set` is a builtin
-    module = import_module(f"unishard.cli.{word}")
+    module = import_module(f"unishard.cli.{name}")
     group = getattr(module, "app", None)
     if group is None:
         group = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        group.command(name, cls=getattr(module, "Command", None))(getattr(module, word))
+        group.command(name, cls=getattr(module, "Command", None))(getattr(module, name))
     return keep_words_whole(typer.main.get_command(group))
 
 

@@ -102,7 +102,7 @@ def _cut_off(ctx: typer.Context) -> str | None:
     """
     from unishard.config import Config, leaves
 
-    typed = [str(change) for name in ("changes", "set_") for change in ctx.params.get(name) or () if change != "="]
+    typed = [str(change) for change in ctx.params.get("set_") or () if change != "="]
     return typed[-1] if typed and typed[-1] in dict(leaves(Config)) else None
 
 

@@ -59,8 +59,8 @@ def init(
     for path, who in draft.undecided.items():
         echo(f"needs input: {path} comes from {who}", err=True)
     echo(f"{output}: written")
-    command = ["unishard", "set", str(output), *(f"{path}=VALUE" for path in draft.undecided)]
-    echo(f"next: {shlex.join(command if draft.undecided else ['unishard', 'check', str(output)])}")
+    open_fields = (word for path in draft.undecided for word in ("--set", f"{path}=VALUE"))
+    echo(f"next: {shlex.join(['unishard', 'check', str(output), *open_fields])}")
 
 
 def _started(old: Path, changes: list[str]) -> Draft:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from unishard.cli import arguments
 from unishard.cli.wrapping import echo, emit
 from unishard.config.topology import Topology
-from unishard.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from unishard.tools.plan.planning import Plan
+from unishard.errors import ConfigError
 
 
 def plan(
@@ -31,7 +27,6 @@ def plan(
     no_activations: Annotated[
         bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")
     ] = False,
-    write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the file.")] = False,
     set_: arguments.Overrides = None,
     report: arguments.Report = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -47,13 +42,7 @@ def plan(
     from unishard.tools.plan.model import PlannedModel
     from unishard.tools.plan.planning import make_plan
 
-    if write and set_:
-        raise typer.BadParameter(
-            "--write edits the file, which --set does not; write the overrides into the file first: unishard set"
-        )
     target = arguments.device_of(device, memory)
-    if write and target is None:
-        raise typer.BadParameter("--write needs --device or --memory, by which to choose")
     with arguments.own_file(config):
         cfg, origins = read(config, set_ or ())
     try:
@@ -75,8 +64,6 @@ def plan(
 
         for line in lines_of(found):
             echo(line, laid_out=True)
-    if write:
-        _write(config, found)
     arguments.note_ranks(ranks)
 
 
@@ -85,22 +72,3 @@ def _on_nodes(topology: Topology, per_node: int | None) -> Topology:
     if per_node is None and topology.world_size == topology.local_world_size > 8 and topology.world_size % 8 == 0:
         return Topology(topology.world_size, 8)
     return topology
-
-
-def _write(config: Path, found: Plan) -> None:
-    """Write the recommendation into the file.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    from unishard.cli.arguments import save
-    from unishard.config.loading.editing import check_text, edit
-
-    recommendation = found.recommendation
-    assert recommendation is not None
-    if not recommendation.changes:
-        raise ConfigError([Problem("--write", recommendation.reason, str(config))])
-    text = edit(config, recommendation.changes)
-    check_text(text, str(config))
-    save(config, text)
-    echo(f"{config}: wrote {', '.join(recommendation.changes)}", err=True)

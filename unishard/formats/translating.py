@@ -221,7 +221,7 @@ def _read_without(
 def _same(target: Format, reading: ReadDocument, expressed: Rendered) -> Native | None:
     """The source with what overrides change, if it is in this format already.
 
-    unishard's own files are edited with `unishard set`.
+    A unishard file is written anew.
     """
     if reading.format != target.name or target.name == "unishard":
         return None

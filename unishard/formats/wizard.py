@@ -9,8 +9,8 @@ from typing import Any
 
 from unishard.config import Config, Section, leaves, value_at
 from unishard.config.describe import choices
-from unishard.config.loading.editing import check_text
 from unishard.config.loading.placeholders import placeholder
+from unishard.config.loading.undecided import check_text
 from unishard.config.nested import is_within, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry

@@ -104,7 +104,7 @@ class ExpectedMemory(Observer):
     def _changes(self, activations: int) -> Iterator[tuple[int, str]]:
         """Changes of the config and the bytes that they save, activations by rule of thumb."""
         for change, part in self._planned.of_activations.items():
-            yield int(activations * part), f"unishard set CFG {change}"
+            yield int(activations * part), f"--set {change}"
         now = _most(self._footprint)
         for change in self._planned.of_state:
             try:
@@ -112,7 +112,7 @@ class ExpectedMemory(Observer):
             except ConfigError:
                 continue
             if (saved := now - _most(other)) > 0:
-                yield saved, f"unishard set CFG {change}"
+                yield saved, f"--set {change}"
 
 
 def _most(footprint: Footprint) -> int:

@@ -30,7 +30,7 @@ class Recommendation(NamedTuple):
     """What to write into the config, and why."""
 
     changes: tuple[str, ...]
-    """As for `unishard set`; empty if the config stays as it is."""
+    """As for `--set`; empty if the config stays as it is."""
     reason: str
     candidate: Candidate | None
     """None if nothing fits."""
