@@ -59,7 +59,7 @@ class KeyEffect(NamedTuple):
     `native`. Exact where that engine runs; `fit` and `note` say what is lost where another one does."""
     copy_verbatim: bool = False
     """Whether the key is copied where the document is written anew in its own format, in the words of the tool's
-    current version."""
+    current version. If unsupported: whether its own tool takes it."""
     if_other_engine: Mapping[str, Any] = {}
     """Values of config fields that stand for `native` where another engine runs, whatever other keys say."""
     unknown: bool = False
@@ -143,7 +143,14 @@ class Entry(NamedTuple):
         fields, native = ({}, {}) if refused else (self.effect.fields, self.effect.native)
         decides = (*self.effect.decides, *self.effect.fields) if refused else ()
         return self._replace(
-            effect=self.effect._replace(fit=fit, note=note, fields=fields, native=native, decides=decides)
+            effect=self.effect._replace(
+                fit=fit,
+                note=note,
+                fields=fields,
+                native=native,
+                decides=decides,
+                copy_verbatim=self.effect.copy_verbatim and not refused,
+            )
         )
 
 

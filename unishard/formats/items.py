@@ -9,7 +9,7 @@ from unishard.config import value_at
 from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.contract.entries import Entry, Path
-from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, Rendered
+from unishard.contract.render import AS_IT_IS, KEPT_AUTO, LEFT_OUT, FieldResult, Rendered
 from unishard.contract.rules import NO_KEY, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.names import each
@@ -37,26 +37,27 @@ _ZERO = {
     **each("axolotl hf llamafactory swift trl", f"deepspeed.zero_optimization.{_GATHERS}"),
 }
 """Where each format has them."""
+_SILENT = {"accelerate": "SHARDED_STATE_DICT", **each("hf llamafactory swift trl", "FULL_STATE_DICT")}
+"""What a save of FSDP2 holds where a file does not say it (Accelerate 1.15.0, utils/dataclasses.py; transformers 5.24,
+training_args.py)."""
 _NO_KEY = "a save holds the whole model there; {}"
 _HERE = "unishard saves shards, and `unishard export` writes the whole model"
 
 
 def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
     """The key and the value in another format for each entry that speaks of files."""
-    before = next(
-        (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields), None
-    )
-    if reading.format == to and before == reading.config.backend:
-        return {}
     fsdp, zero = (
         reading.config.backend == "fsdp" and to != "deepspeed",
-        reading.config.sharding.strategy == "full_shard",
+        reading.config.sharding.within_group == "full_shard",
     )
     found = {}
-    for entry in (entry for entry in reading.entries if not entry.assumed and entry.effect.fit is not Fit.UNSUPPORTED):
+    for entry in (entry for entry in reading.entries if entry.effect.fit is not Fit.UNSUPPORTED):
         name = _name(entry)
+        if entry.assumed and not _kind(entry):
+            continue
         if fsdp and to in _FSDP and (name == "cpu_ram_efficient_loading" or _kind(entry)):
-            found[entry.path] = _FSDP[to].format(name), _kind(entry) or entry.value
+            same = entry.assumed and _kind(entry) == _SILENT.get(to)
+            found[entry.path] = "" if same else _FSDP[to].format(name), _kind(entry) or entry.value
         elif fsdp and to in _FSDP and name in _OF_ZERO and _is_on(entry.value):
             found[entry.path] = _FSDP[to].format(_FULL), "FULL_STATE_DICT"
         elif not fsdp and zero and to in _ZERO and (_is_full(entry) or name == _OF_ZERO[-1]):
@@ -67,7 +68,7 @@ def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
 def with_files(document: Native, keys: Iterable[tuple[str, Any]]) -> Native:
     """A document with what is carried."""
     for key, value in keys:
-        document = merge(document, nested({key: value}))
+        document = merge(document, nested({key: value}) if key else {})
     return document
 
 
@@ -76,13 +77,15 @@ def described(item: Item, entry: Entry, found: dict[Path, tuple[str, Any]], to: 
     less.
     """
     if entry.path in found:
-        return item._replace(fit=Fit.EXACT, becomes=found[entry.path][0], note="")
-    whole = _is_full(entry) or (_name(entry) in _OF_ZERO and _is_on(entry.value))
-    if item.fit is not Fit.IGNORED or item.assumed or not whole:
+        becomes = found[entry.path][0]
+        return item._replace(fit=Fit.EXACT, becomes=becomes, note="" if becomes else "the same default there")
+    whole = _is_full(entry) or (_name(entry) in _OF_ZERO and not entry.assumed and _is_on(entry.value))
+    if item.fit is not Fit.IGNORED or not whole:
         return item
     if to == "unishard":
-        return item._replace(fit=Fit.EQUIVALENT, note=_NO_KEY.format(_HERE))
-    return item._replace(fit=Fit.NEEDS_INPUT, note=_NO_KEY.format("gather it in your training script"))
+        return item._replace(fit=Fit.EQUIVALENT, note=_NO_KEY.format(_HERE), notable=item.assumed)
+    note = _NO_KEY.format("gather it in your training script")
+    return item._replace(fit=Fit.NEEDS_INPUT, note=note, notable=item.assumed)
 
 
 def _name(entry: Entry) -> str:
@@ -193,6 +196,8 @@ def _required(reading: ReadDocument, fields: Iterable[str]) -> Iterator[bool]:
 
 def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered) -> FieldResult:
     effect = entry.effect
+    if as_it_is := expressed.fields.get(f"{AS_IT_IS}{entry.key}"):
+        return as_it_is
     if effect.fit is Fit.UNSUPPORTED:
         return FieldResult(Fit.UNSUPPORTED, "", effect.note)
     if effect.copy_verbatim and reading.format == target.name and effect.fields.keys() <= reading.undecided.keys():

@@ -19,6 +19,7 @@ from unishard.contract.rules import SCRIPT, Fit, worst
 from unishard.formats.comparing import NOT_SAID, Difference, compare
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
+from unishard.formats.roundtrip import refused
 from unishard.formats.source import Source
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _outcome(
 def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
     """What a tool refuses in a translation, in words."""
     for entry in back.entries:
-        if entry.effect.fit is Fit.UNSUPPORTED:
+        if refused(entry):
             yield f"{tool} refuses {entry.key} = {shown(entry.value)} of this translation: {entry.effect.note}"
 
 

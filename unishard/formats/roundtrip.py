@@ -129,7 +129,7 @@ def untouched(
         for candidate in candidates:
             found = _with_repeated(candidate, plain, {field: wanted[field] for field in reading.decided})
             back = target.read(reading.source._replace(data=found), (), told)
-            if _values(back) == wanted and all(entry.effect.fit is not Fit.UNSUPPORTED for entry in back.entries):
+            if _values(back) == wanted and not any(map(refused, back.entries)):
                 return found
     except ConfigError:
         pass
@@ -224,9 +224,14 @@ def changed(
     return found
 
 
+def refused(entry: Entry) -> bool:
+    """Whether the tool itself does not take a key."""
+    return entry.effect.fit is Fit.UNSUPPORTED and not entry.effect.copy_verbatim
+
+
 def goes_through(entry: Entry) -> bool:
     """Whether a key may be repeated as it is."""
-    return entry.effect.fit is not Fit.UNSUPPORTED and not entry.effect.rejected_upstream
+    return not (refused(entry) or entry.effect.rejected_upstream)
 
 
 def stays(entry: Entry, original: Mapping[str, Any], document: Native) -> bool:

@@ -12,7 +12,7 @@ from unishard.config.loading.document import text_of
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry
-from unishard.contract.render import Rendered
+from unishard.contract.render import AS_IT_IS, Rendered
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
@@ -174,7 +174,7 @@ def _described(
     target: Format, reading: ReadDocument, expressed: Rendered, same: Native | None, overrides: tuple[str, ...]
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
-    found = carried(reading, target.name)
+    found = carried(reading, target.name) if same is None else {}
     lines = (
         described(item_of(entry, reading, target, expressed, same), entry, found, target.name)
         for entry in reading.entries
@@ -182,9 +182,8 @@ def _described(
     items = (*lines, *_refused_overrides(overrides, reading, expressed))
     if same is not None:
         return items, same
-    return items, with_files(
-        merge(expressed.document, _kept_keys(reading) if reading.format == target.name else {}), found.values()
-    )
+    kept = _kept_keys(reading, expressed) if reading.format == target.name else {}
+    return items, with_files(merge(expressed.document, kept), found.values())
 
 
 def _nothing(document: Native) -> str:
@@ -273,11 +272,11 @@ def _without_refused(entry: Entry, reading: ReadDocument, expressed: Rendered) -
     return entry._replace(effect=entry.effect._replace(fit=Fit.APPROXIMATE, note=note, fields=fields))
 
 
-def _kept_keys(reading: ReadDocument) -> Native:
+def _kept_keys(reading: ReadDocument, expressed: Rendered) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
-        if entry.effect.copy_verbatim and not entry.assumed:
+        if entry.effect.copy_verbatim and not entry.assumed and f"{AS_IT_IS}{entry.key}" not in expressed.fields:
             value = entry.value
             for name in reversed(entry.path):
                 value = {name: value}

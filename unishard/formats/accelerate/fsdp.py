@@ -65,7 +65,7 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
         arguments.add(
             "mixed_precision", _policy(_DTYPES[precision], version), _autocast(spot) if version == 1 else spot
         )
-    return [*entries, *arguments.entries(defaults=_assumed(arguments.native), topology=topology)]
+    return [*entries, *arguments.entries(defaults=_assumed(arguments.native, version), topology=topology)]
 
 
 def _autocast(spot: Spot) -> Spot:
@@ -156,9 +156,10 @@ _LEAST = 100_000_000
 """The launcher's `fsdp_min_num_params`, where a size is read at all."""
 
 
-def _assumed(native: Mapping[str, Any]) -> Mapping[str, Any]:
+def _assumed(native: Mapping[str, Any], version: int) -> Mapping[str, Any]:
     by_size = str(native.get("auto_wrap_policy")).upper() == "SIZE_BASED_WRAP"
-    return {**_LAUNCHER, "min_num_params": _LEAST} if by_size else _LAUNCHER
+    saved = {"state_dict_type": "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"}
+    return {**_LAUNCHER, **saved, **({"min_num_params": _LEAST} if by_size else {})}
 
 
 _WITHIN = tuple(f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp"))

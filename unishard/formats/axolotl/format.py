@@ -12,9 +12,10 @@ from unishard.contract.entries import NOTHING, Entry, KeyEffect, interpret, left
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.formats.axolotl.keys import ENGINES, KEYS, TOOL
-from unishard.formats.axolotl.rules import NAMES, RULES, written
+from unishard.formats.axolotl.rules import RULES, written
 from unishard.formats.axolotl.sharding import sharded
 from unishard.formats.format import Format
+from unishard.formats.hf.kept import ARGUMENTS, AXOLOTL
 from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.hf.sharding import replicated
 from unishard.formats.hf.shipped import shipped_config, told
@@ -25,7 +26,7 @@ from unishard.formats.source import Source
 
 _VARIABLE = re.compile(r"\$\{[^}]+\}")
 _SHIPPED = re.compile(r"zero[123](_torch_compile|_bf16)?(_cpuoffload_(all|params))?\.json")
-_BACK = {argument: name for name, argument in NAMES.items()}
+_BACK = {argument: name for name, argument in AXOLOTL.items()}
 
 
 class AxolotlFormat(Format):
@@ -48,7 +49,7 @@ class AxolotlFormat(Format):
 
     def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The keys that train."""
-        return written(reading, topology)
+        return written(reading, topology, {AXOLOTL.get(name, name) for name in KEYS} & ARGUMENTS)
 
 
 FORMAT = AxolotlFormat()
@@ -67,9 +68,9 @@ def _entries(source: Source, topology: Topology | None) -> list[Entry]:
         data={key: value for key, value in source.data.items() if key not in named and key not in foreign}
     )
     data = plain.data
-    keys = {NAMES.get(name, name): row for name, row in KEYS.items()}
+    keys = {AXOLOTL.get(name, name): row for name, row in KEYS.items()}
     keys |= {name: row._replace(tool_default=NOTHING) for name, row in keys.items() if _BACK.get(name, name) in named}
-    document = {NAMES.get(str(name), str(name)): value for name, value in data.items()}
+    document = {AXOLOTL.get(str(name), str(name)): value for name, value in data.items()}
     entries = [
         entry
         for entry in interpret(keys, document, tool=TOOL, ignores_unknown=True, topology=topology)

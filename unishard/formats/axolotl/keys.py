@@ -10,7 +10,8 @@ from typing import Any
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, Undecided, Unreadable, left_out
 from unishard.contract.key_rows import boolean, integer, number, refuses
 from unishard.contract.rules import Fit
-from unishard.formats.axolotl.rules import NAMES, SAVED
+from unishard.formats.axolotl.rules import SAVED
+from unishard.formats.hf.kept import AXOLOTL
 from unishard.formats.hf.keys import KEYS as ARGUMENTS
 from unishard.formats.hf.loop import DEEPSPEED, FSDP, checkpointing, matmul, off
 from unishard.formats.hf.optimizing import named
@@ -186,7 +187,7 @@ def _workers(value: Any, given: DocumentValues) -> KeyEffect:
 
 def _argument(name: str) -> Key:
     """The row of TrainingArguments, where null is what axolotl leaves unset (core/builders/base.py)."""
-    return _optional(ARGUMENTS[NAMES.get(name, name)])
+    return _optional(ARGUMENTS[AXOLOTL.get(name, name)])
 
 
 def _optional(row: Key) -> Key:

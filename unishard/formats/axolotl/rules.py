@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from unishard.config import Config
@@ -13,24 +13,15 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.field_rows import asked, exact, keeps_more, started_elsewhere, when_default
 from unishard.contract.key_rows import number, text
-from unishard.contract.render import FieldResult, Rendered, render
+from unishard.contract.render import Rendered, render
 from unishard.contract.rules import PURE, SCRIPT, Fit, Rule, approximate, equivalent, unless
 from unishard.formats.hf.accepted_values import VALUES
+from unishard.formats.hf.kept import AXOLOTL, with_arguments
 from unishard.formats.hf.loop import off, switched_on, without
 from unishard.formats.hf.rules import RULES as ARGUMENTS
 from unishard.formats.hf.rules import decided_of, engine_of
 from unishard.formats.hf.saving import EPOCHS, limit, stepped
-from unishard.formats.hf.scheduling import lengths_of
 from unishard.formats.reading import ReadDocument
-
-NAMES: Mapping[str, str] = {
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-}
-"""axolotl's names of TrainingArguments, where they differ."""
-
 
 FOLDER = "./model-out"
 """Where axolotl writes if it is not set (schemas/config.py)."""
@@ -134,7 +125,7 @@ SAVING: Mapping[str, Rule] = {
 }
 """How a field is said, where TrainingArguments say it otherwise."""
 
-_WORDS = {argument: name for name, argument in NAMES.items()} | {
+_WORDS = {argument: name for name, argument in AXOLOTL.items()} | {
     "fsdp_config.cpu_offload": "fsdp_config.offload_params",
     "fsdp": "fsdp_version",
     "lr_scheduler_kwargs": "cosine_min_lr_ratio, lr_scheduler_kwargs",
@@ -236,8 +227,13 @@ RULES: Mapping[str, Rule] = {name: row._replace(key=_named(row.key)) for name, r
 """Rows of TrainingArguments under axolotl's names, and its own."""
 
 
-def written(reading: ReadDocument, topology: Topology) -> Rendered:
+def written(reading: ReadDocument, topology: Topology, known: Collection[str]) -> Rendered:
     """The keys for a config, and what became of each field.
+
+    Args:
+        reading: The config.
+        topology: The ranks.
+        known: Arguments of transformers that axolotl has.
 
     Raises:
         ConfigError: axolotl does not know the engine.
@@ -245,14 +241,10 @@ def written(reading: ReadDocument, topology: Topology) -> Rendered:
     own = render(decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
     mine = _OWN if reading.config.backend == "fsdp" else {}
-    said = {name: word._replace(key=_named(word.key)) for name, word in engine.fields.items() if name not in mine}
-    lengths = lengths_of(reading)
-    words: dict[str, FieldResult] = {
-        **own.fields,
-        **said,
-        **{name: word._replace(key=_named(word.key)) for name, word in lengths.fields.items()},
-    }
-    return Rendered(_renamed(merge(merge(own.document, engine.document), lengths.document)), words)
+    words = {**own.fields, **{name: word for name, word in engine.fields.items() if name not in mine}}
+    said = with_arguments(Rendered(merge(own.document, engine.document), words), reading, "axolotl", known)
+    fields = {name: word._replace(key=_named(word.key)) for name, word in said.fields.items()}
+    return Rendered(_renamed(said.document), fields)
 
 
 def _renamed(document: Native) -> Native:

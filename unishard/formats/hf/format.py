@@ -13,12 +13,13 @@ from unishard.contract.rules import Fit, Rule
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, with_script_defaults, wrapped
-from unishard.formats.hf.keys import ENGINES, KEYS
+from unishard.formats.hf.keys import ENGINES, KEYS, RENAMED
 from unishard.formats.hf.loop import DEEPSPEED, FSDP
 from unishard.formats.hf.rules import RULES, written
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.zero import filled_from, partitioned, with_precedence
 from unishard.formats.reading import ReadDocument
+from unishard.formats.roundtrip import goes_through
 from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 
@@ -102,11 +103,11 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
         return _entries(source, topology)
     engine = _engine_beside(source.data, name)
     found = _entries(source._replace(data={**source.data[name], **engine}), topology, section=True)
-    # Written in its own format again, the arguments stand at the top, and what does not train is left out.
+    # Written in its own format again, the arguments stand at the top.
     inner = [
         entry._replace(
             path=entry.path if entry.path[0] in engine else (name, *entry.path),
-            effect=entry.effect._replace(copy_verbatim=False),
+            effect=entry.effect._replace(copy_verbatim=goes_through(entry) and entry.effect.fit is Fit.UNSUPPORTED),
         )
         for entry in found
     ]
@@ -177,11 +178,8 @@ def _engines(source: Source, argument: Any, topology: Topology | None, whole: bo
     return entries
 
 
-_NAMES = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
-}
-"""Arguments of transformers 5.23 that these scripts still call by the older name."""
+_NAMES = {today: older for older, today in RENAMED.items() if older.startswith("gradient_")}
+"""Arguments that these scripts still call by the older name."""
 _SWITCHES = {"gradient_checkpointing": "activation_checkpointing", "bf16": "precision.compute"}
 """Of arguments that a script may switch on by itself, the field that they decide."""
 

@@ -15,7 +15,7 @@ from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
-from unishard.formats.names import ignored
+from unishard.formats.names import ignored, names
 
 _FILES = "affects only checkpoints"
 _DATA = "concerns the DataLoader, which the training script builds"
@@ -70,7 +70,40 @@ def _least(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.UNSUPPORTED, note)
 
 
-KEYS: Mapping[str, Key] = {
+RENAMED: Mapping[str, str] = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    "warmup_ratio": "warmup_steps",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+}
+"""Older names of arguments, and today's."""
+OLDER = names(
+    "adafactor dispatch_batches distributed_config evaluate_during_training evaluation_strategy fp16_backend "
+    "fp16_opt_level fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap generation_config generation_max_length "
+    "generation_num_beams group_by_length half_precision_backend include_inputs_for_metrics include_tokens_per_second "
+    "jit_mode_eval logging_dir mp_parameters no_cuda overwrite_output_dir parallelism_config past_index "
+    "per_gpu_eval_batch_size per_gpu_train_batch_size predict_with_generate push_to_hub_model_id "
+    "push_to_hub_organization push_to_hub_token ray_scope save_safetensors sharded_ddp sortish_sampler split_batches "
+    "torchdynamo tp_size tpu_metrics_debug tpu_num_cores use_ipex use_mps_device warmup_ratio xpu_backend"
+)
+"""Arguments that transformers 5.24 no longer has, those of other scripts than Trainer's, and an object that no file
+holds."""
+
+
+def _trainers(row: Key) -> Key:
+    """The row of an argument, which Trainer takes also where unishard has nothing like it."""
+
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        effect = row.read(value, given)
+        return effect._replace(copy_verbatim=True) if effect.fit is Fit.UNSUPPORTED else effect
+
+    return row._replace(read=read)
+
+
+_ROWS: Mapping[str, Key] = {
     **LOOP,
     **OPTIMIZER,
     **SCHEDULE,
@@ -84,4 +117,5 @@ KEYS: Mapping[str, Key] = {
     "fsdp_min_num_params": Key(_least, "", Fit.UNSUPPORTED, "transformers 5 reads it in fsdp_config"),
     **IGNORED,
 }
+KEYS: Mapping[str, Key] = {name: row if name in OLDER else _trainers(row) for name, row in _ROWS.items()}
 """The arguments and what each says."""

@@ -36,10 +36,10 @@ from unishard.contract.rules import (
     unless,
 )
 from unishard.errors import ConfigError, Problem
+from unishard.formats.hf.kept import with_arguments
 from unishard.formats.hf.loop import FSDP_ON, switched_on, without
 from unishard.formats.hf.optimizing import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
-from unishard.formats.hf.scheduling import lengths_of
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
@@ -292,7 +292,5 @@ def written(reading: ReadDocument, topology: Topology) -> Rendered:
     """
     own_words = render(decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
-    lengths = lengths_of(reading)
-    document = merge(merge(own_words.document, engine.document), lengths.document)
-    words: dict[str, FieldResult] = {**own_words.fields, **engine.fields, **lengths.fields}
-    return Rendered(document, words)
+    words: dict[str, FieldResult] = {**own_words.fields, **engine.fields}
+    return with_arguments(Rendered(merge(own_words.document, engine.document), words), reading)

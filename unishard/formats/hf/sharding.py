@@ -29,7 +29,11 @@ FIRST = names("forward_prefetch backward_prefetch use_orig_params sync_module_st
 """Keys that it reads only for version 1."""
 
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-_DEFAULTS: Mapping[str, Any] = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+_DEFAULTS: Mapping[str, Any] = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "state_dict_type": "FULL_STATE_DICT",
+}
 _OVERLOOKED: Mapping[str, str] = {
     "offload_params": "transformers 5.23 ignores it, parameters stay on the device: its name is cpu_offload",
     "sharding_strategy": "transformers 5.23 ignores it: use fsdp or reshard_after_forward",

@@ -45,7 +45,8 @@ class LlamaFactoryFormat(ScriptFormat):
         document = {key: value for key, value in said.document.items() if not key.startswith("gradient_checkpointing")}
         document["disable_gradient_checkpointing"] = reading.config.activation_checkpointing == "none"
         word = said.fields[_RECOMPUTES]._replace(key="disable_gradient_checkpointing")
-        return Rendered(document, {**said.fields, _RECOMPUTES: word})
+        words = {path: word for path, word in said.fields.items() if not word.key.startswith("gradient_checkpointing")}
+        return Rendered(document, {**words, _RECOMPUTES: word})
 
 
 def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:
