@@ -296,10 +296,19 @@ def test_arguments_of_an_unknown_script_have_no_defaults() -> None:
 def test_the_length_of_an_unknown_schedule_is_said_and_not_used(document: dict[str, Any]) -> None:
     outcome = translate(document, "unishard", with_=["--learning_rate", "1e-4", "--max_steps", "9"])
     assert not outcome.of(Fit.UNSUPPORTED)
-    assert next(item for item in outcome.items if item.key == "max_steps").fit is Fit.IGNORED
+    item = next(item for item in outcome.items if item.key == "max_steps")
+    assert (item.fit, item.note) == (Fit.NEEDS_INPUT, "the training ends after 9 updates; do that in your loop")
     assert "scheduler.total_steps" not in outcome.reading.decided
     shaped = ["--max_steps", "9", "--lr_scheduler_type", "cosine"]
     assert fields(translate(document, "unishard", with_=shaped))["scheduler.total_steps"] == 9
+
+
+def test_the_length_of_a_training_is_said_and_goes_along(script: Path) -> None:
+    document = {"zero_optimization": {"stage": 2}}
+    outcome = with_script(script, document, change=("--max_steps 100", "--num_train_epochs 7"))
+    assert next(item for item in outcome.items if item.key == "num_train_epochs").fit is Fit.NEEDS_INPUT
+    outcome = with_script(script, document, "hf", change=("--max_steps 100", "--num_train_epochs 7"))
+    assert outcome.document["num_train_epochs"] == 7
 
 
 @pytest.mark.parametrize("own", ["--num_warmup_steps 3", "--zero_stage 3", "--lr_scheduler cosine", "--deepspeed"])

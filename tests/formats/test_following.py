@@ -113,13 +113,33 @@ def test_options_of_the_launcher_decide_the_engine(project: Path, options: str, 
     assert not outcome.status(strict=False)
 
 
-def test_options_of_the_launcher_that_contradict_its_translated_file_are_refused(project: Path) -> None:
-    launched(project, "--config_file recipes/launch/zero3.yaml --use_deepspeed --zero_stage 2")
-    (item,) = translate(project / "recipes/launch/zero3.yaml", "unishard", with_=project / "scripts/run.sh").of(
-        Fit.UNSUPPORTED
-    )
-    assert (item.key, item.value) == ("accelerate --zero-stage", 2)
-    assert "deepspeed_config.zero_stage is 3" in item.note
+def test_options_of_the_launcher_count_more_than_its_translated_file(project: Path) -> None:
+    options = "--zero_stage 2 --gradient_clipping 2.0 --mixed_precision fp16 --offload_optimizer_device cpu"
+    launched(project, f"--config_file recipes/launch/zero3.yaml --use_deepspeed {options}")
+    file, script = project / "recipes/launch/zero3.yaml", project / "scripts/run.sh"
+    outcome = translate(file, "unishard", with_=script, drop=["bf16"])
+    assert not outcome.of(Fit.UNSUPPORTED)
+    config = outcome.reading.config
+    assert (config.sharding.strategy, config.offload.optimizer) == ("shard_grad_op", "cpu")
+    assert (config.training.gradient_clipping, config.precision.compute) == (2.0, "fp16")
+    (file_s, line_s) = [item for item in outcome.items if item.key == "deepspeed_config.zero_stage"]
+    assert (file_s.value, file_s.note) == (3, f"{script}:1 says 2, which counts more")
+    assert (line_s.value, line_s.place) == (2, f"{script}:1")
+    same = translate(file, "accelerate", with_=script, drop=["bf16"])
+    assert not same.of(Fit.UNSUPPORTED)
+    assert same.document["deepspeed_config"]["zero_stage"] == 3
+    notes = {item.key: item.note for item in same.items}
+    assert "stays on the launch line" in notes["accelerate --zero-stage"]
+
+
+def test_the_precision_of_a_recipe_counts_more_than_the_launcher_s(project: Path) -> None:
+    file = project / "recipes/launch/no.yaml"
+    file.write_text("distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    outcome = launched(project, "--config_file recipes/launch/no.yaml", to="unishard")
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert outcome.reading.config.precision.compute == "bf16"
+    (item,) = [item for item in outcome.items if item.key == "mixed_precision"]
+    assert item.note.endswith("says bf16, which counts more")
 
 
 def test_an_option_that_names_the_file_in_another_way_contradicts_nothing(project: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import unishard
 from unishard import formats
 from unishard.errors import ConfigError
 from unishard.formats.source import Source, open_source
@@ -16,6 +17,14 @@ def opened(folder: Path, text: str | bytes, name: str = "config.json") -> Source
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return open_source(path)
+
+
+def test_a_number_with_a_leading_zero_is_octal_where_the_tool_reads_yaml_1_1(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("per_device_train_batch_size: 010\nlearning_rate: 1e-4\noutput_dir: o\n")
+    assert formats.read(path).config.training.micro_batch_size == 8
+    path.write_text("backend: fsdp\ntraining: {seed: 010}\n")
+    assert formats.read(path).config.training.seed == unishard.load(path).training.seed == 10
 
 
 LENIENT = """\

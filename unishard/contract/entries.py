@@ -133,6 +133,11 @@ class Entry(NamedTuple):
         """The path as people write it."""
         return ".".join(self.path)
 
+    @property
+    def as_it_is(self) -> str:
+        """The name under which `Rendered.fields` says that another document has the key as it is."""
+        return f"{'beside' if self.from_sidecar else 'key'}.{self.key}"
+
     def at(self, *path: str) -> Entry:
         """The same in another place, for a document that wraps another."""
         return self._replace(path=path)

@@ -14,8 +14,6 @@ AUTO = "auto"
 """What transformers and Accelerate fill in from the training script."""
 LEFT_OUT = "left out, which leaves it to the tool's default; write the value here"
 """The note of an undecided value for which a format has a key but no word."""
-AS_IT_IS = "key."
-"""Stands before a key of the source that is written as it is, whether or not a field says it."""
 KEPT_AUTO = (
     'kept as "auto", which transformers and Accelerate fill in from the training script; write the value for '
     "anything else"
@@ -36,7 +34,7 @@ class Rendered(NamedTuple):
 
     document: Native
     fields: Mapping[str, FieldResult]
-    """What became of each; of a key of the source that is written as it is, under `AS_IT_IS` and its path."""
+    """What became of each; of a key of the source that is written as it is, under `Entry.as_it_is`."""
 
 
 def render(

@@ -23,6 +23,8 @@ def yaml_text(document: Any, *, old: bool = False, width: int = 140) -> str:
     if old:
         yaml.version = (1, 1)
         yaml.representer.ignore_aliases = lambda data: True
+    if not document:
+        return "{}\n"
     out = StringIO()
     yaml.dump(document, out)
     return out.getvalue().partition("---\n")[2] if old else out.getvalue()

@@ -9,7 +9,7 @@ from unishard.config import value_at
 from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.contract.entries import Entry, Path
-from unishard.contract.render import AS_IT_IS, KEPT_AUTO, LEFT_OUT, FieldResult, Rendered
+from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, Rendered
 from unishard.contract.rules import NO_KEY, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.names import each
@@ -37,9 +37,9 @@ _ZERO = {
     **each("axolotl hf llamafactory swift trl", f"deepspeed.zero_optimization.{_GATHERS}"),
 }
 """Where each format has them."""
-_SILENT = {"accelerate": "SHARDED_STATE_DICT", **each("hf llamafactory swift trl", "FULL_STATE_DICT")}
-"""What a save of FSDP2 holds where a file does not say it (Accelerate 1.15.0, utils/dataclasses.py; transformers 5.24,
-training_args.py)."""
+_SILENT = {"accelerate": "SHARDED_STATE_DICT", **each("hf lightning llamafactory swift trl", "FULL_STATE_DICT")}
+"""What a save holds where a file that is written does not say it (Accelerate 1.15.0, utils/dataclasses.py; transformers
+5.24, training_args.py; Lightning 2.6.6, FSDPStrategy)."""
 _NO_KEY = "a save holds the whole model there; {}"
 _HERE = "unishard saves shards, and `unishard export` writes the whole model"
 
@@ -55,9 +55,10 @@ def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
         name = _name(entry)
         if entry.assumed and not _kind(entry):
             continue
-        if fsdp and to in _FSDP and (name == "cpu_ram_efficient_loading" or _kind(entry)):
-            same = entry.assumed and _kind(entry) == _SILENT.get(to)
-            found[entry.path] = "" if same else _FSDP[to].format(name), _kind(entry) or entry.value
+        if fsdp and _kind(entry) and _kind(entry) == _SILENT.get(to) and (entry.assumed or to not in _FSDP):
+            found[entry.path] = "", None
+        elif fsdp and to in _FSDP and (name == "cpu_ram_efficient_loading" or _kind(entry)):
+            found[entry.path] = _FSDP[to].format(name), _kind(entry) or entry.value
         elif fsdp and to in _FSDP and name in _OF_ZERO and _is_on(entry.value):
             found[entry.path] = _FSDP[to].format(_FULL), "FULL_STATE_DICT"
         elif not fsdp and zero and to in _ZERO and (_is_full(entry) or name == _OF_ZERO[-1]):
@@ -196,7 +197,7 @@ def _required(reading: ReadDocument, fields: Iterable[str]) -> Iterator[bool]:
 
 def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered) -> FieldResult:
     effect = entry.effect
-    if as_it_is := expressed.fields.get(f"{AS_IT_IS}{entry.key}"):
+    if as_it_is := expressed.fields.get(entry.as_it_is):
         return as_it_is
     if effect.fit is Fit.UNSUPPORTED:
         return FieldResult(Fit.UNSUPPORTED, "", effect.note)

@@ -94,6 +94,11 @@ def _other_engine(reading: ReadDocument) -> bool:
     return next(said, reading.config.backend) != reading.config.backend or reading.config.backend != "deepspeed"
 
 
+def _depends(field: str, reading: ReadDocument) -> bool:
+    """Whether what a field comes to depends on a dtype that only the training script knows."""
+    return field.startswith("precision.") and "precision.compute" in reading.undecided
+
+
 def _idle(field: str, config: Config) -> bool:
     """Whether a config needs nobody to do what the field says."""
     return field in FALLBACKS and FALLBACKS[field].outcome(config)[0] is Fit.EXACT
@@ -145,7 +150,8 @@ def with_differences(
         here = [
             field
             for field in fields
-            if field not in named and (field in other or (lost and not _idle(field, reading.config)))
+            if field not in named
+            and (field in other or (lost and (_depends(field, reading) or not _idle(field, reading.config))))
         ]
         fits = [_outcome(field, found.get(field), reading, back, words) for field in here]
         if not fits:
@@ -170,14 +176,14 @@ def _outcome(
     field: str, found: Difference | None, reading: ReadDocument, back: ReadDocument, words: Mapping[str, FieldResult]
 ) -> tuple[Fit, str]:
     """How much a difference counts, in words."""
+    if _depends(field, reading):
+        return Fit.NEEDS_INPUT, "only written where the dtype is known; add --set precision.compute=..."
     if found is None or (not found.b.said and field in FALLBACKS and not _idle(field, reading.config)):
         fit, note = FALLBACKS[field].outcome(reading.config)
         own = words.get(field)
         return (own.fit, own.note) if own and own.fit is not Fit.EXACT else (fit, f"{field}: {note}")
     if not found.b.said and found.b.value is None:
         return Fit.NEEDS_INPUT, f"{field} depends there on {found.b.origin}"
-    if field.startswith("precision.") and "precision.compute" in reading.undecided:
-        return Fit.NEEDS_INPUT, "only written where the dtype is known; add --set precision.compute=..."
     where = f"{back.format} assumes it" if not found.b.said else found.b.origin
     return Fit.APPROXIMATE, f"{field} is {shown(found.b.value)} there ({where})"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,17 @@ from unishard.config.loading.validation import Finding
 from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
 
-_Parsed = tuple[Any, Origins, list[str], list[Problem]]
-"""The data, the place of each key, what the file's own tool may not accept, and the keys that are written twice."""
+
+class _Parsed(NamedTuple):
+    data: Any
+    origins: Origins
+    warnings: Sequence[str] = ()
+    """What the file's own tool may not accept."""
+    repeats: Sequence[Problem] = ()
+    """The keys that are written twice."""
+    octal: Mapping[str, int] = {}
+
+
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)
 _STATEMENT = re.compile(r"^[ \t]*\{%-?\s*(?:if|for|set|include|extends|macro|block)\b[^%\n]*%\}", re.MULTILINE)
 _VALUE = re.compile(r"(?<=[:\[,=-])([ \t]*)(\{\{[^{}\n]*\}\}[^\s,\]}#]*)(?=[ \t]*(?:[,\]}#]|$))", re.MULTILINE)
@@ -49,6 +58,8 @@ class Source(NamedTuple):
     """Where relative paths in it start; None for a mapping."""
     repeats: tuple[Problem, ...] = ()
     """Keys of a YAML file that are written twice; the last counts, as in PyYAML, which most tools read with."""
+    octal: Mapping[str, int] = {}
+    """Numbers of a YAML file that begin with 0, as YAML 1.2 reads them; `data` has them as PyYAML does."""
 
 
 def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
@@ -66,12 +77,12 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
         return _checked(Source("", source, Origins(Origin(""))))
     path = Path(source)
     content = text_of(path)
-    data, origins, warnings, repeats = _parsed(content, path)
+    data, origins, warnings, repeats, octal = _parsed(content, path)
     if not isinstance(data, dict):
         kind = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
         raise _file_error(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
-    warnings += [f"{repeat}; read as most YAML readers do, which take the last" for repeat in repeats]
-    return _checked(Source(str(path), data, origins, tuple(warnings), path.parent, tuple(repeats)))
+    warnings = [*warnings, *(f"{repeat}; read as most YAML readers do, which take the last" for repeat in repeats)]
+    return _checked(Source(str(path), data, origins, tuple(warnings), path.parent, tuple(repeats), octal))
 
 
 def open_named(name: str, folder: Path | None) -> Source | None:
@@ -136,7 +147,7 @@ def _parsed(content: str, path: Path) -> _Parsed:
 
 def _as_it_is(content: str, path: Path) -> _Parsed:
     if path.suffix.lower() == ".toml":
-        return _toml(content, path), Origins(Origin(str(path))), [], []
+        return _Parsed(_toml(content, path), Origins(Origin(str(path))))
     if not looks_like_json(content):
         return _not_json(content, path)
     try:
@@ -147,7 +158,7 @@ def _as_it_is(content: str, path: Path) -> _Parsed:
         if path.suffix.lower() not in _YAML:
             raise
         return _yaml(content, path)  # whose readers take a key that is written twice
-    return data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else [], []
+    return _Parsed(data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else ())
 
 
 def _not_json(content: str, path: Path) -> _Parsed:
@@ -162,22 +173,19 @@ def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
     if path.suffix.lower() in _YAML:
         return _yaml(content, path)
     try:
-        data, origins, _, repeats = _yaml(_COMMENT.sub(_blank, content), path)
+        found = _yaml(_COMMENT.sub(_blank, content), path)
     except ConfigError:
         raise _file_error(path, f"is not JSON: {error.what}", error.line) from None
-    return (
-        data,
-        origins,
-        [f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"],
-        repeats,
-    )
+    warning = f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"
+    return found._replace(warnings=[warning])
 
 
 def _yaml(content: str, path: Path) -> _Parsed:
     document = from_text(content, str(path), foreign=True)
     if document.findings:
         raise ConfigError(_problems(document.findings, path))
-    return document.data, document.origins, [], _problems(document.repeats, path)
+    octal = {".".join(map(str, keys)): value for keys, value in document.octal.items()}
+    return _Parsed(document.data, document.origins, (), _problems(document.repeats, path), octal)
 
 
 def _problems(findings: Iterable[Finding], path: Path) -> list[Problem]:

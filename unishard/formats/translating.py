@@ -12,7 +12,7 @@ from unishard.config.loading.document import text_of
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry
-from unishard.contract.render import AS_IT_IS, Rendered
+from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
@@ -150,6 +150,8 @@ def translate(
         items = tuple(with_differences(items, different, reading, back, expressed.fields))
         found = changes(different, reading, back, items)
         warnings += [*refusals(back, target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
+    if not document and not any(item.fit is Fit.UNSUPPORTED for item in items):
+        warnings.append(f"nothing to write: {target.tool} has no key for what the file says")
     text = target.render(document, reading) if dropped or same is None else _text(target, document, reading)
     launch = _launch(reading, to) or (filling.launch.torchrun() if filling else "")
     return Outcome(reading, to, items, document, text, tuple(warnings), launch, tuple(dropped), filling, found)
@@ -276,7 +278,7 @@ def _kept_keys(reading: ReadDocument, expressed: Rendered) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
-        if entry.effect.copy_verbatim and not entry.assumed and f"{AS_IT_IS}{entry.key}" not in expressed.fields:
+        if entry.effect.copy_verbatim and not entry.assumed and entry.as_it_is not in expressed.fields:
             value = entry.value
             for name in reversed(entry.path):
                 value = {name: value}

@@ -36,6 +36,7 @@ _DEEPEST = 100
 _TOO_DEEP = "is nested too deeply; the schema has two levels"
 _BRACKET = re.compile(r"[][{}]")
 _DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
 _TAG = "tag:yaml.org,2002:"
 _TEXT = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}
@@ -61,6 +62,9 @@ class Document:
     findings: list[Finding] = field(default_factory=list)
     repeats: list[Finding] = field(default_factory=list)
     """Duplicate keys in another tool's file; its reader takes the last one."""
+    octal: dict[Keys, int] = field(default_factory=dict)
+    """Numbers with a leading zero in another tool's file, as YAML 1.2 reads them: `010` is 8 in its data, as YAML 1.1
+    reads it, and 10 here."""
 
 
 def from_mapping(source: Mapping[str, Any]) -> Document:
@@ -336,6 +340,9 @@ class _Builder:
             value = self._constructor.construct_object(node)
         except (ValueError, ArithmeticError):
             return self._find(keys, f"cannot be read as a number: {node.value[:40]!r}; write digits", node)
+        if self._foreign and isinstance(value, int) and _OCTAL.fullmatch(node.value):
+            self._document.octal[keys] = value
+            return int(node.value.replace("_", ""), 8)
         return value if self._foreign else _checked(value, keys, self._document.findings, self._place(node))
 
     def _tagged(self, node: Node, keys: Keys) -> None:

@@ -22,10 +22,17 @@ from unishard.formats.accelerate.writing import expressed, for_trainer, text_of
 from unishard.formats.engine_block import Spot
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
+from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
-_BLOCKS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+_BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
+_BLOCKS = {"fsdp_config": "FSDP", _BLOCK: "DEEPSPEED"}
+_COPIED = names(
+    "mixed_precision num_processes num_machines machine_rank main_process_ip main_process_port rdzv_backend gpu_ids "
+    "dynamo_backend use_cpu enable_cpu_affinity same_network main_training_function downcast_bf16 debug"
+)
+"""Arguments of `accelerate launch` that a file also says."""
 _PREFIXED = ("dynamo_config", "fp8_config")
 """Blocks whose keys Accelerate also takes without their prefix."""
 _SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
@@ -50,15 +57,35 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
         source: The document.
         topology: The ranks, where they are known.
     """
-    document = source.data
+    written, source = source.data, _as_launched(source)
+    document, inner = source.data, _launched(written)
     own = list(_tool_entries(document, topology))
     refused_already = {entry.path for entry in own}
     engine = [entry for entry in _engine(source, topology) if entry.path not in refused_already]
     entries = [*own, *engine, *_unused(document)]
     said = {entry.path for entry in entries if not entry.assumed}
     entries = [_quoted(entry) for entry in entries if not (entry.assumed and entry.path in said)]
+    entries = [entry.at(_BLOCK, *entry.path) if entry.path[0] in inner else entry for entry in entries]
+    entries += [dropped((name,), written[name], f"{_BLOCK}.{name} counts instead") for name in inner if name in written]
     order = {str(name): place for place, name in enumerate(document)}
     return sorted(entries, key=lambda entry: (entry.assumed, order.get(entry.path[0], len(order))))
+
+
+def _launched(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of the launcher in DeepSpeed's block, each of whose keys it copies over its own (commands/launch.py,
+    _validate_launch_command).
+    """
+    block = block_of(document, _BLOCK)
+    return {name: value for name, value in block.items() if name in _COPIED and value is not None}
+
+
+def _as_launched(source: Source) -> Source:
+    """The file as the launcher takes it."""
+    inner = _launched(source.data)
+    if not inner:
+        return source
+    block = {name: value for name, value in block_of(source.data, _BLOCK).items() if name not in inner}
+    return source._replace(data={**source.data, **inner, _BLOCK: block})
 
 
 def _quoted(entry: Entry) -> Entry:
@@ -227,15 +254,15 @@ class AccelerateFormat(Format):
 
     def ranks(self, source: Source) -> Topology | None:
         """Processes and machines that the file names."""
-        return ranks_of(source.data)
+        return ranks_of(_as_launched(source).data)
 
     def launch(self, reading: ReadDocument) -> Launch:
         """Processes, machines, ports and GPUs that the file names."""
-        return launch_of(reading.source.data, reading.topology)
+        return launch_of(_as_launched(reading.source).data, reading.topology)
 
     def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
         """What its launcher hands to the Trainer."""
-        return for_trainer(source)
+        return for_trainer(_as_launched(source))
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What a file says. Opens the file that `deepspeed_config_file` names."""
@@ -266,8 +293,6 @@ _NO_RANKS = (
     "accelerate launch refuses a file without num_processes; add --world-size N, or start it with "
     "`accelerate launch --num_processes N --config_file FILE`"
 )
-
-_BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
 
 
 def _with_absent_file(said: Rendered, reading: ReadDocument) -> Rendered:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, interpret
+from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, Undecided, interpret
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit, Rule
 from unishard.formats.format import Format
@@ -16,8 +18,10 @@ from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure
 from unishard.formats.hf.keys import ENGINES, KEYS, RENAMED
 from unishard.formats.hf.loop import DEEPSPEED, FSDP
 from unishard.formats.hf.rules import RULES, written
+from unishard.formats.hf.scheduling import length
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.zero import filled_from, partitioned, with_precedence
+from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 from unishard.formats.roundtrip import goes_through
 from unishard.formats.signs import Explained
@@ -75,9 +79,11 @@ FORMAT = HfFormat()
 
 
 def _of_any_script(entry: Entry, *, shaped: bool) -> Entry:
-    if entry.effect.notable:
+    if entry.effect.notable and entry.effect.fit is Fit.IGNORED:
         note = "DeepSpeed's config decides, unless the script passes its own to deepspeed.initialize"
         return entry._replace(effect=entry.effect._replace(note=note))
+    if not shaped and "scheduler.total_steps" in entry.effect.fields and not entry.assumed:
+        return entry._replace(effect=length(f"ends after {shown(entry.value)} updates"))
     if not shaped and any(field.startswith("scheduler.") for field in entry.effect.fields):
         return entry._replace(effect=KeyEffect(Fit.IGNORED, _UNSHAPED, notable=True))
     fields = {field: value for field, value in entry.effect.fields.items() if field != "optimizer.no_decay"}
@@ -93,7 +99,21 @@ def _is_bare(source: Source) -> bool:
 
 def _bare(source: Source, topology: Topology | None) -> list[Entry]:
     """A file that `fsdp_config` names."""
-    return sharded(True, source.data, source, topology, where=(), implied=True)
+    return [*sharded(True, source.data, source, topology, where=(), implied=True), _OPEN_DTYPE]
+
+
+_SWITCHES_OF_DTYPE = "bf16 and fp16 of the TrainingArguments"
+_OPEN_DTYPE = Entry(
+    ("bf16",),
+    None,
+    KeyEffect(
+        Fit.NEEDS_INPUT,
+        f"the value comes from {_SWITCHES_OF_DTYPE}",
+        {"precision.compute": Undecided(_SWITCHES_OF_DTYPE)},
+    ),
+    assumed=True,
+)
+"""What FSDP's arguments leave open where the others are not in the file."""
 
 
 def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
@@ -112,7 +132,20 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
         for entry in found
     ]
     beside = ((str(key), value) for key, value in source.data.items() if key not in (name, *engine))
-    return [*inner, *(Entry((key,), value, _BESIDE) for key, value in beside)]
+    return [*inner, *(Entry((key,), value, _beside(value)) for key, value in beside)]
+
+
+def _beside(value: Any) -> KeyEffect:
+    """What a part of the file says that only the script reads; it may choose how the model is sharded."""
+    said = flat(value) if isinstance(value, Mapping) else ()
+    if not any(key.rpartition(".")[2] in _CHOICES and _ENGINE.search(str(item)) for key, item in said):
+        return _BESIDE
+    note = "the script chooses here how it shards; add --set backend=... --set sharding.strategy=..."
+    return KeyEffect(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided("the training script")})
+
+
+_CHOICES = names("strategy distributed_strategy distributed_type")
+_ENGINE = re.compile(r"deepspeed|fsdp|zero|shard|ddp", re.IGNORECASE)
 
 
 def _engine_beside(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
@@ -171,6 +204,7 @@ def _engines(source: Source, argument: Any, topology: Topology | None, whole: bo
     entries = []
     if FSDP in data or "fsdp_config" in data:
         entries += sharded(data.get(FSDP), data.get("fsdp_config"), source, topology)
+        entries += [] if whole else [_OPEN_DTYPE]
     if DEEPSPEED in data:
         entries += partitioned(data[DEEPSPEED], source, argument, topology)
     if whole and not any("backend" in entry.effect.fields for entry in entries):

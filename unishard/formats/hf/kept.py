@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import value_at
 from unishard.contract.entries import Entry, Undecided, Unreadable
 from unishard.contract.key_rows import number
-from unishard.contract.render import AS_IT_IS, FieldResult, Rendered
+from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.formats.hf.accepted_values import VALUES
@@ -54,7 +54,7 @@ def with_arguments(
         if name not in known or refused or not _accepted(name, value):
             continue
         if _holds(name, entry, reading, document, same_values=same_values):
-            words[f"{AS_IT_IS}{entry.key}"] = FieldResult(Fit.EXACT, name, "")
+            words[entry.as_it_is] = FieldResult(Fit.EXACT, name, "")
             if not isinstance(said.document.get(name), int | float):
                 document[name] = value
     if reading.format in EPOCHS:
@@ -107,7 +107,8 @@ def _unchanged(field: str, value: Any, reading: ReadDocument) -> bool:
 def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading: ReadDocument, to: str) -> None:
     """How long the training and its warm-up are, where the source says so only by what its tool assumes."""
     silent = not document.keys() & {"max_steps", "num_train_epochs"}
-    if silent and ("scheduler.total_steps" in reading.undecided or EPOCHS[reading.format] != EPOCHS.get(to)):
+    other = EPOCHS[reading.format] != EPOCHS.get(to) and "training.micro_batch_size" in reading.decided
+    if silent and (other or "scheduler.total_steps" in reading.undecided):
         document["num_train_epochs"] = EPOCHS[reading.format]
     if "scheduler.total_steps" in reading.undecided:
         words["scheduler.total_steps"] = FieldResult(Fit.EXACT, "num_train_epochs", "")

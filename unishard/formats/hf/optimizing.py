@@ -10,7 +10,7 @@ from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.field_rows import asked, copied, exact, row
+from unishard.contract.field_rows import asked, copied, exact, row, when_default
 from unishard.contract.key_rows import number, refuses, sets
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent, needs_input, unless
 from unishard.formats.names import names
@@ -238,6 +238,7 @@ def _steps(cfg: Config, topology: Topology) -> Native:
     return {"max_steps": cfg.scheduler.total_steps} if cfg.scheduler.total_steps else {}
 
 
+_ENDS = "max_steps also ends the training there"
 _PASS = "pass Trainer(..., optimizers=(optimizer, None)) with"
 _GROUPS = "override Trainer.get_decay_parameter_names, or Trainer(..., optimizers=(optimizer, None))"
 
@@ -277,7 +278,13 @@ OPTIMIZING: Mapping[str, Rule] = {
         SCRIPT,
         {"scheduler.warmup_type": _CLIMB, "scheduler.warmup_start_ratio": _CLIMB, "scheduler.delay_steps": _CLIMB},
     ),
-    "scheduler.total_steps": exact("max_steps", to=_steps),
+    "scheduler.total_steps": exact(
+        "max_steps",
+        when_default("scheduler.total_steps"),
+        equivalent("down to 0", lambda cfg: not cfg.scheduler.min_lr_ratio, _ENDS),
+        approximate("down to min_lr_ratio", lambda cfg: True, f"{_ENDS}, where the rate stays at its lowest"),
+        to=_steps,
+    ),
     "scheduler.min_lr_ratio": exact("lr_scheduler_kwargs"),
 }
 """Rows of the optimizer and the schedule, which stand in TrainingArguments whatever the engine."""

@@ -108,13 +108,16 @@ ENGINES = (
 """Fields that every engine says in its own words."""
 
 
-_ALWAYS = ("backend", "sharding.strategy", "sharding.units", "native")
-"""Fields that every document says, whichever tool the source is for."""
+_STRATEGY = "sharding.strategy"
+_ALWAYS = ("backend", _STRATEGY, "sharding.units", "native")
+"""Fields that every document says, whichever tool the source is for; the engine only where the strategy is known."""
 
 
 def decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str, Rule]:
     """The rows of what the source decides: what it leaves to its training script stays with that."""
-    return {path: row for path, row in rows.items() if path in reading.decided or path in _ALWAYS}
+    always = _ALWAYS[1:] if _STRATEGY in reading.undecided else _ALWAYS
+    said = {*always, *reading.decided.difference(_ALWAYS)}
+    return {path: row for path, row in rows.items() if path in said}
 
 
 def engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
@@ -136,7 +139,8 @@ _RESHARD = "reshard_after_forward"
 
 def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
     cfg = reading.config
-    taken = {key: value for key, value in said.document.items() if key in BOTH and sharded(cfg)}
+    on = sharded(cfg) and _STRATEGY not in reading.undecided
+    taken = {key: value for key, value in said.document.items() if key in BOTH and on}
     words = {
         name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES
     }

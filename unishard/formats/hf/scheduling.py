@@ -173,7 +173,7 @@ def _max_steps(value: Any, given: DocumentValues) -> KeyEffect:
     if integer()(value) <= 0:
         return left_out("is off: num_train_epochs counts")
     if not _ends(given):
-        return _length(f"ends after {shown(value)} updates")
+        return length(f"ends after {shown(value)} updates")
     if _climbs(given):
         return left_out(_CLIMBS)
     return KeyEffect(fields={"scheduler.total_steps": integer(1)(value)})
@@ -183,11 +183,12 @@ def _epochs(value: Any, given: DocumentValues) -> KeyEffect:
     number(0)(value)
     if not isinstance(updates(given), Undecided):
         return left_out("max_steps takes precedence")
-    return _length(f"goes {shown(value)} times over the data")
+    return length(f"goes {shown(value)} times over the data")
 
 
-def _length(what: str) -> KeyEffect:
-    return KeyEffect(Fit.NEEDS_INPUT, f"Trainer {what}; do that in your loop", copy_verbatim=True)
+def length(what: str) -> KeyEffect:
+    """The effect of a key that says only how long the training is."""
+    return KeyEffect(Fit.NEEDS_INPUT, f"the training {what}; do that in your loop", copy_verbatim=True, notable=True)
 
 
 def _kwargs(value: Any, given: DocumentValues) -> KeyEffect:

@@ -21,7 +21,15 @@ from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.sidecar.following import missing
-from unishard.formats.sidecar.launcher import as_launched, clashes, decided, deciding, engine_is_open, staying
+from unishard.formats.sidecar.launcher import (
+    STAYS,
+    as_launched,
+    decided,
+    deciding,
+    engine_is_open,
+    staying,
+    staying_options,
+)
 from unishard.formats.sidecar.sidecar import TRAINER, Sidecar, open_sidecar, trainer
 from unishard.formats.source import Source
 
@@ -52,8 +60,8 @@ def fills(
     for entry in given:
         if entry.effect.unknown or (entry.assumed and written.issuperset(entry.effect.fields)):
             continue
-        if entry.effect.fit is Fit.IGNORED and entry.effect.notable and not entry.assumed:
-            yield entry._replace(effect=KeyEffect(Fit.IGNORED, entry.effect.note))
+        if not entry.effect.fields and entry.effect.notable and not entry.assumed:
+            yield entry._replace(effect=KeyEffect(entry.effect.fit, entry.effect.note))
             continue
         if entry.effect.fit is Fit.UNSUPPORTED:
             settled = any(field in holders or field in changed for field in entry.effect.decides)
@@ -187,6 +195,8 @@ def filled(
     format_, same = catalog.get(reading.format), reading.format == to
     beside, dropped = _with_recipe(open_sidecar(with_), reading).without(drop)
     ranks = topology or _one_of(format_.ranks(reading.source), beside.topology, reading, beside) or reading.topology
+    if reading.format == "accelerate":
+        beside = beside._replace(values={key: beside.values[key] for key in beside.values if key not in beside.options})
     if reading.format in TRAINER and beside.format not in TRAINER:
         beside = beside._replace(values={} if beside.format == "accelerate" else beside.values, format=reading.format)
     told = _Sidecar(beside, ranks)
@@ -198,10 +208,12 @@ def filled(
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.effect.unknown))
     own = _opened(own, given)
     given += [] if same else beside.started
-    noted = list(clashes(reading, beside)) if reading.format == "accelerate" else list(beside.missing)
+    noted = list(beside.missing)
+    if reading.format == "accelerate":
+        noted = list(staying_options(reading, beside)) if same else []
     if reading.format in TRAINER and engine_is_open(own):
         noted += staying(beside) if same else []
-        own, noted = (own, noted) if same else (decided(own, given, beside, ranks), list(map(deciding, noted)))
+        own, noted = (own, noted) if same else (decided(own, given, beside, ranks, reading), list(map(deciding, noted)))
     entries = [*own, *fills(own, given, reading, _changed(overrides), same=same), *noted]
     entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
     found = assemble(
@@ -303,7 +315,7 @@ def _merged(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: boo
 
 
 def _stays(key: str, told: _Sidecar) -> Entry:
-    effect = KeyEffect(Fit.IGNORED, "counts more than the file, and stays on the launch line", notable=True)
+    effect = KeyEffect(Fit.IGNORED, STAYS, notable=True)
     return Entry((key,), told.sidecar.values[key], effect, place=told.sidecar.place(key), from_sidecar=True)
 
 

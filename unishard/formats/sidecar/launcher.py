@@ -4,11 +4,11 @@ strategy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from unishard.config.describe import shown
-from unishard.config.nested import flat
+from unishard.config.describe import bare
+from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
@@ -16,14 +16,15 @@ from unishard.formats import catalog
 from unishard.formats.reading import ReadDocument
 from unishard.formats.sidecar.following import LAUNCHER
 from unishard.formats.sidecar.sidecar import Sidecar
-from unishard.formats.source import find_named
+from unishard.formats.source import Source, find_named
 
 _DECIDED = ("backend", "sharding.strategy")
 _ABSENT = (
     "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set "
     "sharding.strategy=..."
 )
-_STAYS = "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
+STAYS = "counts more than the file, and stays on the launch line"
+_ENGINE_STAYS = "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
 
 
 def engine_is_open(entries: Iterable[Entry]) -> bool:
@@ -35,10 +36,13 @@ def _leaves_engine(entry: Entry) -> bool:
     return entry.assumed and entry.path[-1] == "fsdp" and entry.value is False
 
 
-def decided(own: list[Entry], given: Iterable[Entry], beside: Sidecar, ranks: Topology | None) -> list[Entry]:
+def decided(
+    own: list[Entry], given: Sequence[Entry], beside: Sidecar, ranks: Topology | None, reading: ReadDocument
+) -> list[Entry]:
     """TrainingArguments with the launcher's engine, where there is one.
 
     Args:
+        reading: The document.
         own: The entries of the document.
         given: Those of what is beside it, which count more than the launcher's config.
         beside: What is beside it.
@@ -47,13 +51,20 @@ def decided(own: list[Entry], given: Iterable[Entry], beside: Sidecar, ranks: To
     if beside.launcher is None:
         return own
     said = {field for entry in given if not entry.assumed for field in entry.effect.fields}
-    origins = beside.launcher.origins
-    return [entry for entry in own if not _leaves_engine(entry)] + [
-        _without(entry, said)._replace(
-            place="default of Accelerate" if entry.assumed else str(origins.of(entry.path)), from_sidecar=True
-        )
-        for entry in catalog.get("accelerate").entries(beside.launcher, ranks)
+    switches = {entry.key: entry for entry in (*given, *own) if not entry.assumed}
+    values = {key: entry.value for key, entry in switches.items()}
+    switch = _switched(beside.launcher.data.get(_PRECISION), values)
+    place = (switches[switch].place or reading.source.origins.of(switch)) if switch else ""
+    return [entry for entry in own if not _leaves_engine(entry) and entry.key != (switch or None)] + [
+        _without(entry, said)._replace(place=_place(entry, beside.launcher, str(place), switch), from_sidecar=True)
+        for entry in _switching(beside.launcher, ranks, switch, str(place))
     ]
+
+
+def _place(entry: Entry, file: Source, place: str, switch: str) -> str:
+    if switch and entry.path == (switch,):
+        return place
+    return "default of Accelerate" if entry.assumed else str(file.origins.of(entry.path))
 
 
 def _without(entry: Entry, said: Collection[str]) -> Entry:
@@ -84,22 +95,38 @@ def staying(beside: Sidecar) -> list[Entry]:
         Entry(
             ("accelerate launch",),
             beside.launcher.name,
-            KeyEffect(Fit.IGNORED, _STAYS),
+            KeyEffect(Fit.IGNORED, _ENGINE_STAYS),
             place=beside.name,
             from_sidecar=True,
         )
     ]
 
 
-def clashes(reading: ReadDocument, beside: Sidecar) -> Iterator[Entry]:
-    """The options of a launch line that say something else than the config of Accelerate that is translated."""
-    own = dict(flat(reading.source.data))
-    for key, value in flat(beside.launcher.data) if beside.launcher else ():
-        place = beside.launcher.origins.of(key)  # type: ignore[union-attr]
-        if place.source == beside.name and own.get(key) != value and not _same_file(own.get(key), value, reading):
-            note = f"counts more than the file, where {key} is {shown(own.get(key))}; make them equal, or leave one out"
-            option = f"accelerate --{key.rpartition('.')[2].replace('_', '-')}"
-            yield Entry((option,), value, KeyEffect(Fit.UNSUPPORTED, note), place=str(place), from_sidecar=True)
+def staying_options(reading: ReadDocument, beside: Sidecar) -> Iterator[Entry]:
+    """The options of a launch line that say something else than the config of Accelerate, which is written again."""
+    for key, value in _options(reading, beside).items():
+        option = f"accelerate --{key.rpartition('.')[2].replace('_', '-')}"
+        yield Entry(
+            (option,),
+            value,
+            KeyEffect(Fit.IGNORED, STAYS, notable=True),
+            place=str(beside.launcher.origins.of(key)),  # type: ignore[union-attr]
+            from_sidecar=True,
+        )
+
+
+def _options(reading: ReadDocument, beside: Sidecar) -> dict[str, Any]:
+    """What the options of a launch line say otherwise than the config of Accelerate that is translated, which they
+    count more than (Accelerate 1.15.0, commands/launch.py).
+    """
+    own, launcher = dict(flat(reading.source.data)), beside.launcher
+    return {
+        key: value
+        for key, value in (flat(launcher.data) if launcher else ())
+        if launcher.origins.of(key).source == beside.name  # type: ignore[union-attr]
+        and own.get(key) != value
+        and not _same_file(own.get(key), value, reading)
+    }
 
 
 def _same_file(own: Any, other: Any, reading: ReadDocument) -> bool:
@@ -130,25 +157,53 @@ def as_launched(
     """
     if reading.format != "accelerate":
         return list(reading.entries), ""
-    switch = _switched(reading.source.data.get(_PRECISION), beside) if whole else ""
-    if same or (not switch and ranks == reading.topology):
+    switch = _switched(reading.source.data.get(_PRECISION), beside.values) if whole else ""
+    options = {} if same else _options(reading, beside)
+    if same or not (switch or options or ranks != reading.topology):
         return list(reading.entries), switch
-    document = {**reading.source.data, **({_PRECISION: switch} if switch else {})}
-    entries = catalog.get("accelerate").entries(reading.source._replace(data=document), ranks)
+    file = reading.source._replace(data=merge(dict(reading.source.data), nested(options)))
+    places = {key: str(beside.launcher.origins.of(key)) for key in options} if beside.launcher else {}
+    own = dict(flat(reading.source.data))
+    yielding = [
+        Entry(tuple(key.split(".")), own[key], _yields(places[key], value))
+        for key, value in options.items()
+        if own.get(key) is not None
+    ]
+    told = (
+        entry._replace(place=places[entry.key], from_sidecar=True) if entry.key in places else entry
+        for entry in _switching(file, ranks, switch, beside.place(switch))
+    )
+    return [*yielding, *told], switch
+
+
+def _yields(place: str, value: Any) -> KeyEffect:
+    return KeyEffect(Fit.IGNORED, f"{place} says {bare(value)}, which counts more")
+
+
+def _switching(file: Source, ranks: Topology | None, switch: str, place: str) -> list[Entry]:
+    """What a config of Accelerate says where TrainingArguments switch the precision, which they hand to the Accelerator
+    (transformers 5.24, training_args.py).
+
+    Args:
+        file: The config.
+        ranks: Those that count.
+        switch: The argument that is on; empty where the config counts.
+        place: Where that argument stands.
+    """
+    accelerate = catalog.get("accelerate")
     if not switch:
-        return list(entries), ""
-    place = beside.place(switch)
-    yields = KeyEffect(Fit.IGNORED, f"{place} says {switch}, which counts more")
+        return list(accelerate.entries(file, ranks))
+    entries = accelerate.entries(file._replace(data={**file.data, _PRECISION: switch}), ranks)
     moved = (
         entry._replace(path=(switch,), value=True, place=place, from_sidecar=True)
         if entry.path == (_PRECISION,)
         else entry
         for entry in entries
     )
-    return [Entry((_PRECISION,), reading.source.data[_PRECISION], yields), *moved], switch
+    return [Entry((_PRECISION,), file.data[_PRECISION], _yields(place, switch)), *moved]
 
 
-def _switched(said: Any, beside: Sidecar) -> str:
+def _switched(said: Any, values: Mapping[str, Any]) -> str:
     """The precision that is switched on, where the config says another."""
-    switch = next((word for word in ("fp16", "bf16") if beside.values.get(word) is True), "")
+    switch = next((word for word in ("fp16", "bf16") if values.get(word) is True), "")
     return "" if said is None or str(said).lower() == switch else switch

@@ -65,6 +65,8 @@ class Sidecar(NamedTuple):
     """The config of Accelerate from which the training is started."""
     missing: tuple[Entry, ...] = ()
     """Files that a launch line names and that cannot be read."""
+    options: frozenset[str] = frozenset()
+    """Arguments that stand for options of the launcher, which its config says as well."""
     recipe: Named | None = None
     """The file of arguments that a launch line hands to its script."""
 
@@ -139,6 +141,7 @@ def whose(values: Mapping[str, Any]) -> str:
 
 _KINDS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM"}
 _FILE = "deepspeed_config_file"
+_OF_LOOP = ("gradient_accumulation_steps", "gradient_clipping")
 _DEEPSPEED = names(
     "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path "
     f"zero3_save_16bit_model zero3_init_flag deepspeed_moe_layer_cls_names {_FILE}"
@@ -158,6 +161,15 @@ def _engine_options(line: LaunchLine) -> Iterator[tuple[str, Word]]:
             yield f"fsdp_config.{option}", word
 
 
+def _loop_options(line: LaunchLine, engine: Word | None, file: Source | None) -> dict[str, Word]:
+    """Those that say beside an engine what the loop does."""
+    chosen = engine.text if engine else file and file.data.get("distributed_type")
+    options = line.options if line.launcher == "accelerate" else {}
+    block = "deepspeed_config." if chosen == "DEEPSPEED" else None
+    found = {f"{block}{name}": options[name] for name in _OF_LOOP if name in options and block is not None}
+    return found | ({"mixed_precision": options["mixed_precision"]} if "mixed_precision" in options else {})
+
+
 def with_engine_options(line: LaunchLine, file: Source | None, script: str) -> Source | None:
     """The config of the launcher, in which these options count more than its file.
 
@@ -167,6 +179,8 @@ def with_engine_options(line: LaunchLine, file: Source | None, script: str) -> S
         script: Where the line stands.
     """
     said = dict(_engine_options(line))
+    if file or said:
+        said |= _loop_options(line, said.get("distributed_type"), file)
     if not said:
         return file
     base = file or Source(script, {}, Origins(Origin(script)), folder=Path(script).parent)
@@ -218,7 +232,8 @@ def of_line(line: LaunchLine, name: str, script: str, *, numbered: bool = True) 
         topology, launch = with_hosts(launch, hosts)
     started = launch_entries(line, launch, lambda word: f"{name}:{word.line}" if numbered else name)
     places = {key: f"{name}:{at}" for key, at in lines.items()} if numbered else {}
-    return Sidecar(name, values, places, format_, topology, launch, tuple(started), launcher, missing, recipe)
+    options = frozenset(values.keys() - arguments.values.keys()) if launcher else frozenset()
+    return Sidecar(name, values, places, format_, topology, launch, tuple(started), launcher, missing, options, recipe)
 
 
 def _named_here(key: str, value: Any, script: str) -> Any:

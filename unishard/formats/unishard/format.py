@@ -27,6 +27,7 @@ from unishard.formats.documents import inline_yaml, yaml_text
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble, default_of
+from unishard.formats.roundtrip import value_in
 from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 from unishard.version import __version__
@@ -48,7 +49,13 @@ class UnishardFormat(Format):
         """
         if source.repeats:
             raise ConfigError(source.repeats)
-        source = source._replace(data=current_names(source.data, source.origins))
+        octal = {
+            key: value
+            for key, value in source.octal.items()
+            if value_in(source.data, tuple(key.split("."))) is not None
+        }
+        data = merge(dict(source.data), nested(octal))
+        source = source._replace(data=current_names(data, source.origins))
         undecided = dict(_placeholders(source.data))
         config = _checked(source, undecided)
         written = list(_written(source.data, config, undecided))
