@@ -3,6 +3,7 @@ told."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import pytest
@@ -20,6 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python"),
 ]
 LAYERS = 12
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""The argument and the output; transformers renamed both in 5.24."""
 
 
 def llama() -> LlamaForCausalLM:
@@ -69,7 +72,7 @@ def test_generating_keeps_its_cache_and_makes_no_graphs(compiled):
     wanted = llama().eval().generate(TOKENS, max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(TOKENS, max_new_tokens=4, do_sample=False), wanted)
     with torch.no_grad():
-        assert model(input_ids=TOKENS).past_key_values.get_seq_length() == 8
+        assert cache_in(model(input_ids=TOKENS)).get_seq_length() == 8
     assert counter.frame_count == 0
 
 
@@ -77,10 +80,14 @@ def test_a_cache_that_is_filled_already_counts_in_training(compiled):
     model, _ = compiled
     plain = llama()
     with torch.no_grad():
-        prefix = plain(input_ids=TOKENS).past_key_values
+        prefix = cache_in(plain(input_ids=TOKENS))
     assert isinstance(prefix, DynamicCache)
-    wanted = plain(input_ids=TOKENS[:, :2], past_key_values=prefix.__class__(prefix_of(prefix))).logits
-    assert torch.allclose(model(input_ids=TOKENS[:, :2], past_key_values=prefix).logits, wanted, atol=1e-6)
+    wanted = plain(input_ids=TOKENS[:, :2], **{CACHE: prefix.__class__(prefix_of(prefix))}).logits
+    assert torch.allclose(model(input_ids=TOKENS[:, :2], **{CACHE: prefix}).logits, wanted, atol=1e-6)
+
+
+def cache_in(output):
+    return output[CACHE]
 
 
 def prefix_of(cache):

@@ -50,7 +50,7 @@ def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
         reading.config.backend == "fsdp" and to != "deepspeed",
         reading.config.sharding.within_group == "full_shard",
     )
-    found = {}
+    found: dict[Path, tuple[str, Any]] = {}
     for entry in (entry for entry in reading.entries if entry.effect.fit is not Fit.UNSUPPORTED):
         name = _name(entry)
         if entry.assumed and not _kind(entry):

@@ -241,10 +241,10 @@ def written(reading: ReadDocument, topology: Topology, known: Collection[str]) -
     own = render(decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = engine_of(reading, topology)
     mine = _OWN if reading.config.backend == "fsdp" else {}
-    words = {**own.fields, **{name: word for name, word in engine.fields.items() if name not in mine}}
+    words = {name: word for name, word in engine.fields.items() if name not in mine}
     said = with_arguments(Rendered(merge(own.document, engine.document), words), reading, "axolotl", known)
     fields = {name: word._replace(key=_named(word.key)) for name, word in said.fields.items()}
-    return Rendered(_renamed(said.document), fields)
+    return Rendered(_renamed(said.document), {**own.fields, **fields})
 
 
 def _renamed(document: Native) -> Native:

@@ -15,7 +15,7 @@ from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
-from unishard.formats.names import ignored, names
+from unishard.formats.names import ignored
 
 _FILES = "affects only checkpoints"
 _DATA = "concerns the DataLoader, which the training script builds"
@@ -38,8 +38,10 @@ def _best(value: Any, given: DocumentValues) -> KeyEffect:
     return left_out(_FILES)
 
 
+_OLDER = ignored("hf/ignored_older.txt", off=off)
 IGNORED: Mapping[str, Key] = {
     **ignored("hf/ignored.txt", off=off),
+    **_OLDER,
     "load_best_model_at_end": Key(_best, "", Fit.IGNORED, _FILES),
     "dataloader_prefetch_factor": Key(_prefetched, "", Fit.IGNORED, _DATA),
     "tp_size": refuses("tensor parallelism is not supported; remove it", lambda value: off(value) or value == 1),
@@ -80,17 +82,8 @@ RENAMED: Mapping[str, str] = {
     "no_cuda": "use_cpu",
 }
 """Older names of arguments, and today's."""
-OLDER = names(
-    "adafactor dispatch_batches distributed_config evaluate_during_training evaluation_strategy fp16_backend "
-    "fp16_opt_level fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap generation_config generation_max_length "
-    "generation_num_beams group_by_length half_precision_backend include_inputs_for_metrics include_tokens_per_second "
-    "jit_mode_eval logging_dir mp_parameters no_cuda overwrite_output_dir parallelism_config past_index "
-    "per_gpu_eval_batch_size per_gpu_train_batch_size predict_with_generate push_to_hub_model_id "
-    "push_to_hub_organization push_to_hub_token ray_scope save_safetensors sharded_ddp sortish_sampler split_batches "
-    "torchdynamo tp_size tpu_metrics_debug tpu_num_cores use_ipex use_mps_device warmup_ratio xpu_backend"
-)
-"""Arguments that transformers 5.24 no longer has, those of other scripts than Trainer's, and an object that no file
-holds."""
+OLDER = {*_OLDER, *RENAMED, "adafactor", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "tp_size"}
+"""What transformers 5.24 has no longer, what other scripts than Trainer's take, and objects that no file holds."""
 
 
 def _trainers(row: Key) -> Key:

@@ -24,7 +24,9 @@ _ABSENT = (
     "sharding.strategy=..."
 )
 STAYS = "counts more than the file, and stays on the launch line"
-_ENGINE_STAYS = "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
+_ENGINE_STAYS = (
+    "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
+)
 
 
 def engine_is_open(entries: Iterable[Entry]) -> bool:

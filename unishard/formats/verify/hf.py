@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from unishard.formats import catalog
+from unishard.formats.hf.keys import RENAMED
 from unishard.formats.hf.shipped import shipped
 from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
 from unishard.formats.verify.settings import AUTO, clipping
@@ -130,11 +131,6 @@ _DECIDES: Mapping[str, tuple[str, ...]] = {
     "bf16": ("precision.compute",),
 }
 """What is known only where the file has the argument, if the tool around transformers has a default of its own."""
-_RENAMED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-    "evaluation_strategy": "eval_strategy",
-}
 _RATIO = "warmup_ratio"
 
 
@@ -158,12 +154,12 @@ def settings_around(document: Mapping[str, Any], folder: Path | None, tool: str)
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under the names of transformers 5: these tools also run with versions that have the older ones."""
-    found = {_RENAMED.get(key, key): value for key, value in document.items()}
+    found = {RENAMED.get(key, key): value for key, value in document.items() if key != _RATIO}
     if isinstance(found.get("fsdp"), Mapping):  # as ms-swift writes it
         found |= found["fsdp"]
     named = found.get("deepspeed")
     if isinstance(named, str) and named in (configs := shipped("swift")):
         found["deepspeed"] = configs[named]
-    if found.get(_RATIO) and not found.get("warmup_steps"):
-        found["warmup_steps"] = found[_RATIO]
+    if document.get(_RATIO) and not found.get("warmup_steps"):
+        found["warmup_steps"] = document[_RATIO]
     return found
