@@ -15,6 +15,7 @@ from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import section_in
 from unishard.formats.hf.keys import ENGINES, KEYS, OLDER, RENAMED
 from unishard.formats.names import each
+from unishard.formats.readback import same
 from unishard.formats.reading import ReadDocument
 
 ARGUMENTS = frozenset(KEYS).difference(ENGINES, OLDER)
@@ -28,6 +29,8 @@ AXOLOTL: Mapping[str, str] = {
 """axolotl's names, where they differ."""
 EPOCHS: Mapping[str, float] = {**each("hf llamafactory swift trl", 3.0), "axolotl": 1.0}
 """Formats that Trainer reads in the end, and how many epochs they assume."""
+_LAUNCHERS = ("debug", "use_cpu")
+"""Keys of Accelerate's config too, which may be read beside a document."""
 _BY_FSDP = "activation_checkpointing"
 """Said in `fsdp_config` where FSDP is on."""
 _ASSUMED = 0.03
@@ -70,6 +73,7 @@ def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
         (own.get(entry.path[-1], entry.path[-1]), entry)
         for entry in reading.entries
         if not entry.assumed
+        and entry.path[-1] not in (_LAUNCHERS if entry.from_sidecar else ())
         and (entry.from_sidecar or (reading.format in EPOCHS and entry.path[:-1] == ((section,) if section else ())))
     ]
     yield from sorted(found, key=lambda pair: pair[1].path[-1] in RENAMED)
@@ -100,8 +104,7 @@ def _accepted(name: str, value: Any) -> bool:
 def _unchanged(field: str, value: Any, reading: ReadDocument) -> bool:
     if isinstance(value, Undecided):
         return field in reading.undecided
-    now = value_at(reading.config, field)
-    return bool((list(now) if isinstance(now, tuple) else now) == (list(value) if isinstance(value, tuple) else value))
+    return same(value_at(reading.config, field), value)
 
 
 def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading: ReadDocument, to: str) -> None:

@@ -20,16 +20,8 @@ from unishard.formats.dropping import DroppedKey, drop_entries
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.sidecar import launcher
 from unishard.formats.sidecar.following import missing
-from unishard.formats.sidecar.launcher import (
-    STAYS,
-    as_launched,
-    decided,
-    deciding,
-    engine_is_open,
-    staying,
-    staying_options,
-)
 from unishard.formats.sidecar.sidecar import TRAINER, Sidecar, open_sidecar, trainer
 from unishard.formats.source import Source
 
@@ -210,10 +202,12 @@ def filled(
     given += [] if same else beside.started
     noted = list(beside.missing)
     if reading.format == "accelerate":
-        noted = list(staying_options(reading, beside)) if same else []
-    if reading.format in TRAINER and engine_is_open(own):
-        noted += staying(beside) if same else []
-        own, noted = (own, noted) if same else (decided(own, given, beside, ranks, reading), list(map(deciding, noted)))
+        noted = list(launcher.staying_options(reading, beside)) if same else []
+    if reading.format in TRAINER and launcher.engine_is_open(own):
+        if same:
+            noted += launcher.staying(beside)
+        else:
+            own, noted = launcher.decided(own, given, beside, ranks, reading), [*map(launcher.deciding, noted)]
     entries = [*own, *fills(own, given, reading, _changed(overrides), same=same), *noted]
     entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
     found = assemble(
@@ -315,7 +309,7 @@ def _merged(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: boo
 
 
 def _stays(key: str, told: _Sidecar) -> Entry:
-    effect = KeyEffect(Fit.IGNORED, STAYS, notable=True)
+    effect = KeyEffect(Fit.IGNORED, launcher.STAYS, notable=True)
     return Entry((key,), told.sidecar.values[key], effect, place=told.sidecar.place(key), from_sidecar=True)
 
 
@@ -337,7 +331,7 @@ def _beside(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: boo
         for entry in given
         if whole or not entry.assumed
     ]
-    said, switch = as_launched(reading, told.sidecar, told.ranks, whole=whole, same=same)
+    said, switch = launcher.as_launched(reading, told.sidecar, told.ranks, whole=whole, same=same)
     if switch:
         given = [entry for entry in given if entry.path != (switch,)] + ([_stays(switch, told)] if same else [])
     if not whole or where is None:
