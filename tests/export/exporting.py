@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.checkpoint import manifest, writing
-from unishard.checkpoint.export.pretrained import assets_of
+from unishard.checkpoint.export.pretrained import stored_assets
 from unishard.checkpoint.export.sources import tensors_of
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.distributed.shards import LazyShard, Shard, lazy_shard_of
@@ -49,7 +49,7 @@ def checkpoint(folder: Path, module: nn.Module, assets: bool = True) -> Path:
     written = writing.write(folder, tensors)
     assert written is not None
     files = dict(written.files)
-    for name, data in assets_of(module, stretches_of(module)).to_files().items() if assets else ():
+    for name, data in stored_assets(module, stretches_of(module)).items() if assets else ():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
         files[name] = (len(data), zlib.crc32(data))
@@ -96,6 +96,25 @@ def tiny(kind: str, **changes: Any) -> Any:
         "T5": {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
         "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
         "Bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "DeepSeek": {
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
         "Mixtral": {
             "hidden_size": 16,
             "intermediate_size": 24,
@@ -110,9 +129,12 @@ def tiny(kind: str, **changes: Any) -> Any:
         "T5": "T5ForConditionalGeneration",
         "GPT2": "GPT2LMHeadModel",
         "Bert": "BertForMaskedLM",
+        "DeepSeek": "DeepseekV3ForCausalLM",
         "Mixtral": "MixtralForCausalLM",
     }
-    config = getattr(transformers, f"{kind}Config")(vocab_size=37, **(sizes[kind] | changes))
+    config = getattr(transformers, f"{kind.replace('DeepSeek', 'DeepseekV3')}Config")(
+        vocab_size=37, **(sizes[kind] | changes)
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return getattr(transformers, heads[kind])(config)

@@ -18,6 +18,7 @@ from unishard.checkpoint.export.offline import export, export_checkpoint
 from unishard.checkpoint.export.pretrained import assets_of
 from unishard.checkpoint.export.sources import persistent_buffers, tensors_of
 from unishard.contract.private_api import CORE_PRIVATE_API
+from unishard.distributed.dtypes import DTYPES
 from unishard.errors import BackendError, CheckpointError
 
 MODELS = {
@@ -276,6 +277,82 @@ def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "part"), [("T5", "fp16", "wo"), ("DeepSeek", "bf16", "e_score_correction_bias")]
+)
+def test_what_the_class_keeps_in_fp32_is_not_rounded(kind: str, dtype: str, part: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    for name, tensor in model.state_dict().items():
+        if part in name:
+            tensor.copy_(torch.linspace(6.8, 7.1, tensor.numel()).view(tensor.shape))
+    export_checkpoint(checkpoint(tmp_path / "here", model), tmp_path / "offline", dtype)
+    export(tmp_path / "online", model, stretches_of(model), dtype=dtype)
+    model.save_pretrained(tmp_path / "fp32")
+    type(model).from_pretrained(tmp_path / "fp32", dtype=DTYPES[dtype]).save_pretrained(tmp_path / "theirs")
+    expected = tensors_in(tmp_path / "theirs")
+    assert {tensor.dtype for name, tensor in expected.items() if part in name} == {torch.float32}
+    for out in ("offline", "online"):
+        found = tensors_in(tmp_path / out)
+        assert {name: tensor.dtype for name, tensor in found.items()} == {
+            name: tensor.dtype for name, tensor in expected.items()
+        }
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [
+        ("config.json", "to_json_string"),
+        ("generation_config.json", "to_json_string"),
+        ("the tokenizer", "_name_or_path"),
+    ],
+)
+def test_a_file_beside_the_weights_that_cannot_be_made_is_named_and_left_out(
+    part: str, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("Llama")
+    whole = contents(export_checkpoint_of(model, tmp_path / "before"))
+    (tmp_path / "origin").mkdir()
+    (tmp_path / "elsewhere.json").write_text("{}")
+    (tmp_path / "origin/tokenizer.json").symlink_to(tmp_path / "elsewhere.json")
+    if part == "the tokenizer":
+        model.config._name_or_path = str(tmp_path / "origin")
+    else:
+        owner = type(model.config if part == "config.json" else model.generation_config)
+        monkeypatch.setattr(owner, method, lambda *args, **more: {}[part])
+    with caplog.at_level("WARNING", "unishard"):
+        left = contents(export_checkpoint_of(model, tmp_path / "after"))
+    assert left == {name: data for name, data in whole.items() if name != part}
+    (told,) = warned(caplog)
+    assert told.startswith(f"{part} is missing in checkpoints and exports: ")
+    assert str(tmp_path / "origin") in told if part == "the tokenizer" else told.endswith(f"KeyError: '{part}'")
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "unishard" and record.levelname == "WARNING"]
+
+
+def export_checkpoint_of(model: nn.Module, folder: Path) -> Path:
+    """The export of a model, and that of its checkpoint, which has the same files."""
+    export(folder / "online", model, stretches_of(model))
+    export_checkpoint(checkpoint(folder / "here", model), folder / "offline")
+    assert contents(folder / "online") == contents(folder / "offline")
+    return folder / "online"
+
+
+def test_a_checkpoint_is_complete_where_what_an_export_needs_cannot_be_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("Llama")
+    model._keys_to_ignore_on_save = 5
+    with caplog.at_level("WARNING", "unishard"):
+        folder = checkpoint(tmp_path / "here", model)
+    told = "LlamaForCausalLM cannot be exported from the checkpoint: TypeError: "
+    assert [each[: len(told)] for each in warned(caplog)] == [told]
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM cannot be exported .*; .* unishard export --model"):
+        export_checkpoint(folder, tmp_path / "out")
 
 
 def test_prompts_that_peft_computes_are_refused_with_a_way_out(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_sta
         assert len(train(engine, unishard.dataloader(data, cfg))) == 6
         with pytest.MonkeyPatch.context() as patch:
             if not my_rank():
-                patch.setattr(snapshot, "assets_of", stopped(KeyError("of a library that has changed")))
+                patch.setattr(snapshot, "stored_assets", stopped(KeyError("of a library that has changed")))
             told = refused(engine.save, root)
             assert told.startswith("CheckpointError: rank 0: KeyError: 'of a library")
         assert refused(engine.load, later, strict=bool(my_rank())).startswith("RankMismatchError: ")

@@ -84,7 +84,24 @@ def classifier():
         )
 
 
-MODELS = {"llama": frozen_llama, "lora": lora, "mixtral": mixtral, "gpt_neox": gpt_neox, "classifier": classifier}
+def own_code():
+    """Its files have its code, and what its class keeps in fp32."""
+    from models.own_code import OwnConfig, OwnForCausalLM
+
+    torch.manual_seed(1)
+    model = OwnForCausalLM(OwnConfig())
+    model._keep_in_fp32_modules_strict = {"head.bias"}
+    return model
+
+
+MODELS = {
+    "llama": frozen_llama,
+    "lora": lora,
+    "mixtral": mixtral,
+    "gpt_neox": gpt_neox,
+    "classifier": classifier,
+    "own_code": own_code,
+}
 IN_ALL = ("llama", "lora")
 """Exported under every strategy; others, which differ in their names, under one."""
 RUNS = tuple((model, *cell) for model in MODELS for cell in CELLS if model in IN_ALL or cell[1] == "full_shard")
@@ -110,14 +127,19 @@ def exported(model, backend, strategy, folder):
         export(out, engine.module, held(engine), dtype="bf16", max_shard_size="30KB")
 
 
-def saved(backend, folder):
-    """A classifier's checkpoint, exported, and what its engine exports."""
-    root = Path(folder) / f"saved-{backend}"
-    with unishard.prepare(classifier(), config(backend)) as engine:
+def saved(model, backend, folder):
+    """A checkpoint, exported, what its engine exports, and the dtypes of what it streams."""
+    root = Path(folder) / f"saved-{model}-{backend}"
+    with unishard.prepare(MODELS[model](), config(backend)) as engine:
         where = engine.save(root / "checkpoints")
-        engine.export(root / "online")
+        engine.export(root / "online", dtype="bf16")
+        streamed = {name: weight.dtype for name, weight in engine.weights(dtype="bf16")}
+        assert streamed == {
+            name: weight.dtype for name, weight in engine.state_dict(dtype="bf16", all_ranks=True).items()
+        }
     if my_rank() == 0:
-        export_checkpoint(where, root / "offline")
+        export_checkpoint(where, root / "offline", dtype="bf16")
+    return streamed
 
 
 def one_rank_cannot_write(backend, folder):
@@ -131,7 +153,7 @@ def one_rank_cannot_write(backend, folder):
 
 SCENARIOS = (
     *((exported, (*run, FOLDER)) for run in RUNS),
-    *((saved, (backend, FOLDER)) for backend in BACKENDS),
+    *((saved, (model, backend, FOLDER)) for model in ("classifier", "own_code") for backend in BACKENDS),
     *((one_rank_cannot_write, (backend, FOLDER)) for backend in BACKENDS),
 )
 
@@ -169,13 +191,26 @@ def test_names_are_those_of_the_plain_class(expected):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_classifiers_adapter_is_that_of_peft_from_the_engine_and_from_its_checkpoint(backend, tmp_path):
-    values(play(SCENARIOS)[saved, (backend, FOLDER)])
-    classifier().save_pretrained(tmp_path)
+    values(play(SCENARIOS)[saved, ("classifier", backend, FOLDER)])
+    classifier().bfloat16().save_pretrained(tmp_path)
     wanted = load_file(tmp_path / "adapter_model.safetensors")
     for out in ("online", "offline"):
-        found = load_file(Path(FOLDER) / f"saved-{backend}" / out / "adapter_model.safetensors")
+        found = load_file(Path(FOLDER) / f"saved-classifier-{backend}" / out / "adapter_model.safetensors")
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_with_code_of_its_own_has_the_files_of_save_pretrained_and_keeps_what_its_class_keeps(
+    backend, tmp_path
+):
+    streamed = values(play(SCENARIOS)[saved, ("own_code", backend, FOLDER)])[0]
+    model = own_code().bfloat16()
+    model.head.bias.data = own_code().head.bias.data
+    model.save_pretrained(tmp_path)
+    for out in ("online", "offline"):
+        assert files(Path(FOLDER) / f"saved-own_code-{backend}" / out) == files(tmp_path)
+    assert streamed == {name: tensor.dtype for name, tensor in load_file(tmp_path / "model.safetensors").items()}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

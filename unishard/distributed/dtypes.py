@@ -1,13 +1,22 @@
-"""The floating dtypes of a config as torch dtypes, and the names of torch dtypes."""
+"""The floating dtypes of a config as torch dtypes, the names of torch dtypes, and what a model keeps in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor, nn
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name in the config."""
+_KEPT: Mapping[str, tuple[str, ...]] = {
+    "fp32": (),
+    "bf16": ("_keep_in_fp32_modules_strict",),
+    "fp16": ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
+}
+"""Which lists of transformers' classes name what stays in fp32 where all else has a dtype (transformers 5.23,
+modeling_utils.py, _get_dtype_plan)."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -24,4 +33,22 @@ def dtype_named(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
+    return found
+
+
+def floating_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Floating-point parameters and buffers, under all their names."""
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def declared_by(model: nn.Module, dtype: str) -> set[str]:
+    """Names of parameters and buffers that the classes of a model keep in fp32 in a model of this dtype."""
+    found: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False) if _KEPT[dtype] else ():
+        given = (pattern for each in _KEPT[dtype] for pattern in getattr(module, each, None) or ())
+        if kept := "|".join(pattern.replace("*", ".*") for pattern in given):
+            prefix = f"{path}." if path else ""
+            found |= {prefix + name for name, _ in floating_tensors(module) if re.search(kept, name)}
     return found

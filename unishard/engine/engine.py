@@ -466,7 +466,8 @@ class Engine:
         """Read all weights and persistent buffers into host memory, one at a time. Collective, at any time.
 
         Args:
-            dtype: `fp32`, `bf16` or `fp16`, for floating-point tensors; None for the master weights as they are.
+            dtype: `fp32`, `bf16` or `fp16`, for floating-point tensors; what a class of transformers keeps in fp32 is
+                fp32. None for the master weights as they are.
             all_ranks: Whether every rank gets them; each then holds the whole model in host memory.
 
         Returns:
@@ -793,8 +794,8 @@ class Engine:
 
         Args:
             folder: An empty or new directory, unless `overwrite` is set; on a file system that all ranks share.
-            dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; None for the dtype in the model's
-                config, or fp32.
+            dtype: `fp32`, `bf16` or `fp16`, rounded once from the master weights; what a class of transformers keeps
+                in fp32 is fp32. None for the dtype in the model's config, or fp32.
             max_shard_size: Maximum size of a file, such as `5GB` or a number of bytes.
             tokenizer: A tokenizer or processor of transformers, or a directory with one, to save with the weights.
             overwrite: Whether to replace an earlier export in `folder`, with all that it holds, once this is complete.

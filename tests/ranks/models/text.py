@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.case import Kind, hugging_face
+from torch import nn
+
+from models.case import Kind, hugging_face, seeded
 from models.data import SIZES, VOCABULARY, tokens
 
 __all__ = ["DECODER", "GPT2", "KIND"]
@@ -32,6 +34,12 @@ def _add(
     KIND.add(
         name, hugging_face(model.format(stem), config.format(stem), **sizes | fields), tokens, low_buffers=low_buffers
     )
+
+
+def _own_code() -> nn.Module:
+    from models.own_code import OwnConfig, OwnForCausalLM
+
+    return OwnForCausalLM(OwnConfig(VOCABULARY))
 
 
 _add("llama", "Llama")
@@ -103,6 +111,7 @@ _add(
     "{}LMHeadModel",
     sizes={"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
 )
+KIND.add("own code (trust_remote_code)", seeded(_own_code), tokens)
 KIND.add(
     "llama, recomputed",
     hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER),

@@ -8,13 +8,16 @@ With these, an export from a checkpoint needs neither the model's class nor tran
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from unishard.checkpoint.files import OutsideFolderError, file_inside, read_bytes
@@ -25,6 +28,8 @@ FOLDER = "assets/"
 """Their folder in a checkpoint."""
 INDEX = FOLDER + "export.json"
 """The file with the names; the other files of the folder are exported unchanged."""
+
+_logger = logging.getLogger("unishard")
 
 _CONFIG = "config.json"
 
@@ -45,6 +50,7 @@ class _Index(BaseModel):
     names: dict[str, dict[str, str]]
     pieces: dict[str, TensorSlice] = {}
     joined: dict[str, list[str]] = {}
+    kept: dict[str, list[str]] = {}
     refusal: str | None = None
 
 
@@ -62,6 +68,8 @@ class Assets(_Index):
     joined: dict[str, list[str]] = {}
     """By the name in the file: exported tensors that are several of the model's, one behind the other by rows; `names`
     has the first."""
+    kept: dict[str, list[str]] = {}
+    """By the dtype of an export, as `config.json` names it: the model's tensors that its class keeps in fp32."""
     refusal: str | None = None
     """Why the model cannot be exported, and what to do instead; it can still be trained and saved."""
     files: dict[str, bytes]
@@ -74,8 +82,10 @@ class Assets(_Index):
 
     def to_files(self) -> dict[str, bytes]:
         """The files to store in a checkpoint, by their paths in it."""
-        unused = {"files"} if self.joined else {"files", "joined"}  # versions that do not know a field refuse it
-        index = self.model_dump_json(exclude=unused, indent=1) + "\n"
+        later = {
+            name for name in ("joined", "kept") if not getattr(self, name)
+        }  # whoever does not know a field refuses it
+        index = self.model_dump_json(exclude={"files", *later}, indent=1) + "\n"
         return {FOLDER + name: data for name, data in self.files.items()} | {INDEX: index.encode()}
 
     @classmethod
@@ -180,8 +190,10 @@ _NAMES = (
     "chat_template.json",
     "*.jinja",
     "*processor_config.json",
+    "tokenization_*.py",
+    "*processing_*.py",
 )
-"""Files that tokenizers and processors of transformers 5.23 write."""
+"""Files that tokenizers and processors of transformers 5.23 write, and those of their own code on the hub."""
 _LARGEST = 2**30
 """Bytes of one of them; the largest vocabularies have some 50 MB."""
 
@@ -233,10 +245,31 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
         raise CheckpointError(
             f"tokenizer: got a {type(tokenizer).__name__}; pass a transformers tokenizer, or a folder with one"
         )
+    return optional("the tokenizer", lambda: written_by(tokenizer.save_pretrained))
+
+
+# -- What is of use beside the weights, but never worth a run or its weights -----------------------
+
+
+def optional(what: str, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """Files that a checkpoint or an export can do without: none, and a warning, where they cannot be made."""
+    try:
+        return make()
+    except Exception as error:  # of any library or user
+        warn_once(f"{what} is missing in checkpoints and exports: {type(error).__name__}: {error}")
+        return {}
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warn on rank 0, once for all checkpoints and exports of a run."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _logger.warning(message)
+
+
+def written_by(save: Callable[[str], object]) -> dict[str, bytes]:
+    """The files that a function writes into the folder that it is given."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return {
-            str(path.relative_to(folder)): path.read_bytes()
-            for path in sorted(Path(folder).rglob("*"))
-            if path.is_file()
-        }
+        save(folder)
+        files = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from unishard.checkpoint.export.assets import Assets, TensorSlice
+from unishard.distributed.dtypes import name_of
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 
@@ -212,15 +213,20 @@ def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, 
     if assets.refusal:
         raise CheckpointError(assets.refusal)
     target, most = assets.dtype_of(dtype), bytes_of(max_shard_size)
+    kept = set(assets.kept.get(name_of(target), ()))
+
+    def dtype_of(*sources: str) -> torch.dtype:
+        return torch.float32 if kept.intersection(sources) else target
+
     files: list[File] = []
     others = assets.files_in(target)
     for stem, names in assets.names.items():
         if not names:
             raise CheckpointError(f"nothing to export as {stem}: the model has no such tensors")
         entries = [
-            _joined(name, assets.joined[name], shards, target)
+            _joined(name, assets.joined[name], shards, dtype_of(*assets.joined[name]))
             if name in assets.joined
-            else _entry(name, source, assets.pieces.get(name), shards, target)
+            else _entry(name, source, assets.pieces.get(name), shards, dtype_of(source))
             for name, source in names.items()
         ]
         planned = plan(entries, stem, None if assets.kind == "adapter" else most)

@@ -6,30 +6,26 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
 import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unishard.checkpoint.export.assets import Assets, TensorSlice, tokenizer_beside
+from unishard.checkpoint.export.assets import Assets, TensorSlice, optional, tokenizer_beside, warn_once, written_by
 from unishard.checkpoint.export.sources import sources_of
 from unishard.contract.private_api import CORE_PRIVATE_API
+from unishard.distributed.dtypes import DTYPES, declared_by, name_of
 from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
-
-_logger = logging.getLogger("unishard")
 
 _VIEWS = CORE_PRIVATE_API["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices and joins rows"
@@ -44,31 +40,28 @@ def transformers_assets(model: Any, shards: Mapping[str, LazyShard]) -> Assets:
     _warn_of_own_save(next(kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind)))
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
-    kept = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
-    names, pieces, joined, refusal = _converted(model, {name: _shape(sources[name], shards) for name in kept})
+    saved = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
+    names, pieces, joined, refusal = _converted(model, {name: _shape(sources[name], shards) for name in saved})
     return Assets(
         kind="model",
         names={"model": {exported: sources[name] for exported, name in names.items()}},
         pieces=pieces,
         joined=joined,
+        kept=_kept(model, {name: sources[name] for name in saved}),
         files=_files(model),
         refusal=refusal or _quantized(model),
     )
 
 
-@cache
 def _warn_of_own_save(kind: type) -> None:
-    """Say once that a class, or a mixin of it, replaces `save_pretrained`, and may write more than this module knows
-    of.
-    """
+    """Say that a class, or a mixin of it, replaces `save_pretrained`, and may write more than this module knows of."""
     from transformers import PreTrainedModel
 
-    if kind is not PreTrainedModel and (not dist.is_initialized() or dist.get_rank() == 0):
-        _logger.warning(
-            "%s.save_pretrained replaces that of transformers, and an export does not call it: what it writes besides "
-            "weights and config is missing; build the model in one process as here, load the exported weights, and "
-            "call its save_pretrained",
-            kind.__name__,
+    if kind is not PreTrainedModel:
+        warn_once(
+            f"{kind.__name__}.save_pretrained replaces that of transformers, and an export does not call it: what it "
+            "writes besides weights and config is missing; build the model in one process as here, load the exported "
+            "weights, and call its save_pretrained"
         )
 
 
@@ -182,19 +175,32 @@ def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:
     return [name for name in sources if name not in dropped]
 
 
+def _kept(model: nn.Module, sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Those of the tensors that the class keeps in fp32, by the dtype of an export."""
+    kept = {name_of(dtype): declared_by(model, word) for word, dtype in DTYPES.items()}
+    return {
+        dtype: [*dict.fromkeys(sources[name] for name in sources if name in names)]
+        for dtype, names in kept.items()
+        if not names.isdisjoint(sources)
+    }
+
+
 def _files(model: Any) -> dict[str, bytes]:
+    return (
+        optional("config.json", partial(_config_and_code, model))
+        | optional("generation_config.json", partial(_generation_config, model))
+        | optional("the tokenizer", partial(_tokenizer_of, model))
+    )
+
+
+def _config_and_code(model: Any) -> dict[str, bytes]:
     settled = copy.deepcopy(model.config)
-    files = _code(model, settled)
+    files = optional("the code of the model", partial(_code, model, settled))
     config = json.loads(settled.to_json_string())
     config.pop("transformers_weights", None)
     config["architectures"] = [type(model).__name__]
     files["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    if model.can_generate() and model.generation_config is not None:
-        files["generation_config.json"] = model.generation_config.to_json_string(
-            use_diff=True, keys_to_pop=["compile_config"]
-        ).encode()
-    origin = model.config._name_or_path
-    return files | (tokenizer_beside(Path(origin)) if origin else {})
+    return files
 
 
 def _code(model: Any, config: Any) -> dict[str, bytes]:
@@ -203,13 +209,21 @@ def _code(model: Any, config: Any) -> dict[str, bytes]:
     """
     from transformers.dynamic_module_utils import custom_object_save
 
-    kind: Any = type(model)
-    with TemporaryDirectory() as folder:
-        if kind._auto_class is not None:
-            custom_object_save(kind.__new__(kind), folder, config=config)
-        if config._auto_class is not None:
-            custom_object_save(config, folder, config=config)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    own = [each for each in (model, config) if each._auto_class is not None]
+    return written_by(lambda folder: [custom_object_save(each, folder, config=config) for each in own])
+
+
+def _generation_config(model: Any) -> dict[str, bytes]:
+    if not model.can_generate() or model.generation_config is None:
+        return {}
+    text: str = model.generation_config.to_json_string(use_diff=True, keys_to_pop=["compile_config"])
+    return {"generation_config.json": text.encode()}
+
+
+def _tokenizer_of(model: Any) -> dict[str, bytes]:
+    """That beside the weights from which the model was loaded."""
+    origin = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return tokenizer_beside(Path(origin)) if origin else {}
 
 
 def _quantized(model: Any) -> str | None:
@@ -241,10 +255,10 @@ def adapter_assets(model: Any) -> Assets:
         folder = "" if adapter == "default" or len(model.peft_config) == 1 else f"{adapter}/"
         found, refusal = _names(model, adapter)
         names[f"{folder}adapter_model"] = found
-        files[f"{folder}adapter_config.json"] = _config(model, adapter)
+        file = f"{folder}adapter_config.json"
+        files |= optional(file, partial(_config, model, adapter, file))
         refusals += [refusal] if refusal else []
-    origin = getattr(getattr(model, "config", None), "_name_or_path", None)
-    files |= tokenizer_beside(Path(origin)) if origin else {}
+    files |= optional("the tokenizer", partial(_tokenizer_of, model))
     return Assets(kind="adapter", names=names, files=files, refusal=next(iter(refusals), None))
 
 
@@ -306,7 +320,7 @@ def _offline(model: Any, adapter: str) -> Iterator[None]:
         model.peft_config[adapter] = given
 
 
-def _config(model: Any, adapter: str) -> bytes:
+def _config(model: Any, adapter: str, file: str) -> dict[str, bytes]:
     given = model.peft_config[adapter]
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in given.to_dict().items()}
     config["inference_mode"] = True
@@ -316,7 +330,7 @@ def _config(model: Any, adapter: str) -> bytes:
         config["base_model_name_or_path"] = getattr(base, "name_or_path", None) or None
     if given.task_type is None:
         config["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    return json.dumps(config, indent=2, sort_keys=True).encode()
+    return {file: json.dumps(config, indent=2, sort_keys=True).encode()}
 
 
 # -- What an export needs of a live model of any library -------------------------------------------
@@ -344,6 +358,19 @@ def assets_of(module: nn.Module, shards: Mapping[str, LazyShard]) -> Assets:
         names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}},
         files={},
     )
+
+
+def stored_assets(module: nn.Module, shards: Mapping[str, LazyShard]) -> dict[str, bytes]:
+    """The files of `assets_of` to store in a checkpoint, which is saved even where they cannot be made."""
+    try:
+        return assets_of(module, shards).to_files()
+    except Exception as error:  # of any library or user
+        what = (
+            f"{type(module).__name__} cannot be exported from the checkpoint: {type(error).__name__}: {error}; to "
+            "export it nevertheless, give the folder of its config: unishard export --model"
+        )
+        warn_once(what)
+        return Assets(kind="plain", names={}, files={}, refusal=what).to_files()
 
 
 def _is_a(module: nn.Module, package: str, name: str) -> bool:

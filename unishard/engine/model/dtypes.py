@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.config import Precision
-from unishard.distributed.dtypes import DTYPES
+from unishard.distributed.dtypes import DTYPES, declared_by, floating_tensors
 from unishard.errors import ConfigError, Problem
 
 # -- What stays in fp32 in a 16-bit run (`precision.keep_fp32`), the same for every engine ---------
@@ -50,7 +50,7 @@ def find_kept(model: nn.Module, cfg: Precision, *, train: bool = True) -> Kept:
     """
     if cfg.compute == "fp32":
         return Kept()
-    names = dict(_floating(model))
+    names = dict(floating_tensors(model))
     matched = declared_by(model, cfg.compute) if cfg.keep_fp32 == "auto" else _asked(names, cfg.keep_fp32)
     kept = {id(names[name]) for name in matched if name in names}
     inside = {id(each) for module in model.modules() if _whole(module, kept) for each in module.buffers()}
@@ -61,35 +61,6 @@ def find_kept(model: nn.Module, cfg: Precision, *, train: bool = True) -> Kept:
     )
     if problem := next(_problems(model, found, cfg, train=train), None):
         raise ConfigError([Problem("precision.keep_fp32", problem)])
-    return found
-
-
-def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Floating-point parameters and buffers, under all their names."""
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        if tensor.is_floating_point():
-            yield name, tensor
-
-
-def declared_by(model: nn.Module, compute: str) -> set[str]:
-    """Names of parameters and buffers that the classes of a model keep in fp32.
-
-    transformers has a list for fp16 and bf16, and one only for fp16 (transformers 5.23, modeling_utils.py,
-    _get_dtype_plan).
-
-    Args:
-        model: Any.
-        compute: The compute dtype, `bf16` or `fp16`.
-    """
-    lists = ("_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if compute == "fp16" else []))
-    found: set[str] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        patterns = [pattern.replace("*", ".*") for name in lists for pattern in getattr(module, name, None) or ()]
-        if patterns:
-            prefix = f"{path}." if path else ""
-            found |= {
-                prefix + name for name, _ in _floating(module) if any(re.search(pattern, name) for pattern in patterns)
-            }
     return found
 
 

@@ -22,8 +22,7 @@ from torch import nn
 from unishard.config import Sharding
 from unishard.contract.footprint import ModelShape, ParameterShape, TensorShape
 from unishard.contract.units import ModelUnits, Unit, numel_of
-from unishard.distributed.dtypes import name_of
-from unishard.engine.model.dtypes import declared_by
+from unishard.distributed.dtypes import declared_by, name_of
 from unishard.errors import ModelError
 
 # -- Find embeddings whose weight another module's forward reads, as in DeBERTa's `self.rel_embeddings.weight` --

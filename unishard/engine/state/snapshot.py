@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.checkpoint import manifest
-from unishard.checkpoint.export.pretrained import assets_of
+from unishard.checkpoint.export.pretrained import stored_assets
 from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import pack
@@ -149,7 +149,7 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     random = capture_random(run.adapter.device)
     own = {f"{manifest.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
     model, buffers = tensors.model_shards(), [*tensors.buffers()]
-    assets = on_all(group, lambda: {} if rank else assets_of(run.adapter.module, tensors.to_export()).to_files())
+    assets = on_all(group, lambda: {} if rank else stored_assets(run.adapter.module, tensors.to_export()))
     if rank:  # only rank 0's buffers, user state and extra state are saved
         model = {name: shard for name, shard in model.items() if manifest.parameter_of(name) not in buffers}
     else:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.adapter import InferenceAdapter
-from unishard.distributed.dtypes import DTYPES
+from unishard.distributed.dtypes import DTYPES, declared_by
 from unishard.distributed.on_ranks import on_first
 from unishard.distributed.process_group import host_group
 from unishard.distributed.shards import full_tensor
@@ -121,12 +121,12 @@ class Weights:
     @torch.no_grad()
     def state_dict(self, dtype: str | None, *, all_ranks: bool) -> dict[str, Tensor]:
         """Full tensors in host memory."""
-        chosen = _dtype("state_dict", dtype)
+        _require_dtype("state_dict", dtype)
         self._order.check_now("state_dict", f", {dtype}, all_ranks={all_ranks}")
         keeps, found = all_ranks or dist.get_rank() == 0, dict[str, Tensor]()
-        for name, full in self._each(None):
+        for name, full in self._each(None, dtype):
             if keeps:
-                found[name] = _cast(full, chosen).cpu()
+                found[name] = full.cpu()
         return found | {name: found[first] for name, first in self._tensors.ties().items() if keeps}
 
     def rounded(self, dtypes: Mapping[str, torch.dtype]) -> str | None:
@@ -159,22 +159,25 @@ class Weights:
     @torch.no_grad()
     def stream(self, dtype: str | None, *, merged: bool) -> Iterator[tuple[str, Tensor]]:
         """Full tensors on the device, one at a time."""
-        chosen = _dtype("weights", dtype)
+        _require_dtype("weights", dtype)
         self._order.check_now("weights", f", {dtype}, merged={merged}")
-        for name, full in self._each(MergedAdapters(self._adapter.module, self._full) if merged else None):
-            yield name, _cast(full, chosen)
+        yield from self._each(MergedAdapters(self._adapter.module, self._full) if merged else None, dtype)
 
-    def _each(self, merged: MergedAdapters | None) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter and persistent buffer once, under its name in the model, or in the base model of adapters."""
+    def _each(self, merged: MergedAdapters | None, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter and persistent buffer once, under its name in the model, or in the base model of adapters.
+
+        In this dtype, but for what the model's class keeps in fp32.
+        """
         name_of = merged.name_of if merged else lambda name: name
         full_of = merged.full if merged else self._full
+        kept = declared_by(self._adapter.module, dtype) if dtype else set()
         for name, _ in self._tensors.each():
             if (own := name_of(name)) is not None:
-                yield own, full_of(name)
+                yield own, _cast(full_of(name), "fp32" if name in kept else dtype)
         ties = self._tensors.ties()
         for name, buffer in self._tensors.buffers().items():
             if name not in ties and (own := name_of(name)) is not None:
-                yield own, buffer.detach().clone()
+                yield own, _cast(buffer.detach().clone(), "fp32" if name in kept else dtype)
 
     def _full(self, name: str) -> Tensor:
         shard = self._adapter.master_shard(self._tensors.named[name])
@@ -182,14 +185,13 @@ class Weights:
         return full if shard.values.is_floating_point() or shard.values.is_complex() else full.to(shard.values.dtype)
 
 
-def _dtype(call: str, name: str | None) -> torch.dtype | None:
+def _require_dtype(call: str, name: str | None) -> None:
     if name is not None and name not in DTYPES:
         raise ContractError(f"{call}: dtype must be one of {', '.join(DTYPES)} or None, got {name!r}")
-    return None if name is None else DTYPES[name]
 
 
-def _cast(full: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return full if dtype is None or not full.is_floating_point() else full.to(dtype)
+def _cast(full: Tensor, dtype: str | None) -> Tensor:
+    return full if dtype is None or not full.is_floating_point() else full.to(DTYPES[dtype])
 
 
 def _reader(source: Mapping[str, Tensor] | str | Path | None) -> Callable[[str], Tensor]:
