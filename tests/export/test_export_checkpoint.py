@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import unishard
 from unishard.checkpoint.export.offline import export, export_checkpoint
 from unishard.cli import app
-from unishard.errors import CheckpointError
+from unishard.engine.model.weight_files import files_of
+from unishard.errors import CheckpointError, ModelError
 
 
 @pytest.fixture
@@ -215,3 +216,11 @@ def test_a_description_of_another_model_is_refused_in_one_message(
     assert what in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_in_place_of_a_model_is_named(folder: Path, tmp_path: Path) -> None:
+    for given in (folder, folder.parent):
+        with pytest.raises(ModelError, match=rf"it holds a checkpoint of unishard, .* `unishard export {given} DIREC"):
+            files_of(given)
+    with pytest.raises(ModelError, match="pass a directory written by save_pretrained"):
+        files_of(tmp_path)

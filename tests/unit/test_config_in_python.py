@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from schema_strategies import documents
 
 import unishard
 from unishard import Config, ConfigError
-from unishard.config import Sharding, Training
+from unishard.checkpoint.files import path_of
+from unishard.config import Checkpoint, Logging, Offload, Profile, Sharding, Training
+from unishard.errors import ContractError
 
 WRONG: list[dict[str, Any]] = [
     {"sharding": "wat"},
@@ -131,3 +135,43 @@ def test_a_file_may_hold_sections_of_the_user(tmp_path: Any) -> None:
         unishard.load(file, section="run.unishart")
     with pytest.raises(ConfigError, match=r"has no fields in the section 'run.unishard.training.seed'"):
         unishard.load(file, section="run.unishard.training.seed")
+
+
+DIRECTORIES = {
+    "checkpoint.dir": lambda path: unishard.Config(checkpoint=Checkpoint(dir=path)).checkpoint.dir,
+    "logging.dir": lambda path: Logging(to=["jsonl"], dir=path).dir,
+    "profile.dir": lambda path: Profile(steps=[3, 4], dir=path).dir,
+    "offload.nvme_path": lambda path: Offload(params="nvme", optimizer="nvme", nvme_path=path).nvme_path,
+}
+
+
+@pytest.mark.parametrize("field", DIRECTORIES)
+def test_a_directory_may_be_a_path_and_in_the_home_directory(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    directory: Any = DIRECTORIES[field]
+    for written, meant in (
+        (Path("runs/a"), "runs/a"),
+        ("~/runs", "/home/me/runs"),
+        (Path("~") / "runs", "/home/me/runs"),
+        ("runs/~a", "runs/~a"),
+    ):
+        assert directory(written) == meant
+
+
+@pytest.mark.parametrize("field", DIRECTORIES)
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("s3://bucket/runs", r"is a URL \(s3://\.\.\.\), and files are written only to directories; write a directory"),
+        (Path("gs://bucket/runs"), r"is a URL \(gs://\.\.\.\)"),
+        ("$HOME/runs", r"contains \$HOME, but environment variables are not expanded; write the value"),
+        ("runs/${USER}", r"contains \$\{USER\}, but environment variables are not expanded"),
+        ("~nobody-of-this-name/runs", "begins with ~nobody-of-this-name, and there is no such user"),
+    ],
+)
+def test_what_is_no_directory_is_refused(field: str, given: str | Path, what: str) -> None:
+    directory: Any = DIRECTORIES[field]
+    with pytest.raises(ConfigError, match=rf"{field.partition('.')[2]}: {what}"):
+        directory(given)
+    with pytest.raises(ContractError, match=rf"save: {re.escape(repr(str(given)))} {what}"):
+        path_of(given, "save")

@@ -14,6 +14,7 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 from types import TracebackType
 
+from unishard.config.paths import expanded
 from unishard.errors import ContractError
 
 
@@ -27,14 +28,14 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def path_of(given: str | Path, call: str) -> Path:
-    """The path that a caller has given.
+    """The path that a caller has given, with `~` expanded.
 
     Args:
         given: The path.
         call: The method that it was given to.
 
     Raises:
-        ContractError: No file can have this name.
+        ContractError: No file can have this name, or it is a URL or contains an environment variable.
     """
     try:
         os.fsencode(given)
@@ -44,7 +45,10 @@ def path_of(given: str | Path, call: str) -> Path:
         bad = "\0" in str(given)
     if bad:
         raise ContractError(f"{call}: {given!r:.200} is not a path; pass the path of a directory")
-    return Path(given)
+    try:
+        return Path(expanded(given))
+    except ValueError as error:
+        raise ContractError(f"{call}: {str(given)!r} {error}") from None
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:

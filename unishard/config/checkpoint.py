@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from unishard.config.paths import Directory
 from unishard.config.section import Section, Spellings, refuse
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
@@ -42,7 +43,7 @@ class Checkpoint(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("dir",)
 
-    dir: str | None = Field(default=None)
+    dir: Directory = Field(default=None)
     """Directory of the run's checkpoints, one subdirectory each. `engine.save()` writes there and
     `engine.load("latest")` reads from it. It must be shared by all ranks on all nodes. `null`: nothing is saved
     automatically, and `engine.save(dir)` needs a directory."""

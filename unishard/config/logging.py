@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from unishard.config.paths import Directory
 from unishard.config.section import Section, refuse
 
 Destination = Literal["progress", "jsonl", "tensorboard", "wandb", "mlflow"]
@@ -30,7 +31,7 @@ class Logging(Section):
     every_steps: int = Field(default=10, ge=1)
     """Log after every N optimizer steps, counted from the start of the training. The loss is the mean over these
     steps."""
-    dir: str | None = Field(default=None)
+    dir: Directory = Field(default=None)
     """Directory for the files of `jsonl`, `tensorboard`, of `mlflow` without `mlflow_uri`, and of `wandb` (default
     there: ./wandb)."""
     module_steps: list[int] = Field(default=[])
@@ -106,7 +107,7 @@ class Profile(Section):
     steps: list[int] = Field(default=[])
     """The optimizer steps to record, counted from 1 at the start of the training, also after a resume. Consecutive ones
     share a trace; take some after the first few, which compile and allocate. Empty: none."""
-    dir: str | None = Field(default=None)
+    dir: Directory = Field(default=None)
     """Directory for the files: `steps-10-12.rank0.trace.json`, for chrome://tracing or ui.perfetto.dev."""
     ranks: Literal["first", "all"] = Field(default="first")
     """Whose steps are recorded: rank 0's, or those of each rank, in a file each."""

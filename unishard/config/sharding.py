@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from unishard.config.paths import Directory
 from unishard.config.section import Section, Spellings, lower, refuse
 
 _ALIASES = {
@@ -180,7 +181,7 @@ class Offload(Section):
     """Where the optimizer state is kept. With `cpu` and `nvme` the optimizer runs on the host."""
     pin_memory: bool = Field(default=True)
     """Whether offloaded tensors use page-locked host memory (faster copies; needs a CUDA device)."""
-    nvme_path: str | None = Field(default=None)
+    nvme_path: Directory = Field(default=None)
     """Directory for the files of `nvme`, on a local disk of each node; required with `nvme`. Each rank writes its own
     files."""
 

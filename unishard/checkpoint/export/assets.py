@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from unishard.checkpoint.files import OutsideFolderError, file_inside, read_bytes
+from unishard.checkpoint.files import OutsideFolderError, file_inside, path_of, read_bytes
 from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.errors import CheckpointError
 
@@ -237,7 +237,7 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, str | Path):
-        found = tokenizer_beside(Path(tokenizer))
+        found = tokenizer_beside(path_of(tokenizer, "tokenizer"))
         if not found:
             raise CheckpointError(f"{tokenizer}: no tokenizer here; give a folder that tokenizer.save_pretrained wrote")
         return found

@@ -103,6 +103,7 @@ def export_checkpoint(
         CheckpointError: The checkpoint is incomplete or damaged, the model cannot be exported, an argument is invalid,
             or the folder cannot be written. Nothing is left behind.
     """
+    out = path_of(out, "export")
     facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
     require_free(out, overwrite=overwrite)
     assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)

@@ -19,7 +19,7 @@ from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
 from unishard.distributed import process_group
 from unishard.engine.model.materialization import Reader, set_reader, without_data
-from unishard.engine.model.weight_files import facts_of, files_of, opened, shapes_of
+from unishard.engine.model.weight_files import facts_of, files_of, instead_of, opened, shapes_of
 from unishard.errors import ModelError
 from unishard.failures import lifetime, monitor_client
 from unishard.failures.endings import naming_causes
@@ -223,7 +223,7 @@ def _empty(cls: Any, folder: Path, kwargs: Mapping[str, Any]) -> nn.Module:
             "any other model inside unishard.init(cfg), and load its weights there on rank 0"
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: config.json not found; pass a directory written by save_pretrained")
+        raise ModelError(f"{folder}: config.json not found; {instead_of(folder)}")
     if "trust_remote_code" in kwargs:
         raise ModelError(
             f"{folder}: from_pretrained never runs code of a folder; leave trust_remote_code out, and pass the class"

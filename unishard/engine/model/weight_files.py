@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from unishard.checkpoint import finding
 from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file, read_bytes
 from unishard.errors import ModelError
 
@@ -36,7 +37,17 @@ def files_of(folder: Path) -> dict[str, str]:
             f"{folder} contains {', '.join(pickles[:3])} but no safetensors, and loading a pickle can run code; if you "
             "trust it, convert it once: cls.from_pretrained(path).save_pretrained(other_path)"
         )
-    raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} found; pass a directory written by save_pretrained")
+    raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} found; {instead_of(folder)}")
+
+
+def instead_of(folder: Path) -> str:
+    """What to pass in place of a folder without weights of transformers."""
+    if not folder.is_dir() or (not finding.checkpoints(folder) and not finding.is_checkpoint(folder)):
+        return "pass a directory written by save_pretrained"
+    return (
+        "it holds a checkpoint of unishard, which engine.load resumes; to use its weights as a model, pass the "
+        f"directory that engine.export(directory) writes, or `unishard export {folder} DIRECTORY`"
+    )
 
 
 def facts_of(folder: Path, files: Mapping[str, str]) -> dict[str, str]:

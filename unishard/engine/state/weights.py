@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unishard.checkpoint.files import path_of
 from unishard.contract.adapter import InferenceAdapter
 from unishard.distributed.dtypes import DTYPES, declared_by
 from unishard.distributed.on_ranks import on_first
@@ -138,6 +139,7 @@ class Weights:
     def load(self, source: Mapping[str, Tensor] | str | Path | None, *, strict: bool) -> None:
         """Replace weights and buffers by rank 0's."""
         self._order.check_now("load_weights", f", strict={strict}")
+        source = path_of(source, "load_weights") if isinstance(source, str | Path) else source
         shapes: dict[str, torch.Size] = {
             name: self._adapter.master_shard(parameter).shape for name, parameter in self._tensors.named.items()
         }
