@@ -130,6 +130,6 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"unishard.{name} needs {error.name}, which is not installed; pip install 'unishard[torch]'"
+            f"unishard.{name} needs {error.name}, which is not installed; pip install {error.name}"
         ) from error
     return value

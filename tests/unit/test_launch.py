@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,6 +294,46 @@ def test_bash_reads_the_batch_script(project: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout == "job.sh: written; submit it with: sbatch job.sh\n"
     subprocess.run(["bash", "-n", "job.sh"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "caught", "named"),
+    [
+        ("USR1@120", [], "SIGUSR1"),
+        ("B:SIGTERM@60", ["USR1"], "SIGTERM"),
+        ("10", [], "SIGUSR1"),
+        ("USR1@120", ["USR1"], None),
+        (10, ["SIGUSR1"], None),
+        (None, [], None),
+    ],
+)
+def test_a_signal_that_slurm_sends_and_nobody_saves_at_is_told(
+    project: Path, sent: str | int | None, caught: list[str], named: str | None
+) -> None:
+    options = ["launch.slurm={signal: " + json.dumps(sent) + "}"] if sent is not None else []
+    options += ["checkpoint.dir=runs", f"checkpoint.on_signal={json.dumps(caught)}"] if caught else []
+    changes = [word for option in options for word in ("--set", option)]
+    result = run("launch", "c.yaml", *changes, "--slurm", "--dry-run", "train.py")
+    assert result.exit_code == 0, result.output
+    assert (f"warning: launch.slurm: Slurm sends {named} before it ends the job" in result.stderr) == (
+        named is not None
+    )
+    assert ("warning" in result.stderr) == (named is not None)
+
+
+@pytest.mark.parametrize("command", [("launch", "c.yaml", "train.py"), ("plan", "c.yaml", "--model", "model")])
+def test_a_command_that_needs_torch_says_so_in_one_line(
+    project: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    absent = [name for name in sys.modules if name.startswith(("unishard.tools.launch.running", "unishard.tools.plan"))]
+    for name in absent:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run(*command)
+    told = f"unishard {command[0]} needs torch, which is not installed; pip install torch\n"
+    assert (result.exit_code, result.stderr) == (1, told)
 
 
 def test_the_batch_script_starts_torchrun_with_these_words(project: Path, tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ _COMMANDS = (
 )
 """In the order of the help. Each is a module here that holds a function of the same name, or a group called `app`."""
 
+_OPTIONAL = ("torch", "numpy", "safetensors", "transformers")
+"""Packages that a command may need, and that neither a wheel nor a checkout of unishard brings by itself."""
+
 _TROUBLE = {"diff": 2, "parity": 2, "checkpoint": 2}
 """Exit status on an error, for commands where 1 has another meaning."""
 
@@ -80,8 +83,8 @@ class Commands(TyperGroup):
                     return super().main(*args, **kwargs)
             finally:
                 _flush()
-        except (UnishardError, OSError) as error:
-            message = _message(error)
+        except (UnishardError, OSError, ModuleNotFoundError) as error:
+            message = _message(error, self._command or "")
             if message is None:
                 raise
             with contextlib.suppress(OSError):  # stderr may be the stream that failed
@@ -100,10 +103,14 @@ def _built(name: str) -> Any:
     return keep_words_whole(typer.main.get_command(group))
 
 
-def _message(error: UnishardError | OSError) -> str | None:
+def _message(error: UnishardError | OSError | ModuleNotFoundError, command: str) -> str | None:
     """The message for an error; None for a bug."""
     if isinstance(error, UnishardError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        known = error.name in _OPTIONAL
+        what = f"unishard {command} needs {error.name}, which is not installed; pip install {error.name}"
+        return what if known else None
     if isinstance(error, BrokenPipeError):
         return ""
     if error.filename is not None:

@@ -181,8 +181,10 @@ def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
 def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
     from unishard.config.loading import variables
     from unishard.tools.launch.command import torchrun_program
-    from unishard.tools.launch.jobs import batch_script, submit
+    from unishard.tools.launch.jobs import batch_script, submit, unheard_signal
 
+    if (unheard := unheard_signal(request.cfg)) is not None:
+        echo(f"warning: {unheard}", err=True)
     told = variables(str(request.path.resolve()), request.changes)
     text = batch_script(request.cfg, request.script, told, request.name, program=torchrun_program())
     if dry_run:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from signal import Signals
 from typing import Any
 
 from unishard.config import Config
@@ -219,6 +220,20 @@ def _requeued(cfg: Config, start: str) -> Iterator[str]:
     yield '    scontrol requeue "$SLURM_JOB_ID"  # a signal has ended them after a save: go on from there'
     yield "fi"
     yield "exit $code"
+
+
+def unheard_signal(cfg: Config) -> str | None:
+    """What is said of a signal that Slurm is asked to send and that no rank saves at; None if there is none."""
+    given = str(cfg.launch.slurm.get("signal", ""))
+    word = given.rpartition(":")[2].partition("@")[0].upper().removeprefix("SIG")
+    numbers = {str(each.value): each.name for each in Signals}
+    name = numbers.get(word, f"SIG{word}")
+    if not word or name in cfg.checkpoint.on_signal:
+        return None
+    return (
+        f"launch.slurm: Slurm sends {name} before it ends the job (signal={given}), and ranks save only at signals in "
+        f"checkpoint.on_signal; add {name} there, unless the script handles it"
+    )
 
 
 def submit(text: str) -> str:
