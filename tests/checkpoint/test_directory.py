@@ -168,6 +168,23 @@ def test_a_file_latest_that_is_not_so_misleads_nobody(said: str | None, tmp_path
     assert finding.latest(tmp_path) == tmp_path / "step-00000030"
 
 
+def test_a_later_checkpoint_that_was_deleted_or_renamed_is_told(tmp_path: Path) -> None:
+    assert finding.newer_than_latest(tmp_path / "nowhere") is None
+    former(tmp_path)
+    save(tmp_path, 40)
+    shutil.copytree(tmp_path / "step-00000030", tmp_path / "best")
+    assert finding.newer_than_latest(tmp_path) is None
+    (tmp_path / "step-00000040").rename(tmp_path / "good")
+    assert finding.newer_than_latest(tmp_path) == (
+        f"{tmp_path}/good is a checkpoint under another name than step-00000040, which is not found; rename it"
+    )
+    shutil.rmtree(tmp_path / "good")
+    told = f"{tmp_path}/latest names step-00000040, which is not there; "
+    assert finding.newer_than_latest(tmp_path) == f"{told}put it back, or remove that file to go on without it"
+    (tmp_path / "latest").unlink()
+    assert finding.newer_than_latest(tmp_path) is None
+
+
 def test_a_clock_that_went_back_does_not_hide_a_checkpoint(tmp_path: Path) -> None:
     former(tmp_path)
     save(tmp_path, 40, written=stamp(5))

@@ -72,10 +72,13 @@ def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(backend, str
     assert again == rest
     assert my_rank() or engine.module.seen.tolist() == seen
     assert engine.module.again.weight is engine.module.mid.weight
-    assert (resumed.step, resumed.epoch, resumed.notes) == (3, 0, ())
+    assert (resumed.step, resumed.epoch, resumed.notes) == (3, 1, ())
     assert resumed.path == Path(place, "step-00000003")
-    assert resumed.state.pop("ema").tolist() == [0, 1, 2, 3, 4]
-    assert resumed.state == {key: STATE[key] for key in STATE if key != "ema"}
+    if my_rank():
+        assert resumed.state == {"of": "another rank"}
+    else:
+        assert resumed.state.pop("ema").tolist() == [0, 1, 2, 3, 4]
+        assert resumed.state == {key: STATE[key] for key in STATE if key != "ema"}
     facts = manifest.read(resumed.path)
     assert facts.frozen == ["inp.weight"]
     assert facts.ties == {"again.weight": "mid.weight"}
@@ -239,13 +242,21 @@ def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root)
 
 @in_turn
 @in_ranks
-def test_another_global_batch_is_noted(backend, root):
-    """Goes on with twice the accumulation, and with the data from its beginning."""
+def test_what_the_config_changes_of_the_loop_is_noted(backend, root):
+    """Goes on with twice the accumulation, another clipping and schedule, and with the data from its beginning."""
     with prepare(config(backend)) as engine:
         train(engine, own_share(1))
         folder = engine.save(root)
-    with prepare(config(backend, training={"gradient_accumulation_steps": 2})) as engine:
+    changed = {
+        "training": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+        "scheduler": {"name": "linear", "total_steps": 20},
+    }
+    with prepare(config(backend, **changed)) as engine:
         assert engine.load(folder, data=False).notes == (
             "the global batch size was 4 and is now 8; adjust training.gradient_accumulation_steps to the number of "
             "ranks",
+            "training.gradient_accumulation_steps was 1; using 2 of the config",
+            "training.gradient_clipping was None; using 0.5 of the config",
+            "scheduler.name was constant; using linear of the config",
+            "scheduler.total_steps was None; using 20 of the config",
         )

@@ -4,11 +4,12 @@ leaves."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import OTHER, config, in_ranks, in_turn, my_rank, own_share, prepare, refused, train
+from harness import OTHER, config, heard, in_ranks, in_turn, my_rank, own_share, prepare, refused, train
 
 from unishard.checkpoint import finding, manifest
 
@@ -37,6 +38,31 @@ def test_the_config_alone_resumes_the_newest_checkpoint_and_its_run(backend, roo
     (one,) = {*runs(root).values()}
     assert len(one) == 8
     assert names(root) == ["step-00000006", "step-00000008"]
+
+
+@in_turn
+@in_ranks
+def test_a_run_whose_last_checkpoint_is_gone_does_not_begin_again_in_silence(backend, root):
+    """The last of two is deleted, then the other one renamed."""
+    cfg = config(backend, checkpoint={"dir": root, "every_steps": 1, "on_existing": "resume"})
+    with prepare(cfg) as engine:
+        train(engine, own_share(2))
+    dist.barrier()
+    if my_rank() == 0:
+        shutil.rmtree(f"{root}/step-00000002")
+    dist.barrier()
+    with heard() as lines, prepare(cfg) as engine:
+        assert engine.resumed.step == 1
+    told = f"{root}/latest names step-00000002, which is not there; "
+    assert my_rank() or any(line.startswith(told) for line in lines)
+    dist.barrier()
+    if my_rank() == 0:
+        Path(root, "step-00000001").rename(f"{root}/good")
+    dist.barrier()
+    assert refused(prepare, cfg) == (
+        f"CheckpointError: {root}/good is a checkpoint under another name than step-00000001, which is not found; "
+        "rename it; a new run does not begin in its place"
+    )
 
 
 @in_turn

@@ -151,6 +151,28 @@ def latest(root: Path) -> Path | None:
     return max(candidates, key=_order_of).path if candidates else None
 
 
+def newer_than_latest(root: Path) -> str | None:
+    """A checkpoint that was saved after the one that `latest` returns and has been renamed or deleted, and what to do;
+    None if there is none.
+
+    Raises:
+        CheckpointError: The root is a file, or cannot be read.
+    """
+    known = checkpoints(root)
+    newest = max(map(_order_of, known), default=(0, "", -1))
+    for entry in entries(root):
+        if STEP.fullmatch(entry) or LEFT_OVER.fullmatch(entry) or header_of(root / entry) is None:
+            continue
+        other = FoundCheckpoint(root / entry, manifests.read(root / entry).step, entry)
+        if _order_of(other) > newest:
+            right = name_of(other.step)
+            return f"{other.path} is a checkpoint under another name than {right}, which is not found; rename it"
+    pointed = _named(root)
+    if pointed is None or pointed in {each.name for each in known}:
+        return None
+    return f"{root / LATEST} names {pointed}, which is not there; put it back, or remove that file to go on without it"
+
+
 def best(root: Path, direction: str) -> Path | None:
     """The checkpoint with the best metric, of the run of the newest one; None if that has none with a metric.
 

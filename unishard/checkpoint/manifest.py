@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from unishard.checkpoint.files import read_bytes
-from unishard.contract.checkpoint_format import LARGEST, Facts, LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.contract.checkpoint_format import LARGEST, Facts, LossScaleFacts, OptimizerFacts, PassFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 
 FILE = "manifest.json"
@@ -103,6 +103,8 @@ class Manifest(Facts):
     """The loss scale of fp16, 1.0 for other dtypes; None if unknown."""
     data: list[Any] = Field(default_factory=list)
     """State of each rank's data loader, in rank order; tensors are encoded as in `state`."""
+    passes: PassFacts | None = None
+    """Passes over the training data; None if `data` says it, or nothing was read with `engine.batches`."""
     state: Any = None
     """The user's own state: JSON, with `{"$tensor": name}` for a tensor of the checkpoint."""
     extra_state: dict[str, Any] | None = None
@@ -131,7 +133,8 @@ def text_of(manifest: Manifest) -> str:
         CheckpointError: A value cannot be written as JSON.
     """
     try:
-        body = manifest.model_dump_json(indent=1, exclude={"crc32"}).removesuffix("\n}")
+        unused = {"passes"} if manifest.passes is None else set()  # versions that do not know it refuse it
+        body = manifest.model_dump_json(indent=1, exclude={"crc32", *unused}).removesuffix("\n}")
     except ValueError as error:
         raise CheckpointError(
             f"the manifest of step {manifest.step} cannot be written as JSON ({error}); put tensors into `state`"

@@ -10,6 +10,7 @@
 | `bytes` | `{"$bytes": name}` |
 | tensor | `{"$tensor": name}` |
 | numpy array | `{"$array": name}` |
+| the states of all ranks, where they differ | `{"$ranks": [...]}`, only at the top |
 | what lies deeper than 60 levels of the above | `{"$json": "..."}`, JSON in a string: many readers refuse deep JSON |
 
 A name is that of a tensor in the checkpoint; an empty tensor is not stored, but written as `[dtype, shape]`. The
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ _DEEPEST = 100
 """Maximum nesting depth."""
 _SHALLOW = 60
 """JSON levels before the rest is put into a string; pydantic reads 200 (jiter 0.16)."""
+_RANKS = "$ranks"
 
 
 def pack(state: Any, prefix: str = manifest.STATE) -> tuple[Any, dict[str, Tensor]]:
@@ -77,6 +79,17 @@ def _shallow(value: Any, levels: int) -> Any:
 
 def _is_marker(packed: dict[str, Any]) -> bool:
     return next(iter(packed), "").startswith("$")
+
+
+def by_rank(states: Sequence[Any]) -> dict[str, Any]:
+    """One state of those that `pack` has made on each rank."""
+    return {_RANKS: list(states)}
+
+
+def ranks_in(json_value: Any) -> list[Any] | None:
+    """The argument of `by_rank`; None if all ranks had one state."""
+    states = json_value.get(_RANKS) if isinstance(json_value, dict) else None
+    return states if isinstance(states, list) else None
 
 
 def unpack(json_value: Any, read: Callable[[str], Tensor]) -> Any:

@@ -75,6 +75,17 @@ class LossScaleFacts(Facts):
     """Optimizer steps since it last changed."""
 
 
+class PassFacts(Facts):
+    """The training data, where the loader's position does not tell the epoch."""
+
+    loader: str
+    """Class of the loader."""
+    epoch: int | None = Field(default=None, ge=0, lt=LARGEST)
+    """Passes over it that are complete, counted by the engine; None if unknown."""
+    batches: int = Field(default=0, ge=0, lt=LARGEST)
+    """Batches that a rank has read since."""
+
+
 Advance = Callable[[int], None]
 """Called with the number of further bytes written."""
 

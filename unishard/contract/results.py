@@ -135,8 +135,9 @@ class Resumed(NamedTuple):
     """The checkpoint."""
     step: int
     """Accumulation windows that had ended when it was saved, including skipped updates."""
-    epoch: int
-    """Epoch of the training data, counted from 0."""
+    epoch: int | None
+    """Epoch of the training data, counted from 0: as its loader or `engine.batches` has counted it. None if it is
+    unknown: count it yourself, and save it in `state`."""
     state: Any
     """The user's `state`; None if there was none."""
     notes: tuple[str, ...]

@@ -315,7 +315,7 @@ class Epochs:
             digest = of_dataset(loader.dataset)
             if loader.untouched:
                 self._warn_of_same_order(loader, digest)
-        dataset, weak = _reference(loader.dataset)
+        dataset, weak = reference(loader.dataset)
         if not weak:
             self._read = [
                 read for read in self._read if read.weak
@@ -349,7 +349,7 @@ class Orders:
     def repeats(self, dataset: Any, order: Hashable, updates: int) -> bool:
         """Whether the last pass over this dataset had this order, and updates were made in it."""
         same = [read for read in self._read if read[0]() is dataset]
-        dataset_, weak = _reference(dataset)
+        dataset_, weak = reference(dataset)
         self._read = [
             read
             for read in self._read
@@ -359,7 +359,7 @@ class Orders:
         return any(read[1] == order and read[2] < updates for read in same)
 
 
-def _reference(dataset: Any) -> tuple[Callable[[], Any], bool]:
+def reference(dataset: Any) -> tuple[Callable[[], Any], bool]:
     """A function that returns the dataset, and whether it lets the dataset go: lists and tuples cannot be referenced
     weakly.
     """

@@ -703,7 +703,8 @@ class Engine:
 
         Args:
             root: Directory of the run's checkpoints, which all ranks share; by default `checkpoint.dir`.
-            state: Your own dicts, lists, numbers, strings and tensors; `load` returns them. Rank 0's are saved.
+            state: Your own dicts, lists, numbers, strings and tensors; `load` returns them: rank 0's where the other
+                ranks pass the same or None, else each rank's own, and rank 0's on another number of ranks.
             metric: A number such as the validation loss, the same on all ranks, by which `checkpoint.keep_best` and
                 `load("best")` find the best checkpoint.
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from unishard.config import Training
 from unishard.config.hints import instead
+from unishard.contract.checkpoint_format import PassFacts
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import LoaderChecks
@@ -143,6 +144,8 @@ class Batching:
         reading = self.training.begin(loader, inner, length if drop and lengths is None else 1) if training else None
         if reading is not None and reading.reading is not None:
             source = reading.reading
+        if reading is not None and (left := length_of(source)) is not None:
+            reading.length = left - left % length if drop and lengths is None else left
         bar = Progress(source, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
         outer = self._observers.show(bar)
         empty = True
@@ -156,6 +159,7 @@ class Batching:
                     empty = False
                     if reading is not None:
                         reading.read = True
+                        reading.batches += len(window)
                         order.begin_window(len(window))
                         self._checks.window(window)
                     yield window if bar is None else window.watched_by(bar.record_batch)
@@ -163,6 +167,7 @@ class Batching:
                         self.training.advance(reading)
             if reading is not None:
                 order.begin_window(length)
+                reading.length = reading.batches if lengths is None else reading.length
             if empty and again and isinstance(loader, Iterator):
                 self._warn(
                     f"this pass over engine.batches() read nothing: {type(loader).__name__} is an iterator, which an "
@@ -179,9 +184,9 @@ class Batching:
         """This rank's position in the training data: `TrainingPasses.position`."""
         return self.training.position()
 
-    def resume(self, positions: Sequence[Position | None], world_then: int) -> None:
+    def resume(self, positions: Sequence[Position | None], world_then: int, passes: PassFacts | None = None) -> None:
         """Let the next training loader resume: `TrainingPasses.resume`."""
-        self.training.resume(positions, world_then)
+        self.training.resume(positions, world_then, passes)
 
     # -- lengths -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unishard.contract.checkpoint_format import PassFacts
 from unishard.data import position
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import ranks_with_same
@@ -22,13 +23,18 @@ _Resumed = tuple[Sequence[Position], int]
 class TrainingPass:
     """One pass over a loader in training mode."""
 
-    def __init__(self, order: CallOrder, around: TrainingPass | None) -> None:
+    def __init__(self, order: CallOrder, around: TrainingPass | None, inner: Any = None) -> None:
         self.reading: LoaderPass | None = None
         """The loader with its position; None if it has none."""
         self.around = around
         """The pass that was read before: where it is open, this one is inside its loop."""
         self.open, self.read, self.trained = True, False, False
         """Whether its loop runs, whether it has read a window, and whether updates were made in it."""
+        self.loader = type(inner).__name__
+        self.data, _ = position.reference(getattr(inner, "dataset", inner))
+        self.batches = 0
+        self.length: int | None = None
+        """How many batches its windows had, and how many they will have in all; None if unknown."""
         self.kept: Position | None = None
         """The position after the last update that was made in it."""
         self.resumed: _Resumed | None = None
@@ -39,6 +45,11 @@ class TrainingPass:
         """When its last window was read."""
         self.before = order.window, order.discarded, order.phase
         """The state of the loop around it when it began."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to read."""
+        return self.batches == self.length
 
     @property
     def inside(self) -> bool:
@@ -52,6 +63,50 @@ class TrainingPass:
         if self.inside and self.around is not None:
             return self.around.position()
         return None if self.reading is None else self.reading.before
+
+
+_BY_HAND = ("list", "tuple")
+
+
+class PassCount:
+    """Counts the passes in which updates were made, as a loop over epochs does."""
+
+    def __init__(self, loader: str | None = None, epoch: int | None = 0) -> None:
+        """Begin.
+
+        Args:
+            loader: Class of the loader that the resumed run has read.
+            epoch: The epoch to begin in; None if unknown, as once different data were read.
+        """
+        self._loader, self._now, self._next, self._begun = loader, epoch, epoch, epoch
+        self._batches = 0
+        self._last: TrainingPass | None = None
+
+    def updated(self, made: TrainingPass | None) -> None:
+        """After an update in a pass, or outside of all."""
+        if made is None:
+            self._now = self._next = None
+            return
+        if made is not self._last:
+            same = self._last is None or (made.data() is not None and made.data() is self._last.data())
+            self._begun = self._next if same and not made.inside else None
+            self._next = None if self._begun is None else self._begun + 1
+            self._last, self._loader = made, made.loader
+        self._now, self._batches = (self._next, 0) if made.over else (self._begun, made.batches)
+
+    def ended(self, ended: TrainingPass) -> None:
+        """At the end of a pass."""
+        if not ended.over:
+            return
+        if ended is not self._last and ended.resumed is not None and self._next is not None:
+            self._next += 1  # nothing was left of the epoch
+        self._now, self._batches = self._next, 0
+
+    def facts(self) -> PassFacts | None:
+        """For a checkpoint; None if no loader was read, or only batches that the script has put together."""
+        if self._loader is None or (self._now is None and self._loader in _BY_HAND):
+            return None
+        return PassFacts(loader=self._loader, epoch=self._now, batches=self._batches)
 
 
 class TrainingPasses:
@@ -68,7 +123,7 @@ class TrainingPasses:
         """When a window was last read."""
         self._mixed = False
         """Whether loaders are trained on in turn, so that no single position is right."""
-        self._epochs = Epochs()
+        self._epochs, self._count = Epochs(), PassCount()
         self.resumed: _Resumed | None = None
         """Of the resumed run, until a training loader uses them."""
 
@@ -92,7 +147,7 @@ class TrainingPasses:
         self._settle()
         if self._now is not None and not self._now.open:
             self._now.around = None  # else each pass would keep all before it
-        begun = TrainingPass(self._order, self._now)
+        begun = TrainingPass(self._order, self._now, inner)
         if begun.inside and self._order.inside_window:
             raise ContractError(
                 "a loop over engine.batches() in training mode began inside an accumulation window of the loop around "
@@ -135,6 +190,8 @@ class TrainingPasses:
 
     def end(self, ended: TrainingPass) -> None:
         """End a pass, at its end or where the loop was left."""
+        if ended.open and (ended is self._now or not ended.read):
+            self._count.ended(ended)
         ended.open = False
         order = self._order
         if self._now not in (ended, None):
@@ -158,6 +215,7 @@ class TrainingPasses:
         if self._order.updates == self._updates and not self._order.discarded:
             return
         self._updates = self._order.updates
+        self._count.updated(self._now)
         if self._now is None:
             return
         self._now.trained, reading = True, self._now.reading
@@ -182,25 +240,35 @@ class TrainingPasses:
         self._settle()
         return None if self._mixed or self._now is None else self._now.position()
 
+    def passes(self) -> PassFacts | None:
+        """What is known of the epochs, unless the position says it."""
+        where, facts = self.position(), self._count.facts()
+        if facts is None or (where is not None and position.epoch_of(where) is not None):
+            return None
+        return facts.model_copy(update={"epoch": None}) if self._mixed else facts
+
     def left(self, inner: Iterable[Any]) -> int | None:
         """Batches that the next pass over a loader will yield; None if unknown."""
         if self.resumed is None or not position.is_stateful(inner):
             return position.batches_left(inner)
         return position.left_after(inner, *self.resumed, dist.get_rank(), dist.get_world_size())
 
-    def resume(self, positions: Sequence[Position | None], world_then: int) -> None:
+    def resume(self, positions: Sequence[Position | None], world_then: int, passes: PassFacts | None = None) -> None:
         """Let the next training loader resume at the position of another run.
 
         Args:
             positions: What `position` returned on each of its ranks. If one is None, the loader starts from its
                 beginning.
             world_then: That run's number of ranks.
+            passes: What `passes` returned on its rank 0.
         """
         known = [where for where in positions if where is not None]
         self.resumed = (known, world_then) if known and len(known) == len(positions) else None
         while self._now is not None:
             self._now.open, self._now = False, self._now.around
         self._mixed, self._updates = False, self._order.updates
+        begun = None if self._updates else 0
+        self._count = PassCount(None, begun) if passes is None else PassCount(passes.loader, passes.epoch)
         self._epochs.forget()
 
 

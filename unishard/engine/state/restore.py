@@ -28,7 +28,7 @@ from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.schedulers import alike
 from unishard.engine.state.extra_state import restore_extra_state
-from unishard.engine.state.resume import random_states, resume
+from unishard.engine.state.resume import epoch_of, notes_of_data, own_state, random_states, resume
 from unishard.engine.state.run import Run
 from unishard.engine.state.tensors import has_average, resume_average
 from unishard.errors import CheckpointError
@@ -97,7 +97,8 @@ def restore(
     read = once(tensors.full)
     positions = on_all(group, lambda: [unpack(each, read) for each in manifest.data]) if data else []
     on_all(group, lambda: require_sense(manifest, positions, run.param_groups if run.accumulation is not None else []))
-    state = on_all(group, lambda: unpack(manifest.state, read))
+    packed, notes_of_state = own_state(manifest)
+    state = on_all(group, lambda: unpack(packed, read))
     extra = on_all(group, lambda: unpack(manifest.extra_state, read))
     states = on_all(group, lambda: random_states(run, manifest, tensors))
     on_all(group, lambda: _require_schedule(run, manifest))
@@ -113,7 +114,7 @@ def restore(
             f"{error}; some weights are loaded already: load another checkpoint before you train on"
         ) from error
     run.adapter.loaded()
-    notes = [*reader.notes, *resume(run, manifest, states, group)]
+    notes = [*reader.notes, *resume(run, manifest, states, group), *notes_of_state]
     notes += on_all(group, lambda: [*restore_extra_state(run.adapter.module, extra)])
     average = run.tensors.average
     if average is not None:
@@ -121,7 +122,9 @@ def restore(
     run.tensors.saved_average = (
         tensors if run.accumulation is not None and average is None and has_average(tensors) else None
     )
-    run.batching.resume(positions, manifest.world_size)
+    epoch = epoch_of(manifest, positions) if data else 0
+    notes += [*notes_of_data(manifest, positions, epoch)] if data and run.accumulation is not None else []
+    run.batching.resume(positions, manifest.world_size, manifest.passes if data else None)
     if verify == "bits":
         on_all(group, reader.compare_bits)
     norms = reader.norms()
@@ -132,8 +135,7 @@ def restore(
         _logger.info("%s: resumed at step %d: %s", folder, manifest.step, "; ".join(described))
         for note in notes:
             _logger.warning("%s: %s", folder, note)
-    epoch = next((position.epoch_of(each) for each in positions if each is not None), None)
-    return Resumed(folder, manifest.step, epoch or 0, state, tuple(notes))
+    return Resumed(folder, manifest.step, epoch, state, tuple(notes))
 
 
 class CheckpointReader:

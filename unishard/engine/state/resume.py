@@ -12,8 +12,11 @@ from torch import Tensor
 
 from unishard.checkpoint.manifest import RANDOM, Manifest, parameter_of
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.checkpoint.user_state import ranks_in
 from unishard.config.describe import count_of
-from unishard.contract.checkpoint_format import GroupRecord
+from unishard.contract.checkpoint_format import GroupRecord, PassFacts
+from unishard.data import position
+from unishard.data.position import Position
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.loop.accumulation import Accumulation
@@ -39,6 +42,46 @@ def random_states(run: Run, manifest: Manifest, tensors: Tensors) -> dict[str, T
     return states
 
 
+def own_state(manifest: Manifest) -> tuple[Any, list[str]]:
+    """The user's state of this rank, packed, and notes."""
+    states = ranks_in(manifest.state)
+    if not states:
+        return manifest.state, []
+    if len(states) == dist.get_world_size():
+        return states[dist.get_rank()], []
+    return states[0], [
+        f"{count_of(len(states), 'rank')} saved a different `state` each; every rank gets that of rank 0"
+    ]
+
+
+def epoch_of(manifest: Manifest, positions: Sequence[Position | None]) -> int | None:
+    """The epoch of the training data; None if unknown."""
+    if not manifest.step:
+        return 0
+    known = next((position.epoch_of(each) for each in positions if each is not None), None)
+    return manifest.passes.epoch if known is None and manifest.passes is not None else known
+
+
+def notes_of_data(manifest: Manifest, positions: Sequence[Position | None], epoch: int | None) -> Iterator[str]:
+    """What cannot be resumed of the training data, as far as `engine.batches` has read them."""
+    saved = [each["loader"] for each in positions if each is not None]
+    read = PassFacts(loader=saved[0]) if saved and manifest.passes is None else manifest.passes
+    if read is None:
+        return
+    loader = read.loader
+    if read.batches and not saved:
+        yield (
+            f"{read.batches} batches of an epoch had been read, and no position in the data was saved, since {loader} "
+            "has none: it starts from its beginning; train with unishard.dataloader(dataset, cfg), or another loader "
+            "with a state_dict"
+        )
+    if epoch is None:
+        yield (
+            f"the epoch of the {loader} is unknown, so `epoch` is None; count epochs in the loop, and save the number: "
+            "engine.save(state={'epoch': epoch})"
+        )
+
+
 def resume(run: Run, manifest: Manifest, states: Mapping[str, Tensor], group: dist.ProcessGroup) -> Iterator[str]:
     """Resume everything except the tensors of the model and the optimizer. Collective.
 
@@ -56,6 +99,7 @@ def resume(run: Run, manifest: Manifest, states: Mapping[str, Tensor], group: di
     if run.accumulation is None:
         return
     yield from _global_batch(run, manifest)
+    yield from _changed_fields(run, manifest)
     yield from _resume_optimizer(run, run.accumulation, manifest)
     yield from on_all(group, lambda: _resume_random_numbers(run, manifest, states))
 
@@ -85,6 +129,16 @@ def _global_batch(run: Run, manifest: Manifest) -> Iterator[str]:
     if then != now:
         what = f"the global batch size was {then} and is now {now}"
         yield f"{what}; adjust training.gradient_accumulation_steps to the number of ranks"
+
+
+def _changed_fields(run: Run, manifest: Manifest) -> Iterator[str]:
+    """Fields of the loop and its schedule, but for the one that follows from others."""
+    for section in ("training", "scheduler"):
+        given = (manifest.config or {}).get(section)
+        then = given if isinstance(given, Mapping) else {}
+        for field, now in run.text[section].items():
+            if field != "global_batch_size" and then.get(field, now) != now:
+                yield f"{section}.{field} was {then[field]}; using {now} of the config"
 
 
 def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) -> Iterator[str]:

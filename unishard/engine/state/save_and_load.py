@@ -156,7 +156,12 @@ class SaveAndLoad:
     def _found(self, place: Path, which: str | Path | None) -> Path | None:
         """Rank 0: the checkpoint that a user asks for; None if it is the latest and there is none."""
         if which == "latest":
-            return finding.latest(place)
+            found, lost = finding.latest(place), finding.newer_than_latest(place)
+            if lost is not None and found is None:
+                raise CheckpointError(f"{lost}; a new run does not begin in its place")
+            if lost is not None:
+                _logger.warning("%s; the run continues from %s", lost, found)
+            return found
         if which is None:
             return finding.locate(place, "latest")
         best = finding.best(place, self._asked.best)

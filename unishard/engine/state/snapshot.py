@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import random
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from unishard.checkpoint import manifest
 from unishard.checkpoint.export.pretrained import stored_assets
+from unishard.checkpoint.hashing import hash_of
 from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
-from unishard.checkpoint.user_state import pack
+from unishard.checkpoint.user_state import by_rank, pack
 from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
 from unishard.data.sampler import seed_of
 from unishard.distributed.nested_tensors import obstacle
-from unishard.distributed.on_ranks import on_all
+from unishard.distributed.on_ranks import on_all, ranks_of
 from unishard.distributed.shards import Shard, lazy_shard_of
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.state.extra_state import extra_state_of
@@ -143,17 +145,18 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
             saved.
     """
     rank, tensors = dist.get_rank(), run.tensors
-    user, user_tensors = on_all(group, lambda: pack(state))
+    user, user_tensors = _packed_state(state, group)
     extra, extra_tensors = on_all(group, lambda: pack(extra_state_of(run.adapter.module), manifest.EXTRA_STATE))
     data, data_tensors = on_all(group, lambda: pack(run.batching.position(), f"data.rank{rank:05d}."))
     random = capture_random(run.adapter.device)
     own = {f"{manifest.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
     model, buffers = tensors.model_shards(), [*tensors.buffers()]
     assets = on_all(group, lambda: {} if rank else stored_assets(run.adapter.module, tensors.to_export()))
-    if rank:  # only rank 0's buffers, user state and extra state are saved
+    own |= user_tensors
+    if rank:  # only rank 0's buffers and extra state are saved
         model = {name: shard for name, shard in model.items() if manifest.parameter_of(name) not in buffers}
     else:
-        own |= user_tensors | extra_tensors
+        own |= extra_tensors
     state_of_optimizer = on_all(group, lambda: _storable(tensors.optimizer_shards()))
     shards = (
         model
@@ -169,6 +172,23 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
         | {"data": _gathered(data, group), "state": user, "extra_state": extra},
         assets=assets,
     )
+
+
+def _packed_state(state: Any, group: dist.ProcessGroup) -> tuple[Any, dict[str, Tensor]]:
+    """The user's state, and what this rank writes of it: rank 0's, unless ranks pass different ones. Collective."""
+    rank = dist.get_rank()
+    packed, tensors = on_all(group, lambda: pack(state))
+    digests = ranks_of(group).gather(None if state is None else _digest(packed, tensors))
+    first, *_ = digests
+    if all(digest == first or (digest is None and first) for digest in digests):
+        return packed, {} if rank else tensors
+    packed, tensors = pack(state, f"{manifest.STATE}rank{rank:05d}.")
+    return by_rank(_gathered(packed, group)), tensors
+
+
+def _digest(packed: Any, tensors: Mapping[str, Tensor]) -> str:
+    content = [packed, {name: hash_of(tensor) for name, tensor in tensors.items()}]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _storable(shards: dict[str, Shard]) -> dict[str, Shard]:
@@ -203,6 +223,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "optimizer": None if accumulation is None else _optimizer_facts(run, accumulation),
         "schedule": None if accumulation is None else accumulation.schedule.facts(),
         "loss_scale": None if accumulation is None else accumulation.loss_scale.facts(),
+        "passes": run.batching.training.passes(),
     }
 
 
