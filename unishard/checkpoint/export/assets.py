@@ -44,20 +44,7 @@ class TensorSlice(BaseModel):
 
 
 class _Index(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kind: Literal["model", "adapter", "plain"]
-    names: dict[str, dict[str, str]]
-    pieces: dict[str, TensorSlice] = {}
-    joined: dict[str, list[str]] = {}
-    kept: dict[str, list[str]] = {}
-    refusal: str | None = None
-
-
-class Assets(_Index):
-    """What an export needs besides the tensors."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["model", "adapter", "plain"]
     """A transformers model, PEFT adapters, or any other module, of which only tensors are exported."""
@@ -72,6 +59,11 @@ class Assets(_Index):
     """By the dtype of an export, as `config.json` names it: the model's tensors that its class keeps in fp32."""
     refusal: str | None = None
     """Why the model cannot be exported, and what to do instead; it can still be trained and saved."""
+
+
+class Assets(_Index):
+    """What an export needs besides the tensors."""
+
     files: dict[str, bytes]
     """The other files of the export, such as `config.json`."""
 

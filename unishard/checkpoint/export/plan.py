@@ -238,15 +238,24 @@ def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, 
     return Layout(files, others, target)
 
 
-def _entry(
-    name: str, source: str, piece: TensorSlice | None, shards: Mapping[str, LazyShard], target: torch.dtype
-) -> ExportedTensor:
+def available(source: str, shards: Mapping[str, LazyShard]) -> LazyShard:
+    """A tensor of the model.
+
+    Raises:
+        CheckpointError: It is not among those that the caller has.
+    """
     try:
-        stretch = shards[source]
+        return shards[source]
     except KeyError:
         raise CheckpointError(
             f"{source} cannot be exported: it is not among the {len(shards)} available tensors"
         ) from None
+
+
+def _entry(
+    name: str, source: str, piece: TensorSlice | None, shards: Mapping[str, LazyShard], target: torch.dtype
+) -> ExportedTensor:
+    stretch = available(source, shards)
     start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(stretch.shape))
     if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
         raise CheckpointError(f"{name} is not within {source}; the checkpoint's assets/export.json is damaged")

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unishard.checkpoint.export.assets import Assets, TensorSlice, optional, tokenizer_beside, warn_once, written_by
+from unishard.checkpoint.export.plan import available
 from unishard.checkpoint.export.sources import sources_of
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed.dtypes import DTYPES, declared_by, name_of
 from unishard.distributed.shards import LazyShard
-from unishard.errors import CheckpointError
 
 _VIEWS = CORE_PRIVATE_API["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices and joins rows"
@@ -41,7 +41,7 @@ def transformers_assets(model: Any, shards: Mapping[str, LazyShard]) -> Assets:
     sources = sources_of(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     saved = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
-    names, pieces, joined, refusal = _converted(model, {name: _shape(sources[name], shards) for name in saved})
+    names, pieces, joined, refusal = _converted(model, {name: available(sources[name], shards).shape for name in saved})
     return Assets(
         kind="model",
         names={"model": {exported: sources[name] for exported, name in names.items()}},
@@ -63,15 +63,6 @@ def _warn_of_own_save(kind: type) -> None:
             "writes besides weights and config is missing; build the model in one process as here, load the exported "
             "weights, and call its save_pretrained"
         )
-
-
-def _shape(source: str, shards: Mapping[str, LazyShard]) -> torch.Size:
-    try:
-        return shards[source].shape
-    except KeyError:
-        raise CheckpointError(
-            f"{source} cannot be exported: it is not among the {len(shards)} available tensors"
-        ) from None
 
 
 class _Converted(NamedTuple):
@@ -350,9 +341,7 @@ def assets_of(module: nn.Module, shards: Mapping[str, LazyShard]) -> Assets:
     if _is_a(module, "peft", "PeftModel") or getattr(module, "_hf_peft_config_loaded", False):
         return adapter_assets(module)
     if _is_a(module, "transformers", "PreTrainedModel"):
-        from unishard.checkpoint.export import pretrained
-
-        return pretrained.transformers_assets(module, shards)
+        return transformers_assets(module, shards)
     return Assets(
         kind="plain",
         names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}},

@@ -95,11 +95,11 @@ class PassCount:
         self._now, self._batches = (self._next, 0) if made.over else (self._begun, made.batches)
 
     def ended(self, ended: TrainingPass) -> None:
-        """At the end of a pass."""
-        if not ended.over:
+        """At the end of a pass of which nothing is left."""
+        if ended.resumed is not None and not ended.read and self._next is not None:
+            self._next += 1  # it was the end of an epoch
+        elif ended is not self._last:
             return
-        if ended is not self._last and ended.resumed is not None and self._next is not None:
-            self._next += 1  # nothing was left of the epoch
         self._now, self._batches = self._next, 0
 
     def facts(self) -> PassFacts | None:
@@ -190,7 +190,7 @@ class TrainingPasses:
 
     def end(self, ended: TrainingPass) -> None:
         """End a pass, at its end or where the loop was left."""
-        if ended.open and (ended is self._now or not ended.read):
+        if ended.open and ended.over:
             self._count.ended(ended)
         ended.open = False
         order = self._order
