@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unishard.failures.call_log import CallLog, RecentCalls
-from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, different_calls, status_of
+from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, Standstill, different_calls
 
 FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
 
@@ -22,9 +22,17 @@ def tail(*places: str, units: tuple[str, ...] = ()) -> RecentCalls:
     return call_log.tail()
 
 
-def status(doing: str, *places: str, inside: bool = True, seconds: float = 12.0, place: str = "") -> Any:
-    where = place or places[-1]
-    return json.loads(json.dumps(status_of(tail(*places), doing, where, inside=inside, seconds=seconds, patience=10.0)))
+def status(
+    doing: str,
+    *places: str,
+    inside: bool = True,
+    seconds: float = 12.0,
+    place: str = "",
+    group: tuple[int, ...] = (),
+    threads: bool = False,
+) -> Any:
+    standing = Standstill(tail(*places), doing, place or places[-1], inside, seconds, 10.0, group, threads)
+    return json.loads(json.dumps(standing))
 
 
 def test_a_difference_of_before_is_told_with_what_to_do() -> None:
@@ -45,7 +53,7 @@ def test_a_difference_of_before_is_told_with_what_to_do() -> None:
         ([(MEETS, 2, True), (LEFT, 1, False)], False),  # the other may come: it has only closed an engine before
         ([(MEETS, 2, True), (BUSY, 1, False)], False),  # it reads data
         ([(WAITS, 2, True), (WAITS, 2, True)], False),  # a slow network
-        ([(MEETS, 3, True), (WAITS, 2, True)], True),  # one waits in a collective that the other has left out
+        ([(MEETS, 3, True), (WAITS, 2, True)], False),  # what the first has sent may be on its way
         ([(MEETS, 3, True), (WAITS, 2, True), (BUSY, 2, True)], False),  # the third may be what the second waits for
         ([(WAITS, 3, True), (WAITS, 2, True)], False),  # perhaps a slow network
         ([(WAITS, 1, False), (WAITS, 1, False)], False),  # a collective of the caller's
@@ -58,14 +66,35 @@ def test_ranks_that_wait_for_each_other_in_vain(ranks: list[tuple[str, int, bool
         rank: status(doing, *calls[:number], inside=inside) for rank, (doing, number, inside) in enumerate(ranks)
     }
     assert bool(Judge()(statuses).verdict) is deadlock
-    fresh = {rank: [*each[:4], 1.0, each[5]] for rank, each in statuses.items()}
+    fresh = {rank: [*each[:4], 1.0, *each[5:]] for rank, each in statuses.items()}
     assert Judge()(fresh).verdict == "", "they have just come there"
 
 
-def test_ranks_in_collectives_of_different_calls_are_waited_for_longer_than_one_that_is_slow() -> None:
+@pytest.mark.parametrize(
+    ("outside", "deadlock"), [((), True), ((0, 1), True), ((0, 2), False)], ids=["all", "both", "others"]
+)
+def test_ranks_wait_for_each_other_only_in_a_collective_that_both_join(
+    outside: tuple[int, ...], deadlock: bool
+) -> None:
+    waits = {rank: status(WAITS, "a", inside=False, group=outside) for rank in (0, 2)}
+    assert bool(Judge()(waits | {1: status(MEETS, "a", "b")}).verdict) is deadlock
+    assert bool(Judge()(waits | {1: status(WAITS, "a", "b", group=outside and (0, 1))}).verdict) is deadlock
+
+
+def test_a_rank_whose_own_threads_may_join_what_another_one_waits_in_is_waited_for() -> None:
+    waits = status(WAITS, "a", inside=False)
+    assert Judge()({0: waits, 1: status(MEETS, "a", "b")}).verdict
+    assert not Judge()({0: waits, 1: status(MEETS, "a", "b", threads=True)}).verdict
+
+
+@pytest.mark.parametrize("doing", [MEETS, WAITS])
+def test_a_collective_of_another_call_is_waited_for_longer_than_one_that_is_slow(doing: str) -> None:
     def verdict(first: int, second: int) -> str:
         calls = ("a", "is in engine.backward (update 13)", SAVE)
-        statuses = {rank: status(WAITS, *calls[:number], seconds=61.0) for rank, number in enumerate((first, second))}
+        statuses = {
+            rank: status(does, *calls[:number], seconds=61.0)
+            for rank, (does, number) in enumerate([(doing, first), (WAITS, second)])
+        }
         return Judge()(statuses).verdict
 
     assert (
@@ -85,6 +114,15 @@ def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> Non
     )
     assert judge(statuses) == Judgement(late={1: said})
     assert judge(statuses) == Judgement()
+
+
+def test_late_ranks_are_told_to_one_that_waits_in_a_collective_too() -> None:
+    late = status(BUSY, "a", place="is in engine.forward (update 13) at model.py:7 in forward")
+    told = Judge()({0: status(WAITS, "a"), 1: late}).late
+    assert told == {
+        0: "has waited 12 s for other ranks: rank 0 a; rank 1 is in engine.forward (update 13) at model.py:7 in forward"
+    }
+    assert Judge()({rank: status(WAITS, "a") for rank in (0, 1)}) == Judgement(), "a slow network"
 
 
 def test_a_rank_that_is_gone_is_told_with_its_error_or_with_its_last_call() -> None:

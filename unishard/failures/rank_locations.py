@@ -1,13 +1,18 @@
-"""Where each rank is, in words: for the messages of `unishard.failures.collective_check`."""
+"""Where each rank is: in words, for the messages of `unishard.failures.collective_check`, and in which collective."""
 
 from __future__ import annotations
 
 import inspect
+import linecache
+import re
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +31,9 @@ _INSTALLED = tuple(
         str(Path(torch.__file__).parents[1]),
     }
 )
-_COLLECTIVES = str(Path(dist.__file__).parent)
-_CHECKPOINTS = str(Path(dist.__file__).parent / "checkpoint")
-"""In torch.distributed too, but it waits for disks."""
+_NO_COLLECTIVES = tuple(f"{dist.__name__}.{name}." for name in ("checkpoint", "elastic", "rpc"))
+"""In torch.distributed too, but they wait for disks, for processes, and for what others compute."""
+_CALLED = re.compile(r"(\w+(?:\.\w+)*)\(")
 
 
 def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str:
@@ -55,18 +60,30 @@ def _of_several(place: str) -> str:
     return {"is": "are", "has": "have", "waits": "wait"}.get(verb, verb) + " " + rest
 
 
-def stack_of(thread: int) -> tuple[str, bool, bool]:
-    """Where a thread of this process is.
+class Position(NamedTuple):
+    """Where a thread of this process is."""
 
-    Returns:
-        `file:line in function` of the innermost frame of the user's code, whether the thread is in a call of an engine,
-        and whether it is in a collective of torch.distributed.
-    """
+    text: str
+    """`file:line in function` of the innermost frame of the user's code."""
+    inside: bool
+    """Whether it is in a call of an engine."""
+    group: tuple[int, ...] | None
+    """The ranks that it waits for in a collective, empty for all; None if it is not in a collective."""
+
+
+def where_is(thread: int) -> Position:
+    """Where a thread of this process is."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return "nowhere: its thread has ended", False, False
+        return Position("nowhere: its thread has ended", False, None)
     frames = traceback.extract_stack(frame)
-    return _in_words(frames), _is_inside(frames), _waits(frames)
+    return Position(_in_words(frames), _is_inside(frames), _collective(frame))
+
+
+def has_other_threads(thread: int) -> bool:
+    """Whether a thread other than this one and the given one runs code of the user, which may join collectives too."""
+    others = [frame for each, frame in sys._current_frames().items() if each not in (thread, threading.get_ident())]
+    return any(_is_users(entry) for frame in others for entry in traceback.extract_stack(frame))
 
 
 def may_wait_for_ranks(thread: int, *, surely: bool) -> bool:
@@ -80,9 +97,9 @@ def may_wait_for_ranks(thread: int, *, surely: bool) -> bool:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return False
-    frames = traceback.extract_stack(frame)
-    if _waits(frames):
+    if _collective(frame) is not None:
         return True
+    frames = traceback.extract_stack(frame)
     names = [entry.filename for entry in frames]
     in_python = names[-1].startswith(_STDLIB) and "-packages" not in names[-1]  # a lock, a file, another process
     return not surely and not in_python and _is_inside(frames) and not any(name.startswith(_WRITING) for name in names)
@@ -118,15 +135,56 @@ def place_of(error: BaseException) -> str:
 
 
 def _in_words(frames: traceback.StackSummary) -> str:
-    own = [entry for entry in frames if not entry.filename.startswith((_PACKAGE, _BACKENDS, "<", *_INSTALLED))]
-    entry = (own or frames)[-1]
+    entry = ([entry for entry in frames if _is_users(entry)] or frames)[-1]
     return f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}"
+
+
+def _is_users(entry: traceback.FrameSummary) -> bool:
+    return not entry.filename.startswith((_PACKAGE, _BACKENDS, "<", *_INSTALLED))
 
 
 def _is_inside(frames: traceback.StackSummary) -> bool:
     return any(entry.filename.startswith(_ENGINE) for entry in frames)
 
 
-def _waits(frames: traceback.StackSummary) -> bool:
-    innermost = next((entry.filename for entry in reversed(frames) if entry.filename.startswith(_COLLECTIVES)), "")
-    return bool(innermost) and not innermost.startswith(_CHECKPOINTS)
+# -- The collective that a thread waits in ---------------------------------------------------------
+# A thread that uses no processor may as well read a file, wait for a worker, or sleep. Only its innermost frame tells:
+# it is one of torch.distributed, or it calls a method of what an asynchronous collective has returned.
+
+
+def _collective(frame: FrameType) -> tuple[int, ...] | None:
+    """As `Position.group`."""
+    if not _is_distributed(frame):
+        return () if isinstance(_called_on(frame), dist.Work) else None
+    for caller in _callers(frame):
+        if isinstance(group := caller.f_locals.get("group"), dist.ProcessGroup):
+            return () if group is dist.group.WORLD else tuple(dist.get_process_group_ranks(group))
+    return ()
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of torch.distributed that a thread is in, the innermost one first."""
+    while frame is not None and _is_distributed(frame):
+        yield frame
+        frame = frame.f_back
+
+
+def _is_distributed(frame: FrameType) -> bool:
+    module = f"{frame.f_globals.get('__name__')}."
+    return module.startswith(f"{dist.__name__}.") and not module.startswith(_NO_COLLECTIVES)
+
+
+def _called_on(frame: FrameType) -> Any:
+    """The object whose method a frame calls now; None if it calls something else, or its source cannot be read."""
+    where = inspect.getframeinfo(frame, context=0).positions
+    if where is None or where.lineno is None or where.col_offset is None:
+        return None
+    line = linecache.getline(frame.f_code.co_filename, where.lineno).encode()
+    found = _CALLED.match(line[where.col_offset :].decode(errors="replace"))
+    if found is None:
+        return None
+    name, *attributes = found[1].split(".")
+    held = frame.f_locals.get(name)
+    for attribute in attributes[:-1]:
+        held = inspect.getattr_static(held, attribute, None)
+    return held if attributes else held.__self__ if isinstance(held, MethodType) else None

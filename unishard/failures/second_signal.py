@@ -14,7 +14,7 @@ import time
 
 from unishard.failures import monitor_client
 from unishard.failures.monitor_server import RAISED
-from unishard.failures.rank_locations import position_of, stack_of
+from unishard.failures.rank_locations import position_of, where_is
 
 REPEATED = 1.0
 """Seconds within which a signal that comes again counts once: a terminal and torchrun both pass on a Ctrl-C."""
@@ -71,7 +71,7 @@ def _end(number: int, thread: int) -> None:
     """End this process, and tell the other ranks."""
     line = monitor_client.current()
     place = "" if line is None else line.place()
-    where = place.removeprefix("is ") if place.startswith("is in ") else f"at {stack_of(thread)[0]}"
+    where = place.removeprefix("is ") if place.startswith("is in ") else f"at {where_is(thread).text}"
     text = f"was stuck {where}, and was ended by a second {signal.Signals(number).name}"
     who = f"rank {line.rank} of {line.size}" if line is not None else "this process"
     sys.stderr.write(f"unishard: {who} {text}\n")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ _ALIKE = "write the same values on every rank: the ranks would train parts of di
 _NAMED = 4
 """Values named that differ."""
 _SLOWEST = 6
-"""Timeouts that a collective which all ranks have joined may take."""
+"""Timeouts that a collective which all ranks have joined may take on the last of them."""
 
 
 class Judgement(NamedTuple):
@@ -53,14 +53,17 @@ class Standstill(NamedTuple):
     inside: bool
     """Whether that is in a call of unishard."""
     seconds: float
-    """Since its last call began."""
+    """Since it has begun to wait, or since its last call began."""
     patience: float
     """`communication.desync_timeout`."""
+    group: Sequence[int] = ()
+    """The ranks that join the collective in which it waits; empty for all."""
+    threads: bool = False
+    """Whether other threads of it run code of the user."""
 
-
-def status_of(tail: RecentCalls, doing: str, place: str, *, inside: bool, seconds: float, patience: float) -> Any:
-    """A status, as JSON."""
-    return Standstill(tail, doing, place, inside, seconds, patience)
+    def waits_for(self, rank: int) -> bool:
+        """Whether a rank must join the collective in which this one waits."""
+        return not self.group or rank in self.group
 
 
 def different_calls(tails: Mapping[int, RecentCalls], gone: Mapping[int, str]) -> str:
@@ -178,28 +181,34 @@ class Judge:
             if raised := _raised(tails, min(tail.number for tail in tails.values())):
                 return Judgement(_because(raised, places, (), ""))
             return Judgement(f"{_DEADLOCK}: {where}")
-        waiting = sorted(
-            rank for rank, status in statuses.items() if status.doing == MEETS and status.seconds >= status.patience
-        )
-        if (
-            waiting
-            and (asked := (statuses[waiting[0]].tail.epoch, statuses[waiting[0]].tail.number)) not in self._warned
-        ):
-            self._warned.add(asked)
-            return Judgement(
-                late={waiting[0]: f"has waited {statuses[waiting[0]].seconds:.0f} s for other ranks: {where}"}
-            )
-        return Judgement()
+        waiting = [
+            rank for rank, each in statuses.items() if each.doing in (MEETS, WAITS) and each.seconds >= each.patience
+        ]
+        if not waiting or all(each.doing == WAITS for each in statuses.values()):
+            return Judgement()
+        first = min(waiting)
+        asked = (tails[first].epoch, tails[first].number)
+        if asked in self._warned:
+            return Judgement()
+        self._warned.add(asked)
+        return Judgement(late={first: f"has waited {statuses[first].seconds:.0f} s for other ranks: {where}"})
 
 
 def _is_deadlock(statuses: Mapping[int, Standstill]) -> bool:
-    """Whether no rank computes, and one waits for a call that another will never make."""
+    """Whether every rank waits or has left, and one waits for another that waits elsewhere, or has left."""
     if any(status.doing == BUSY or status.seconds < status.patience / 2 for status in statuses.values()):
         return False
-    waiting = [
-        status for status in statuses.values() if status.doing == MEETS or (status.doing == WAITS and status.inside)
-    ]
-    return any(_never_comes(other, each) for other in statuses.values() for each in waiting)
+    waiting = {
+        rank: status
+        for rank, status in statuses.items()
+        if status.doing == MEETS or (status.doing == WAITS and status.inside)
+    }
+    return any(
+        _never_comes(other, each)
+        for rank, each in waiting.items()
+        for another, other in statuses.items()
+        if each.waits_for(another) and (other.doing != WAITS or other.waits_for(rank))
+    )
 
 
 def _never_comes(other: Standstill, waiting: Standstill) -> bool:
@@ -208,11 +217,10 @@ def _never_comes(other: Standstill, waiting: Standstill) -> bool:
         return other.tail.number > waiting.tail.number and waiting.seconds >= waiting.patience
     if other.doing == WAITS and other.inside:
         # It waits in a collective of an engine, and the first one has left it out, or is behind, or ahead and also
-        # waits.
+        # waits. Or the first one is through with it, and what it has sent is still on its way.
         still = min(other.seconds, waiting.seconds)
-        return (
-            still >= waiting.patience * (1 if waiting.doing == MEETS else _SLOWEST)
-            and other.tail.number != waiting.tail.number
-        )
-    # A rank that is through with a call may wait outside until the others are through with it too.
-    return other.doing == WAITS and (waiting.doing == MEETS or waiting.tail.number > other.tail.number)
+        return still >= _SLOWEST * waiting.patience and other.tail.number != waiting.tail.number
+    # A rank that is through with a call may wait outside until the others are through with it too. A thread of the
+    # user's may join what it waits in.
+    through = waiting.doing == MEETS or waiting.tail.number > other.tail.number
+    return other.doing == WAITS and through and not waiting.threads

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from unishard.failures.call_log import CallLog
 from unishard.failures.monitor_client import MonitorClient
-from unishard.failures.rank_locations import position_of, stack_of
-from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, status_of
+from unishard.failures.rank_locations import Position, has_other_threads, position_of, where_is
+from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Standstill
 
 # -- Whether this rank's device is held up in a collective that the host waits for -----------------
 # A collective of NCCL returns at once, and the host waits later, where it reads a number from the device: a call of a
@@ -108,7 +108,6 @@ class _Watch:
         self._told: tuple[Any, ...] | None = None
         """What the monitor was told last of this call."""
         self._position: tuple[int, ...] = ()
-        self._processor_time = 0.0
         self._blocked_since: float | None = None
 
     def look(self, check: Watched) -> None:
@@ -127,44 +126,39 @@ class _Watch:
             return
         check.line.ask()
         tail = check.call_log.tail()
-        where, inside, collective = stack_of(check.thread)
-        doing, place = self._find(check, where, collective, inside=inside)
+        here = where_is(check.thread)
+        doing, place, group = self._find(check, here)
         # Where a late rank is in the caller's code is reported at each look.
-        telling = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if inside else still)
+        telling = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if here.inside else still)
         if telling != self._told:
             self._told, tail = telling, tail._replace(calls=tail.calls[-_SAID:])
-            check.line.status(
-                status_of(tail, doing, place, inside=inside or check.waiting, seconds=still, patience=check.timeout)
-            )
-        if doing != MEETS and inside and still >= _LONG * check.timeout and self._warned != tail.number:
+            seconds = time.monotonic() - self._blocked_since if doing == WAITS and self._blocked_since else still
+            inside, threads = here.inside or check.waiting, has_other_threads(check.thread)
+            check.line.status(Standstill(tail, doing, place, inside, seconds, check.timeout, group, threads))
+        if doing != MEETS and here.inside and still >= _LONG * check.timeout and self._warned != tail.number:
             self._warned = tail.number
             _logger.warning(
                 "rank %d %s for %.0f s, at %s",
                 check.rank,
                 check.call_log.place.replace("is", "has been", 1),
                 still,
-                where,
+                here.text,
             )
 
-    def _find(self, check: Watched, where: str, collective: bool, *, inside: bool) -> tuple[str, str]:
-        """What this rank does, and where it is in words."""
-        call = check.call_log.place
+    def _find(self, check: Watched, here: Position) -> tuple[str, str, tuple[int, ...]]:
+        """What this rank does, where it is in words, and which ranks it waits for, if not for all."""
+        call, wait, group = check.call_log.place, check.device_wait, here.group
         if check.waiting:
             calls = check.call_log.tail().calls
-            return MEETS, calls[-1].text if calls else call
-        wait = check.device_wait
-        if inside and wait is not None and not wait.ended:
-            collective = wait.holds()
-        elif wait is not None and wait.ended and wait.holds():
-            collective = True  # the host has gone on, and waits for what is queued behind that, perhaps outside
-        elif inside and not collective:
-            collective = self._is_idle(check.thread)
-        if self._is_blocked(check, collective):
-            waits = f"waits in torch.distributed at {where}"
-            return WAITS, f"{call}, {waits}" if inside else f"{waits}, outside unishard"
-        if not check.active and not inside:
-            return LEFT, call
-        return BUSY, f"{call} at {where}" if inside else f"is at {where}, outside unishard"
+            return MEETS, calls[-1].text if calls else call, ()
+        if wait is not None and (here.inside or wait.ended) and wait.holds():
+            group = ()  # the host waits for what is queued there or behind that, perhaps outside
+        if self._is_blocked(check, group is not None):
+            waits = f"waits in torch.distributed at {here.text}"
+            return WAITS, f"{call}, {waits}" if here.inside else f"{waits}, outside unishard", group or ()
+        if not check.active and not here.inside:
+            return LEFT, call, ()
+        return BUSY, f"{call} at {here.text}" if here.inside else f"is at {here.text}, outside unishard", ()
 
     def _is_blocked(self, check: Watched, collective: bool) -> bool:
         """Whether the thread has been in the same collective for a quarter of the timeout."""
@@ -174,13 +168,6 @@ class _Watch:
         elif self._blocked_since is None or before != self._position:
             self._blocked_since = now
         return self._blocked_since is not None and now - self._blocked_since >= check.timeout / 4
-
-    def _is_idle(self, thread: int) -> bool:
-        """Whether a thread has used no processor since the last look: engines also wait for collectives in C++."""
-        if not hasattr(time, "pthread_getcpuclockid"):
-            return False
-        before, self._processor_time = self._processor_time, time.clock_gettime(time.pthread_getcpuclockid(thread))
-        return self._processor_time - before < 0.01
 
 
 def watch(check: Watched) -> None:
