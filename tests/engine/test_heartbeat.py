@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 from unishard.failures import heartbeat
+from unishard.failures.connections import connect
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
-from unishard.failures.monitor_client import MonitorClient, _connect
+from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.monitor_server import MonitorServer
 from unishard.failures.verdict import Judgement
 
@@ -30,7 +31,9 @@ def two_ranks(stopped: int) -> Iterator[MonitorClient]:
         line = MonitorClient(connection, 1, 2, None)
     else:
         server = MonitorServer(2, "token", lambda statuses: Judgement(), lambda rank: False)
-        connections = [_connect("localhost", server.port, {"token": "token", "rank": rank}) for rank in (0, 1)]
+        connections = [
+            connect("localhost", server.port, {"token": "token", "rank": rank, "size": 2}) for rank in (0, 1)
+        ]
         assert connections[0] is not None
         line = MonitorClient(connections[0], 0, 2, server)
         accepted = connections[1]
@@ -69,7 +72,7 @@ def test_a_rank_that_answers_nothing_is_named_while_somebody_waits_for_it(stoppe
 
 def test_a_rank_that_answers_is_waited_for() -> None:
     server = MonitorServer(2, "token", lambda statuses: Judgement(), lambda rank: False)
-    connections = [_connect("localhost", server.port, {"token": "token", "rank": rank}) for rank in (0, 1)]
+    connections = [connect("localhost", server.port, {"token": "token", "rank": rank, "size": 2}) for rank in (0, 1)]
     lines = [
         MonitorClient(connection, rank, 2, server if rank == 0 else None) for rank, connection in enumerate(connections)
     ]

@@ -84,7 +84,7 @@ class Played:
         for rank in range(world):
             link = _Link(Counting())  # type: ignore[arg-type]
             self.links.append(link)
-            self.server._handle(link, {"token": "token", "rank": rank})
+            self.server._handle(link, {"token": "token", "rank": rank, "size": world})
 
     def collect(self, key: str, value: Any = "") -> int:
         """Bytes that the monitor sends if every rank gives a value."""

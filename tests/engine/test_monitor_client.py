@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from unishard.distributed import serving
-from unishard.failures.monitor_client import MonitorClient, _connect
+from unishard.errors import ConfigError
+from unishard.failures.connections import connect
+from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer
 from unishard.failures.verdict import Judgement
 
@@ -34,7 +36,7 @@ def ranks(
     server = MonitorServer(size, TOKEN, judge, unreachable or (lambda rank: False))
     lines = []
     for rank in range(size if connected is None else connected):
-        connection = _connect("localhost", server.port, {"token": TOKEN, "rank": rank})
+        connection = connect("localhost", server.port, {"token": TOKEN, "rank": rank, "size": size})
         assert connection is not None
         lines.append(MonitorClient(connection, rank, size, None))
     try:
@@ -103,7 +105,7 @@ def test_a_rank_that_comes_later_hears_of_those_that_have_ended() -> None:
         lines[0].end("raised ValueError: no", RAISED)
         die(lines[1])
         assert lines[0].wait(lambda: lines[0].is_gone(1), 2.0)
-        connection = _connect("localhost", server.port, {"token": TOKEN, "rank": 2})
+        connection = connect("localhost", server.port, {"token": TOKEN, "rank": 2, "size": 3})
         assert connection is not None
         late = MonitorClient(connection, 2, 3, None)
         assert late.wait(lambda: late.is_gone(1), 2.0)
@@ -169,15 +171,38 @@ def test_the_judge_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() -> 
         assert all(len(statuses) == 2 for statuses in asked)
 
 
-@pytest.mark.parametrize("hello", [{"token": "wrong", "rank": 1}, {"token": TOKEN, "rank": 0}, {"rank": 1}, []])
+@pytest.mark.parametrize(
+    "hello", [{"token": "wrong", "rank": 1, "size": 2}, {"token": TOKEN, "rank": 2, "size": 2}, {"rank": 1}, []]
+)
 def test_a_stranger_is_refused(hello: Any) -> None:
     with ranks(2, connected=1) as (server, lines):
-        assert _connect("localhost", server.port, hello) is None
+        assert connect("localhost", server.port, hello) is None
         with socket.create_connection(("localhost", server.port)) as connection:
             connection.sendall(b"\x00\xff not json\n")
             assert connection.recv(1) == b""
         assert not lines[0].endings
         assert json.dumps(lines[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
+
+
+MISPLACED = [
+    (0, 3, "two processes were started as rank 0; set another RANK for each, from 0 to 2"),
+    (2, 4, "rank 2 was started as one of 4 ranks, and rank 0 as one of 3; set the same WORLD_SIZE for every process"),
+]
+
+
+@pytest.mark.parametrize(("rank", "size", "why"), MISPLACED)
+def test_a_process_with_another_ranks_number_or_another_number_of_ranks_is_told_to_all(rank, size, why) -> None:
+    hello = {"token": TOKEN, "rank": rank, "size": size}
+    with ranks(3, connected=2) as (server, lines):
+        with pytest.raises(ConfigError, match=why):
+            connect("localhost", server.port, hello)
+        assert all(line.wait(lambda line=line: line.verdict == why, 2.0) for line in lines)
+        assert lines[0].collect("key", 0).keys() == {0}, "nobody is waited for"
+    with ranks(3) as lines:
+        port = lines[0]._socket.getpeername()[1]
+        with pytest.raises(ConfigError, match=why):
+            connect("localhost", port, hello)
+        assert not any(line.verdict for line in lines), "a run that has begun goes on"
 
 
 def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None:

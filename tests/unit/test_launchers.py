@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unishard import ConfigError, Topology
-from unishard.config.topology import first_host, forgotten_srun, rendezvous
+from unishard.config.topology import first_host, forgotten_srun, rendezvous, store_of_launcher
 
 Environ = dict[str, str]
 
@@ -292,9 +292,11 @@ def test_where_the_ranks_meet():
         (torchrun, {}, "env://"),
         (srun, {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "20007"}, "tcp://gpu03:20007"),
         (size_set_in_a_job_script, {"MASTER_ADDR": "head"}, "tcp://head:29500"),
+        (srun, {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}, "tcp://[fd00::1]:29500"),
     ):
         environ = launcher(0, 0, 2, 2, 0) | more
         assert rendezvous(Topology.from_environment(environ), environ) == where
+    assert store_of_launcher("tcp://[fd00::1]:29500") == ("fd00::1", 29500, False)
 
 
 def test_two_steps_of_a_job_meet_at_two_ports():

@@ -260,14 +260,19 @@ def rendezvous(topology: Topology, environ: Mapping[str, str] = os.environ) -> s
     if topology.launcher == "mpirun":
         if absent:
             raise ConfigError([Problem("", _address_for_mpi(topology, absent, environ))])
-        return f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        return _tcp(environ["MASTER_ADDR"], environ["MASTER_PORT"])
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     job, step = (
         number(environ, "SLURM_JOB_ID", default=0),
         number(environ, "SLURM_STEP_ID", default=0),
     )
     port = 20000 + (job + 7919 * step) % 20000  # two steps of a job may run at once
-    return f"tcp://{environ.get('MASTER_ADDR') or first_host(hosts)}:{environ.get('MASTER_PORT') or port}"
+    return _tcp(environ.get("MASTER_ADDR") or first_host(hosts), environ.get("MASTER_PORT") or str(port))
+
+
+def _tcp(host: str, port: str) -> str:
+    """The `init_method` of an address; one of IPv6 is in brackets, as in other URLs."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _address_for_mpi(topology: Topology, absent: list[str], environ: Mapping[str, str]) -> str:
@@ -295,7 +300,7 @@ def store_of_launcher(method: str, environ: Mapping[str, str] = os.environ) -> t
     """
     if method != "env://":
         host, _, port = method.removeprefix("tcp://").rpartition(":")
-        return host, int(port), False
+        return host.strip("[]"), int(port), False
     return (
         environ["MASTER_ADDR"],
         number(environ, "MASTER_PORT"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,10 @@ def serve(host: str, port: int, size: int, timeout: timedelta) -> Any:
 
 _ANSWER = 60.0
 """Seconds in which what listens there must answer as a store does."""
+_PATIENCE = 10.0
+"""Seconds until a warning."""
+
+_logger = logging.getLogger("unishard")
 
 
 @contextmanager
@@ -79,7 +84,7 @@ def serving(port: int) -> Iterator[None]:
             raise
         what = (
             f"MASTER_PORT={port} is in use by another program on this machine, that of rank 0; set MASTER_PORT to a "
-            "free port"
+            "free port, and RANK=0 for one process only"
         )
         raise ConfigError([Problem("", what)]) from error
 
@@ -107,7 +112,17 @@ def connect(method: str, rank: int, size: int, timeout: timedelta, where: str) -
 
     asking = threading.Thread(target=ask, name="unishard-connect", daemon=True)  # stays in C++ if nothing answers
     asking.start()
-    asking.join(min(_ANSWER, timeout.total_seconds()))
+    answer = min(_ANSWER, timeout.total_seconds())
+    asking.join(min(_PATIENCE, answer))
+    if not found and answer > _PATIENCE:
+        _logger.warning(
+            "rank %d has waited %.0f s for an answer from %s; check that MASTER_ADDR and MASTER_PORT are those of rank "
+            "0 on every host, and that no other program listens there",
+            rank,
+            _PATIENCE,
+            where,
+        )
+        asking.join(answer - _PATIENCE)
     if not found:
         raise RankMismatchError(
             f"what listens at {where} does not answer as rank 0: another program has that port, or the machine hangs; "

@@ -21,7 +21,7 @@ from unishard.config import Communication
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
 from unishard.failures.call_log import CallLog, DigestExchange, tail_from
-from unishard.failures.endings import headline
+from unishard.failures.endings import headline, is_lost_connection
 from unishard.failures.verdict import different_calls
 from unishard.failures.watchdog import DeviceWait, watch
 
@@ -302,7 +302,10 @@ class DesyncCheck:
             yield
         except RankMismatchError:
             raise
-        except RuntimeError:  # gloo: the other rank is gone, or later than the timeout of the process group
+        except RuntimeError as error:
+            if not is_lost_connection(error):  # torch's handler of SIGCHLD raises anywhere: a worker was killed
+                raise
+            # The other rank is gone, or later than the timeout of the process group.
             self.failed = self._report(self._exchange.number)
             raise RankMismatchError(self.failed) from None
         finally:

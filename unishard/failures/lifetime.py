@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -25,7 +26,7 @@ from unishard.config.topology import Topology, forgotten_srun, life, rendezvous,
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed import process_group, serving
 from unishard.distributed.process_group import TIMEOUT, forget_groups
-from unishard.errors import RankMismatchError
+from unishard.errors import ConfigError, Problem, RankMismatchError
 from unishard.failures import excepthook, launcher, monitor_client, prelaunch_errors, second_signal
 from unishard.failures.endings import headline
 from unishard.failures.monitor_server import DIED, RAISED
@@ -42,8 +43,8 @@ _PATIENCE = 10.0
 """Seconds until a rank that is waited for is named in a warning."""
 _FAREWELL = 3.0
 """Seconds in which a rank that fails tries to tell those that wait for it."""
-_POLL = 0.05
-"""Seconds between two attempts to reach rank 0."""
+_POLL, _ATTEMPT = 0.05, 5.0
+"""Seconds between two attempts to reach rank 0, and of one, where nothing answers."""
 
 _logger = logging.getLogger("unishard")
 _world: Any = None
@@ -62,6 +63,7 @@ def connect(topology: Topology, timeout: timedelta, patience: float) -> Any:
         The store for the process group.
 
     Raises:
+        ConfigError: Ranks were started with the same number, or with another number of ranks.
         RankMismatchError: A rank has ended instead of coming here, or is later than the timeout.
     """
     method = rendezvous(topology)
@@ -74,6 +76,8 @@ def connect(topology: Topology, timeout: timedelta, patience: float) -> Any:
     line = _line(store, topology.rank, topology.world_size, [host], timeout, patience, local=serving.is_local(host))
     if line is not None:
         there = line.collect("arrived", "", what=f"to call {_CALLS}", patience=_PATIENCE)
+        if line.verdict:
+            raise ConfigError([Problem("", line.verdict)])
         if len(there) < topology.world_size:
             raise RankMismatchError(f"{line.cause(1.0)}, before it called {_CALLS}")
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
@@ -176,7 +180,7 @@ def _store(topology: Topology, method: str, host: str, port: int, timeout: timed
     began, warned = time.monotonic(), False
     while True:
         try:
-            socket.create_connection((host, port), _PATIENCE).close()
+            socket.create_connection((host, port), _ATTEMPT).close()
             break
         except OSError as error:
             waited = time.monotonic() - began
@@ -187,12 +191,14 @@ def _store(topology: Topology, method: str, host: str, port: int, timeout: timed
             if waited > _PATIENCE and not warned:
                 warned = True
                 _logger.warning(
-                    "rank %d has waited %.0f s for rank 0 to call %s (%s, port %d)",
+                    "rank %d has waited %.0f s for rank 0 to call %s (%s, port %d: %s); if rank 0 runs, check that "
+                    "MASTER_ADDR and MASTER_PORT are its own, and that this machine can reach them",
                     topology.rank,
                     waited,
                     _CALLS,
                     host,
                     port,
+                    error,
                 )
             time.sleep(_POLL)
     store = serving.connect(method, topology.rank, topology.world_size, timeout, f"{host}:{port}")
@@ -236,6 +242,8 @@ def make_room(world_size: int) -> None:
 
 _failed = False
 """Whether an engine was closed by an error: collectives may be pending on this rank or on others."""
+_process = 0
+"""The process that has started or joined the group."""
 
 
 def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
@@ -256,6 +264,8 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
         ConfigError: The launcher's environment has no rendezvous address, or a rank has no CUDA device of its own.
         RankMismatchError: Another rank has ended before it came here; with `patience`.
     """
+    global _process
+    _process = os.getpid()
     if patience is not None:
         launcher.watch()
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
@@ -291,6 +301,13 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     return topology
 
 
+def is_forked() -> bool:
+    """Whether a rank has forked this process, which has the connections and engines of that rank, and none of its
+    own.
+    """
+    return _process not in (0, os.getpid())
+
+
 def ended_by(error: BaseException | None) -> None:
     """Record how an engine was closed: after an error, `shutdown` does not wait for ranks that may never arrive."""
     global _failed
@@ -307,6 +324,9 @@ def shutdown() -> None:
     After an error NCCL's communicators are aborted, because destroying them waits for pending collectives.
     """
     global _failed
+    if is_forked():
+        _keep_groups()
+        return
     _leave()
     if not dist.is_initialized():
         return
@@ -319,6 +339,15 @@ def shutdown() -> None:
         _abort()
     else:
         dist.destroy_process_group()
+
+
+def _keep_groups() -> None:
+    """Let the interpreter of a forked process never free its groups: gloo would wait for threads that only the rank
+    has (torch 2.13, ProcessGroupGloo.cpp, ~ProcessGroupGloo).
+    """
+    for held in gc.get_referents(*gc.get_objects()):
+        if issubclass(type(held), dist.ProcessGroup):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def _abort() -> None:

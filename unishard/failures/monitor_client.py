@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from unishard.errors import ConfigError
+from unishard.failures.connections import connect, own_address
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
-from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer, keep_alive, own_address
+from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer
 from unishard.failures.verdict import Judge
 
-_CONNECT = 5.0
-"""Seconds to try an address of the monitor."""
 _POLL = 0.25
 """Seconds between two looks at a main thread that may be stuck."""
 _ASK = 1.0
@@ -348,6 +348,9 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
         size: Number of ranks.
         hosts: Names or addresses of rank 0's machine to try first.
         local: Whether all ranks are on one machine; no other one can then connect.
+
+    Raises:
+        ConfigError: Another process is this rank, or rank 0 has another number of ranks.
     """
     global _current, _opened
     _opened += 1
@@ -359,8 +362,14 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
         server = MonitorServer(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
         keys.set("monitor", json.dumps([socket.gethostname(), own_address(), server.port, token]))
     machine, address, port, token = json.loads(keys.get("monitor"))
+    hello = {"token": token, "rank": rank, "size": size}
     for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
-        if (connection := _connect(host, port, {"token": token, "rank": rank})) is not None:
+        try:
+            connection = connect(host, port, hello)
+        except ConfigError:
+            _opened -= 1  # this process is none of the ranks, and its error is written as that of one which never came
+            raise
+        if connection is not None:
             _current = MonitorClient(connection, rank, size, server)
             return _current
     keys.set(f"without/{rank}", "")
@@ -379,20 +388,3 @@ def forget() -> None:
     """Note that the line of this process is closed."""
     global _current
     _current = None
-
-
-def _connect(host: str, port: int, hello: dict[str, Any]) -> socket.socket | None:
-    """A connection to the monitor, if it answers there."""
-    try:
-        with contextlib.ExitStack() as unanswered:
-            connection = unanswered.enter_context(socket.create_connection((host, port), _CONNECT))
-            keep_alive(connection)
-            connection.sendall(json.dumps(hello).encode() + b"\n")
-            while (data := connection.recv(1)) != b"\n":  # what follows is for the thread
-                if not data:
-                    return None
-            unanswered.pop_all()
-    except OSError:
-        return None
-    connection.settimeout(None)
-    return connection

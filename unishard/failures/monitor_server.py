@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unishard.failures.connections import keep_alive, listen
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.verdict import Judgement
 
@@ -38,16 +39,6 @@ _HELLO = 4096
 """Bytes of the first message, before anybody knows that it comes from a rank."""
 
 
-def _listen(backlog: int, *, local: bool) -> socket.socket:
-    """A server for this machine only, or for all: of IPv6 and IPv4, of IPv4 where the system has IPv6 switched off."""
-    if local:
-        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
 _logger = logging.getLogger("unishard")
 
 
@@ -56,8 +47,6 @@ def _line_of(message: dict[str, Any]) -> bytes:
 
 
 Judge = Callable[[Mapping[int, Any]], Judgement]
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""At most: seconds until the first probe and between two, and how many go unanswered."""
 
 
 class _Link:
@@ -105,32 +94,6 @@ class _Collection:
         self.values.clear()
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let a connection end within a minute after its other host is gone, which closes nothing; the system's own limit
-    is two hours.
-    """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    found = []
-    for name, most in _KEEPALIVE.items():
-        option = getattr(socket, name, None)
-        if option is None:  # another system than Linux
-            return
-        if connection.getsockopt(socket.IPPROTO_TCP, option) > most:
-            connection.setsockopt(socket.IPPROTO_TCP, option, most)
-        found.append(connection.getsockopt(socket.IPPROTO_TCP, option))
-    idle, interval, count = found
-    # Probes are only sent while no data is on its way; this limits both.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (idle + interval * count))
-
-
-def own_address() -> str:
-    """An address of this machine."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "localhost"
-
-
 class MonitorServer:
     """Serves the connections of all ranks in a thread of its own."""
 
@@ -147,14 +110,14 @@ class MonitorServer:
             local: Whether all ranks are on this machine, so that no other one needs to connect.
         """
         self._size, self._token, self._judge, self._unreachable = size, token, judge, unreachable
-        self._listener = _listen(size, local=local)
+        self._listener = listen(size, local=local)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._links: dict[int, _Link] = {}
         self._ended: set[int] = set()
         self._endings: list[dict[str, Any]] = []
-        """What was said of them, for ranks that come later."""
+        """What was said of them, and the verdict, for ranks that come later."""
         self._collections: dict[str, _Collection] = {}
         self._statuses: dict[int, Any] = {}
         """Of the ranks that live and stand still."""
@@ -227,8 +190,13 @@ class MonitorServer:
         if link.rank < 0:
             rank = message["rank"]
             known = secrets.compare_digest(message["token"].encode(), self._token.encode())
-            if not known or type(rank) is not int or not 0 <= rank < self._size or rank in self._links:
+            if not known or type(rank) is not int or not 0 <= rank < message["size"]:
                 raise ValueError("a stranger")
+            if wrong := self._misplaced(rank, message["size"]):
+                self._send(link, {"kind": "refused", "text": wrong})
+                if len(self._links.keys() | self._ended) < self._size:  # else the run goes on without that process
+                    self._give_up(wrong)
+                raise ValueError(wrong)
             link.rank = rank
             self._links[link.rank] = link
             for message in ({"kind": "welcome"}, *self._endings):
@@ -252,6 +220,25 @@ class MonitorServer:
                 self._cast(_line_of({"kind": "printed", "rank": link.rank}))
             case "ping":
                 self._send(link, {"kind": "pong"})
+
+    def _misplaced(self, rank: int, size: int) -> str:
+        """Why a process cannot be the rank that it was started as; empty if it can."""
+        if size != self._size:
+            return (
+                f"rank {rank} was started as one of {size} ranks, and rank 0 as one of {self._size}; set the same "
+                "WORLD_SIZE for every process"
+            )
+        if rank in self._links:
+            return f"two processes were started as rank {rank}; set another RANK for each, from 0 to {size - 1}"
+        return ""
+
+    def _give_up(self, why: str) -> None:
+        """Tell all ranks, also those that connect later, that none can go on."""
+        self._judged = True
+        self._endings.append({"kind": "verdict", "text": why})
+        self._cast(_line_of(self._endings[-1]))
+        for key in list(self._collections):
+            self._finish(key)
 
     def _end(self, rank: int, text: str, how: str) -> None:
         said = [{"kind": "gone", "rank": rank}] if how in (DIED, SILENT) else []
@@ -301,7 +288,7 @@ class MonitorServer:
 
     def _finish(self, key: str, *, late: bool = False) -> None:
         found = self._collections[key]
-        if found.complete or (not late and found.missing):
+        if found.complete or (found.missing and not (late or self._judged)):
             return
         found.finish(key)
         self._cast(found.answer)
@@ -361,7 +348,6 @@ class MonitorServer:
         self._considered, self._asked = time.monotonic(), False
         verdict, late = self._judge(dict(self._statuses))
         if verdict:
-            self._judged = True
-            self._cast(_line_of({"kind": "verdict", "text": verdict}))
+            self._give_up(verdict)
         for rank, text in late.items():
             self._send(self._links[rank], {"kind": "late", "text": text})
