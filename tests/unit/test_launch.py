@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -470,3 +471,14 @@ def test_a_rank_that_ends_because_of_one_that_torchrun_does_not_list_says_so(
     assert running._failed(error) == 1
     because = "rank 0 has ended with exit code 1 because rank 1 raised ValueError: a sample; its own message is above\n"
     assert capsys.readouterr().err == f"unishard launch: {because}"
+
+
+def test_a_host_that_does_not_answer_is_named_while_it_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = "{}:{}".format(*listener.getsockname())
+        running._say_if_silent(endpoint)
+        assert capsys.readouterr().err == ""
+    running._say_if_silent(endpoint)
+    said = capsys.readouterr().err
+    assert said.startswith(f"unishard launch: waits for {endpoint}, where nothing answers ([Errno 111] ")
+    assert running._PATIENCE + running._ATTEMPT <= 15

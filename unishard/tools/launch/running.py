@@ -7,7 +7,9 @@ import os
 import re
 import runpy
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from unishard.errors import BackendError, ConfigError, Problem, RankMismatchErro
 from unishard.failures import launcher
 from unishard.tools.launch.command import Script, TorchrunCommand, environment_of
 
+_PATIENCE, _ATTEMPT = 10.0, 5.0
+"""Seconds until this process looks whether anything answers where the hosts meet, and that it may take."""
 PREEMPTED = 85
 """How ranks exit that have saved after a signal of `checkpoint.on_signal`."""
 _CHECKED = "unishard.tools.doctor.before_script"
@@ -68,6 +72,10 @@ def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = Tr
     if check and cfg.launch.max_nodes > 1:
         args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
         args.training_script, args.module = _CHECKED, True
+    silent = threading.Timer(_PATIENCE, _say_if_silent, (args.rdzv_endpoint,))
+    silent.daemon = True
+    if cfg.launch.max_nodes > 1:
+        silent.start()
     try:
         torchrun.run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -84,7 +92,23 @@ def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = Tr
             "long they wait"
         )
         raise BackendError(f"{what}; {hint}") from None
+    finally:
+        silent.cancel()
     return 0
+
+
+def _say_if_silent(endpoint: str) -> None:
+    """Say that the hosts cannot meet yet, which torchrun waits for without a word (torch 2.13, 15 minutes by
+    default).
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ATTEMPT).close()
+    except OSError as error:
+        _say(
+            f"waits for {endpoint}, where nothing answers ({error}); check that the same command runs on that host, "
+            "and that this one can reach the port"
+        )
 
 
 def _failed(error: ChildFailedError) -> int:
