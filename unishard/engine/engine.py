@@ -874,7 +874,7 @@ class Engine:
         self._close(next((error for error in exc if isinstance(error, BaseException)), None))
 
     def _close(self, why: BaseException | None) -> None:
-        if self._order.phase is Phase.CLOSED:
+        if self._order.phase is Phase.CLOSED or lifetime.is_forked():
             return
         # From the script, outside the engine's calls.
         if why is not None and (note := parameter_access.explain_sharded_read(self._adapter, why)):
