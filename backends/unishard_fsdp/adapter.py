@@ -42,6 +42,8 @@ class TorchAdapter(EngineAdapter):
         self._copies = dist.get_world_size()
         self._skip: DeviceSkip | None = DeviceSkip(optimizer)
         """None if the optimizer's steps are collective, or made in host memory."""
+        self._own_hooks = 0
+        """How many hooks this package has on the optimizer."""
         self._norm: Tensor | None = None
         """That of the gradients of this window, once it was asked for."""
         self._last = True  # torch's default: each backward ends a window
@@ -59,7 +61,9 @@ class TorchAdapter(EngineAdapter):
         norm, self._norm = self._norm, None
         norm = (total_norm(gradients, self.device, copies=self._copies) if norm is None else norm) / divisor
         value, updated = HostRead(norm), True if self._steps_always else None
-        on_device = updated is None and self._skip is not None and self._skip.possible(stepped, norm)
+        on_device = (
+            updated is None and self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
+        )
         if updated is None and not on_device:
             updated = math.isfinite(value.get())
         if updated is not False:
@@ -69,6 +73,9 @@ class TorchAdapter(EngineAdapter):
         for parameter in stepped:
             parameter.grad = None
         return value, updated
+
+    def _skips_on_device(self, stepped: Sequence[nn.Parameter], norm: Tensor) -> bool:
+        return self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
 
     def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """The parameters that have a gradient, and this rank's part of each."""

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from unishard.config import Precision
 from unishard.distributed.host_read import HostRead
 from unishard.engine.model.input_casts import cast_inputs
+from unishard.engine.optim.optimizers import is_element_wise
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, options
 from unishard_fsdp.adapter import TorchAdapter
@@ -24,72 +25,8 @@ from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.parameter_usage import ConditionalParameters, GatheredLeaves, ToggledParameters
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.groups import forget_states
-from unishard_fsdp.shards import local
+from unishard_fsdp.stepped_shards import HostCopies, ShardViews, SteppedShards
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
-
-# Step an optimizer in host memory while parameters stay on the device, which FSDP2's own offload does not support.
-
-
-class HostCopies:
-    """Host copies of parameters, which an optimizer steps instead of them.
-
-    The parameters stay the master weights: each step starts from their current values, so edits take effect.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
-        """Move an optimizer that has not stepped yet, with the state that it may have created when it was
-        constructed.
-        """
-        self._pin_memory = pin_memory
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}
-        state = dict(optimizer.state)
-        optimizer.state.clear()
-        for group in optimizer.param_groups:
-            group["params"] = [self._copy_of(parameter) for parameter in group["params"]]
-        for parameter, values in state.items():
-            optimizer.state[self._copies[parameter]] = _host_copies(values)  # type: ignore[index]  # torch calls its keys tensors
-        self._optimizer = optimizer
-
-    @property
-    def stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """The host copy of each parameter."""
-        return self._copies
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the parameters from their gradients. Not collective."""
-        for parameter, copy in self._copies.items():
-            copy.data.copy_(local(parameter), non_blocking=self._pin_memory)
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                copy.grad = self._empty(gradient).copy_(gradient, non_blocking=self._pin_memory)
-        if self._pin_memory:
-            torch.cuda.current_stream().synchronize()
-        self._optimizer.step()
-        for parameter, copy in self._copies.items():
-            if copy.grad is not None:
-                local(parameter).copy_(copy, non_blocking=self._pin_memory)
-                copy.grad = None
-
-    def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        with torch.no_grad():
-            shard = local(parameter)
-            copy = nn.Parameter(self._empty(shard).copy_(shard))
-        vars(copy).update(vars(parameter))
-        self._copies[parameter] = copy
-        return copy
-
-    def _empty(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._pin_memory)
-
-
-def _host_copies(values: Mapping[str, Any]) -> dict[str, Any]:
-    with torch.no_grad():
-        return {
-            name: local(value).to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-
 
 _DISCARD, _DTYPES, _FOREIGN = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"], PRIVATE_API["foreign-backward"]
 
@@ -115,12 +52,13 @@ class FSDPAdapter(TorchAdapter):
         super().__init__(spec, module, optimizer, device)
         self._strategy, self._compute = spec.strategy, precision.compute
         self._root = root
-        self._host_copies: HostCopies | None = None
+        self._stepped: SteppedShards | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
-            self._host_copies = HostCopies(
-                optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda"
-            )
+            self._stepped = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
             self._skip = None
+        elif is_element_wise(optimizer):
+            self._stepped = ShardViews(optimizer)
+        self._own_hooks = 0 if self._stepped is None else self._stepped.hooks
         self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
         if isinstance(native, options.FullyShard):
@@ -304,11 +242,11 @@ class FSDPAdapter(TorchAdapter):
         return [cast(nn.Module, part) for _, part in self._sharded_modules]
 
     def stepped(self) -> Mapping[nn.Parameter, Tensor]:
-        """What the host optimizer steps, where there is one."""
-        return self._host_copies.stepped if self._host_copies else {}
+        """Copies in host memory, or shards as plain tensors; nothing where the optimizer steps DTensors."""
+        return self._stepped.tensors if self._stepped else {}
 
     def _step(self) -> None:
-        (self._host_copies or self.optimizer).step()
+        (self._stepped or self.optimizer).step()
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Reshard, to drop gathered copies of the old value."""
@@ -347,6 +285,8 @@ class FSDPAdapter(TorchAdapter):
     def close(self) -> None:
         """Remove the hooks from the model."""
         super().close()
+        if self._stepped is not None:
+            self._stepped.close()
         self._root_first.forget()
         self._leaves.remove()
         self._hidden.close()

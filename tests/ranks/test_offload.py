@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from counting import storages
 from harness import assert_conforms, curve, error, my_rank, own_share, play, tolerance, train, values, windows
 from harness.training import ACCUMULATION, BACKENDS, MICRO_BATCHES, PRECISIONS, configured, everyones
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing import oracle
@@ -136,13 +136,11 @@ def held(backend, place, precision):
                 "masters": {(each.device.type, each.dtype) for each in masters},
                 "numel": sum(each.numel() for each in masters),
             }
-        stepped = [parameter for group in engine._adapter.optimizer.param_groups for parameter in group["params"]]
-        parts = [each.to_local() if isinstance(each, DTensor) else each for each in stepped]
-        models = {id(parameter) for parameter in engine.module.parameters()}
+        stepped = engine._adapter.stepped()
         return {
-            "masters": {(each.device.type, each.dtype) for each in parts},
-            "numel": sum(each.numel() for each in parts),
-            "copies": not models & {id(parameter) for parameter in stepped},
+            "masters": {(each.device.type, each.dtype) for each in stepped.values()},
+            "numel": sum(each.numel() for each in stepped.values()),
+            "copies": not storages(engine.module.parameters()).keys() & storages(stepped.values()).keys(),
         }
 
 

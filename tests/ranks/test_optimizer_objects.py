@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_conforms, error, in_ranks, play, refused, values
-from harness.training import BACKENDS, EACH, PAIRS, config, curve, everyones, own_share, train, update
+from harness import assert_conforms, error, in_ranks, play, values
+from harness.training import BACKENDS, PAIRS, config, curve, everyones, own_share, train, update
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import unishard
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
-from unishard.testing.models import MODELS, MlpOutput, mlp
+from unishard.testing.models import MlpOutput, mlp
 
 UPDATES = 4
 
@@ -41,6 +41,7 @@ OBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "NAdam": ("NAdam", {}),
     "RAdam": ("RAdam", {}),
     "RMSprop": ("RMSprop", {"momentum": 0.9}),
+    "Rprop": ("Rprop", {}),
 }
 
 
@@ -336,16 +337,3 @@ def test_muon_is_refused_where_engines_hand_it_parts(backend):
     assert "ConfigError: optimizer: Muon needs full tensors" in error(
         play(WHOLE)[muon, (backend, "full_shard", "fp32")]
     )
-
-
-@in_ranks(cells=EACH)
-def test_rprop_is_refused_on_the_shards_that_torch_cannot_step_it_on(backend):
-    model = MODELS["mlp"].build()
-    rprop, cfg = two_groups("Rprop", model.parameters()), config(backend, optimizer=None)
-    if backend == "fsdp":
-        told = refused(unishard.prepare, model, cfg, rprop)
-        assert "ConfigError: optimizer: torch cannot step Rprop on FSDP2's shards; choose no_shard" in told
-        return
-    with unishard.prepare(model, cfg, rprop) as engine:
-        ((_, step),) = train(engine, own_share(1))
-    assert step.updated

@@ -134,7 +134,7 @@ class TorchOptimizerState:
         Args:
             optimizer: The torch optimizer.
             shard_of: This rank's shard of a parameter.
-            stepped: Maps parameters to the tensors that it steps instead.
+            stepped: Maps parameters to the tensors that it steps instead; its groups and state have the parameters.
         """
         self._optimizer = optimizer
         self._shard_of = shard_of
@@ -146,11 +146,11 @@ class TorchOptimizerState:
         """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds
         nothing.
         """
-        tensor = self._stepped.get(parameter, parameter)
-        state = self._optimizer.state.get(tensor)
+        state = self._optimizer.state.get(parameter)
         if not state:
             return {}
-        tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[tensor], tensor, state)
+        like = self._stepped.get(parameter, parameter)
+        tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[parameter], like, state)
         place = self._shard_of(parameter)
         shape = place.shape if place.group is None else (-1,)
         own = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
@@ -162,9 +162,10 @@ class TorchOptimizerState:
         """Clear all state and create it for some parameters; the others have none, as before their first update."""
         self._optimizer.state.clear()
         for parameter, spec in specs.items():
-            tensor = self._stepped.get(parameter, parameter)
-            if tensor in self._groups:  # ZeroRedundancyOptimizer distributes parameters over the ranks
-                self._optimizer.state[tensor] = fresh_state(self._optimizer, self._groups[tensor], tensor, spec)
+            group = self._groups.get(parameter)
+            if group is not None:  # ZeroRedundancyOptimizer distributes parameters over the ranks
+                like = self._stepped.get(parameter, parameter)
+                self._optimizer.state[parameter] = fresh_state(self._optimizer, group, like, spec)
 
 
 def _like(example: Any, number: float) -> Any:

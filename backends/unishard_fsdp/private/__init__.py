@@ -125,6 +125,14 @@ PRIVATE_API = by_name(
         instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",
     ),
     PrivateApi(
+        name="local-tensors",
+        case="An update that asks no parameter for a new view of its shard",
+        names=("torch.distributed.tensor:DTensor._local_tensor",),
+        versions=_RUN,
+        link="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/_api.py#L604",
+        instead="nothing to do: an update takes some microseconds more for each parameter",
+    ),
+    PrivateApi(
         name="ddp-buckets",
         case="DistributedDataParallel on more than two ranks that adds up gradients in the same order after a restart",
         names=(

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from unishard import config
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
@@ -23,16 +22,33 @@ _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13); so is that of others of
 the same name, such as the Adafactor of transformers."""
 
-_NOT_FUSED_ON_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
-"""DTensor does not support their fused kernels ("Operator aten._fused_sgd_.default does not have a sharding strategy",
-torch 2.13)."""
-
+_ELEMENT_WISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Each element is updated from its own value, gradient and state, and from the options of its group; as in Lion of
+lion_pytorch.
+"""
 
 _logger = logging.getLogger("unishard")
 
-_NOT_ON_SHARDS = (torch.optim.Rprop,)
-"""DTensor does not support their update ("aten.index_put_.default: in-place operations that require placement changes",
-torch 2.13)."""
+
+def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update is known to be element-wise, so that stepping shards as plain tensors gives the same values.
+
+    By class: what a subclass does differently is not known.
+    """
+    kind = type(optimizer)
+    return kind in _ELEMENT_WISE or (kind.__module__, kind.__name__) == ("lion_pytorch.lion_pytorch", "Lion")
 
 
 def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
@@ -61,9 +77,7 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
             {"params": [found[name] for name in group.names], "lr": group.lr, "weight_decay": group.weight_decay}
             for group in groups
         ]
-        return _new(
-            cfg, sections, fuses=not any(isinstance(p, DTensor) or p.dtype != torch.float32 for p in found.values())
-        )
+        return _new(cfg, sections, fuses=all(each.dtype == torch.float32 for each in found.values()))
 
     return build
 
@@ -90,8 +104,7 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
     Args:
         cfg: Its name and options.
         groups: Parameters, learning rate and weight decay of each.
-        fuses: Whether SGD may be fused: not on DTensors (torch 2.13), nor in bf16 or fp16, which would round
-            differently than on DTensors.
+        fuses: Whether SGD may be fused: not in bf16 or fp16, which it rounds differently.
     """
     match cfg.name:
         case "adamw":
@@ -139,7 +152,6 @@ def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
                 f"the function added {len(held - given)} parameters that are not in its argument; use only that "
                 "argument"
             )
-        _require_steps(optimizer)
         if given - held:
             _refuse(
                 f"the function omitted {len(given - held)} of {len(given)} trainable parameters; freeze those with "
@@ -181,13 +193,6 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
                 group["param_names"] = [group["param_names"][at] for at, _ in places]
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].item()  # schedules write numbers, and DTensors cannot be mixed with tensors
-            if (
-                group.get("fused")
-                and isinstance(optimizer, _NOT_FUSED_ON_SHARDS)
-                and any(isinstance(parameter, DTensor) for parameter in group["params"])
-            ):
-                group["fused"] = False
-        _require_steps(optimizer)
         return optimizer
 
     return move
@@ -266,16 +271,6 @@ def _problems(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[st
     ):
         if any(group.get(option) for group in optimizer.param_groups):
             yield f"{kind} has {option}=True, but {why}; remove it"
-
-
-def _require_steps(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, _NOT_ON_SHARDS) and any(
-        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
-    ):
-        _refuse(
-            f"torch cannot step {type(optimizer).__name__} on FSDP2's shards; choose no_shard, backend deepspeed, or "
-            "another optimizer"
-        )
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
