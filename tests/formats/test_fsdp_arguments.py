@@ -142,8 +142,23 @@ def test_units_come_from_the_policy_and_its_classes():
     assert read({"min_num_params": 5})["min_num_params"].effect.fit is Fit.IGNORED
 
 
-def test_reductions_follow_the_parameters_unless_said():
-    assert fields({"mixed_precision": {"param_dtype": "torch.bfloat16"}})["precision.reduce"] == "bf16"
+@pytest.mark.parametrize(
+    ("torch", "reduced"), [("2.14.1", "bf16"), ("2.15.0", "fp32"), ("3.0", "fp32"), ("not installed", "fp32")]
+)
+def test_what_fsdp2_reduces_in_depends_on_torch_unless_said(monkeypatch, torch, reduced):
+    monkeypatch.setattr("unishard_fsdp.arguments.precision.version_of", lambda package: torch)
+    formats = {"param_dtype": "torch.bfloat16"}
+    for native in ({"version": 2, "mixed_precision": formats}, {"mixed_precision": formats | {"reduce_dtype": None}}):
+        effect = read(native)["mixed_precision.reduce_dtype"].effect
+        assert effect.fields == {"precision.reduce": reduced}
+        assert "torch 2.15" in effect.note or torch in effect.note
+    said = fields({"version": 2, "mixed_precision": formats | {"reduce_dtype": "float16"}})
+    assert said["precision.reduce"] == "fp16"
+    assert fields({"version": 1, "mixed_precision": formats})["precision.reduce"] == "bf16"
+    assert fields({"version": 2, "mixed_precision": {"buffer_dtype": "bfloat16"}}).get("precision.reduce") is None
+
+
+def test_reductions_are_in_the_dtype_that_is_said():
     said = fields({"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "float32", "buffer_dtype": "float16"}})
     assert (said["precision.compute"], said["precision.reduce"], said["precision.buffers"]) == ("fp16", "fp32", "fp16")
     assert fields({"mixed_precision": "bf16"})["precision.reduce"] == "bf16"

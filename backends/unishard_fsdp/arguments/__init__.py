@@ -62,5 +62,5 @@ def _assumed(native: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, A
         defaults.pop("sharding_strategy", None)
     dtypes = native.get("mixed_precision")
     if isinstance(dtypes, Mapping) and dtypes.get("param_dtype") is not None:
-        assumed["mixed_precision.reduce_dtype"] = dtypes["param_dtype"]
+        assumed["mixed_precision.reduce_dtype"] = None
     return assumed | defaults

@@ -5,12 +5,14 @@ Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, sets
+from unishard.contract.private_api import version_of
 from unishard.contract.rules import Fit
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -50,9 +52,25 @@ def _short(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"precision.compute": found, "precision.reduce": found})
 
 
+_CHANGED = (2, 15)
+"""From this torch on, FSDP2 without `reduce_dtype` reduces in the parameter's `grad_dtype`, by default its own dtype
+(torch 2.15, _fsdp_api.py); before, it reduced in `param_dtype`, as FSDP1 still does."""
+
+
 def _reduce(value: Any, given: DocumentValues) -> KeyEffect:
     param = given.get("mixed_precision.param_dtype")
-    return KeyEffect(fields={"precision.reduce": "fp32" if (found := value or param) is None else dtype(found)})
+    if value is not None or param is None:
+        return KeyEffect(fields={"precision.reduce": "fp32" if value is None else dtype(value)})
+    if str(given.get("version")) != "2" or dtype(param) == "fp32":
+        return KeyEffect(fields={"precision.reduce": dtype(param)})
+    installed = version_of("torch")
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    is_old = found is not None and (int(found[1]), int(found[2])) < _CHANGED
+    note = (
+        "is not set: FSDP2 reduces in param_dtype up to torch 2.14, and from 2.15 on in the dtype of the parameters, "
+        f"mostly fp32; read for {'the installed torch ' + installed if found else 'torch 2.15, as none is installed'}"
+    )
+    return KeyEffect(note=note, fields={"precision.reduce": dtype(param) if is_old else "fp32"}, notable=True)
 
 
 def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
