@@ -25,6 +25,7 @@ from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.parameter_usage import ConditionalParameters
 from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.unit_forwards import UnitForwards
 
 _SYNCS_BUFFERS = (
     "forward_sync_buffers"
@@ -46,17 +47,19 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     collective_settings.require_device(vars(native), device)
     if any(is_kept(parameter) for parameter in model.parameters()):
         PRIVATE_API["kept-parameters"].require()
+    forwards = UnitForwards(model, device)
     if optimizer is None:
-        sharding.apply_fully_shard(model, units.gathered, device, cast(options.FullyShard, native), frozen=precision)
-        return FSDPInferenceAdapter(precision, model, device)
+        fully = cast(options.FullyShard, native)
+        sharding.apply_fully_shard(model, units.gathered, device, fully, forwards, frozen=precision)
+        return FSDPInferenceAdapter(precision, model, device, forwards)
     if isinstance(native, options.DistributedDataParallel):
         return _ddp(model, spec, native, device, optimizer)
     _require(native, patched=bool(units.conditional), mixed=precision.compute != "fp32")
     embeddings: list[nn.Module] = []
     if isinstance(native, options.Replicate):
-        sharding.apply_replicate(model, units.casting, device, native)
+        sharding.apply_replicate(model, units.casting, device, native, forwards)
     else:
-        embeddings = sharding.apply_fully_shard(model, units.gathered, device, native)
+        embeddings = sharding.apply_fully_shard(model, units.gathered, device, native, forwards)
     conditional = ConditionalParameters(
         [parameter for unit in units.conditional for parameter in unit.module.parameters()], device
     )
@@ -68,6 +71,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         device,
         native=native,
         root=cast(FSDPModule, model),
+        forwards=forwards,
         conditional=conditional,
         embeddings=embeddings,
     )

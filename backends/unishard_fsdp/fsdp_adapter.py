@@ -20,15 +20,15 @@ from unishard.engine.optim.optimizers import is_element_wise
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, options
 from unishard_fsdp.adapter import TorchAdapter
-from unishard_fsdp.hidden_outputs import HiddenOutputs
 from unishard_fsdp.options import FSDPSpec
-from unishard_fsdp.parameter_usage import ConditionalParameters, GatheredLeaves, ToggledParameters
+from unishard_fsdp.parameter_usage import ConditionalParameters, ToggledParameters
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.groups import forget_states
 from unishard_fsdp.stepped_shards import HostCopies, ShardViews, SteppedShards
+from unishard_fsdp.unit_forwards import UnitForwards
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
-_DISCARD, _DTYPES, _FOREIGN = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"], PRIVATE_API["foreign-backward"]
+_DISCARD, _DTYPES = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"]
 
 _logger = logging.getLogger("unishard")
 
@@ -46,12 +46,13 @@ class FSDPAdapter(TorchAdapter):
         *,
         native: options.FullyShard | options.Replicate,
         root: FSDPModule,
+        forwards: UnitForwards,
         conditional: ConditionalParameters,
         embeddings: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(spec, module, optimizer, device)
         self._strategy, self._compute = spec.strategy, precision.compute
-        self._root = root
+        self._root, self._forwards = root, forwards
         self._stepped: SteppedShards | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
             self._stepped = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
@@ -78,7 +79,6 @@ class FSDPAdapter(TorchAdapter):
         )
         self._conditional = conditional
         self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
-        self._leaves = GatheredLeaves(zip((name for name, _ in self._sharded_modules), self._modules(), strict=True))
         self._embeddings = gathering.UngatheredEmbeddings(embeddings)
         if conditional.parameters:
             from unishard_fsdp.private.groups import fill_unused
@@ -87,8 +87,6 @@ class FSDPAdapter(TorchAdapter):
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
         self._root_first = gathering.RootFirst(module, self._look_at_frozen)
         self._unsharded = gathering.UnshardedModules(module)
-        freed = self._modules() if isinstance(native, options.FullyShard) and native.reshard_after_forward else []
-        self._hidden = HiddenOutputs(self._modules(), [part for part in freed if part is not module])
         # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13,
         # _fully_shard/_fsdp_state.py).
         self._hooks = cast_inputs((part for part in module.modules() if isinstance(part, FSDPModule)), precision)
@@ -108,7 +106,7 @@ class FSDPAdapter(TorchAdapter):
             self._root.set_reshard_after_backward(last)
 
     def backward(self, loss: Tensor) -> None:
-        """Run autograd, with patches for unreduced gradients."""
+        """Run autograd in FSDP2's order, with patches for unreduced gradients."""
         self._toggled.restore()
         self._embeddings.look()
         if self._stale_dtypes:
@@ -116,9 +114,8 @@ class FSDPAdapter(TorchAdapter):
             self._stale_dtypes = not self._toggled.all_trainable()
         self._unsharded.set_reshard_after_backward(False)
         with self._unreduced.backward(last=self._last):
-            super().backward(loss)
+            self._forwards.order.backward(loss)
             self._unsharded.reduce_late()
-            self._hidden.reduce_late()
 
     def input_gradients(self, *, graph: bool) -> None:
         """Refuse a graph: FSDP2 frees gathered and cast parameters after a backward, which a backward through gradients
@@ -175,6 +172,7 @@ class FSDPAdapter(TorchAdapter):
         self._conditional.find()
         outcome = super().update(max_norm, divisor, finished=finished)
         self._conditional.forget()
+        self._forwards.order.forget()
         return outcome
 
     def finish_gradients(self) -> None:
@@ -224,19 +222,11 @@ class FSDPAdapter(TorchAdapter):
 
     def leaf(self, name: str) -> Tensor:
         """The gathered parameter; the sharded one, which no graph has, before it was gathered for the first time."""
-        return self._leaves.by_name.get(name, self._named[name])
+        return self._forwards.leaves.get(name, self._named[name])
 
     def leaves(self) -> list[Tensor]:
-        """The gathered parameters.
-
-        Raises:
-            ContractError: This torch lacks a private name that this needs.
-        """
-        if not _FOREIGN.works:
-            raise ContractError(_FOREIGN.refusal())
-        from unishard_fsdp.private.groups import gathered_leaves
-
-        return gathered_leaves(self._modules())
+        """The gathered parameters."""
+        return [leaf for leaf in self._forwards.leaves.values() if leaf.requires_grad]
 
     def _modules(self) -> list[nn.Module]:
         return [cast(nn.Module, part) for _, part in self._sharded_modules]
@@ -258,6 +248,7 @@ class FSDPAdapter(TorchAdapter):
             _DISCARD.require()
         super().drop_gradients()
         self._conditional.forget()
+        self._forwards.order.forget()
         self._unreduced.forget()
         if hasattr(self._root, "reset_iter_state"):  # from torch 2.13 on
             self._root.reset_iter_state()
@@ -288,8 +279,7 @@ class FSDPAdapter(TorchAdapter):
         if self._stepped is not None:
             self._stepped.close()
         self._root_first.forget()
-        self._leaves.remove()
-        self._hidden.close()
+        self._forwards.close()
         for hook in self._hooks:
             hook.remove()
 

@@ -16,23 +16,23 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
 from unishard.engine.model.input_casts import cast_inputs
-from unishard_fsdp import hidden_outputs
 from unishard_fsdp.gathering import RootFirst, UnshardedModules, gathering_in_generate, sharded_read
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.groups import forget_states
 from unishard_fsdp.shards import local, shard_of
+from unishard_fsdp.unit_forwards import UnitForwards
 
 
 class FSDPInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 
-    def __init__(self, precision: Precision, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, precision: Precision, module: nn.Module, device: torch.device, forwards: UnitForwards) -> None:
         super().__init__(module, device)
+        self._forwards = forwards
         self._root_first = RootFirst(module)
         self._unsharded = UnshardedModules(module)
         sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._hooks = cast_inputs(sharded, precision)
-        self._hooks += hidden_outputs.copy_weights(part for part in sharded if part is not module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
@@ -88,5 +88,6 @@ class FSDPInferenceAdapter(InferenceAdapter):
 
     def close(self) -> None:
         """Remove the hooks on inputs and outputs from the model; FSDP2's hooks stay with it."""
+        self._forwards.close()
         for hook in self._hooks:
             hook.remove()

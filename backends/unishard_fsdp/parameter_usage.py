@@ -19,33 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from unishard_fsdp.shards import parameter_named
 
 
-class GatheredLeaves:
-    """The gathered parameters of sharded modules, which torch keeps from one gathering to the next."""
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Register a hook on each module, until it is gathered for the first time."""
-        self.by_name: dict[str, Tensor] = {}
-        self._hooks = {}
-        for name, module in modules:
-            # After FSDP2's own hook, which sets the gathered parameters on the module.
-            self._hooks[module] = module.register_forward_pre_hook(
-                partial(self._enter, f"{name}." if name else "", own_names(module))
-            )
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        while self._hooks:
-            self._hooks.popitem()[1].remove()
-
-    def _enter(self, prefix: str, names: Mapping[str, None], module: nn.Module, args: Any) -> None:
-        self._hooks.pop(module).remove()
-        # A parameter shared with a module inside this one may be sharded now; it is found there.
-        own = {name: parameter_named(module, name) for name in names}
-        self.by_name.update(
-            {prefix + name: parameter for name, parameter in own.items() if not isinstance(parameter, DTensor)}
-        )
-
-
 class ParameterUsage:
     """Tracks the gathered parameters of sharded modules. The cost is a call of `set.add` per gradient."""
 

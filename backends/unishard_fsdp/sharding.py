@@ -22,6 +22,7 @@ from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard_fsdp import collective_settings
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 from unishard_fsdp.shards import add_dimension
+from unishard_fsdp.unit_forwards import UnitForwards
 
 Apply = Callable[[nn.Module], object]
 
@@ -153,6 +154,7 @@ def apply_fully_shard(
     units: Sequence[Unit],
     device: torch.device,
     options: FullyShard,
+    forwards: UnitForwards,
     *,
     frozen: Precision | None = None,
 ) -> list[nn.Module]:
@@ -173,15 +175,15 @@ def apply_fully_shard(
     embeddings = [unit.module for unit in units if unit.is_embedding and not options.unshard_embeddings_in_backward]
 
     def apply(module: nn.Module) -> None:
-        root = module is model
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=False if any(module is each for each in kept) else options.reshard_after_forward,
-            mp_policy=_policy(options.mp_policy, module, root=root),
-            offload_policy=offload,
-        )
-
+        frees = False if any(module is each for each in kept) else options.reshard_after_forward
+        with forwards.around(module, frees=bool(frees)):
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=frees,
+                mp_policy=_policy(options.mp_policy, module, root=module is model),
+                offload_policy=offload,
+            )
         if any(module is each for each in embeddings):
             cast(FSDPModule, module).set_unshard_in_backward(False)
 
@@ -198,7 +200,9 @@ def apply_fully_shard(
     return embeddings
 
 
-def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate) -> None:
+def apply_replicate(
+    model: nn.Module, units: Sequence[Unit], device: torch.device, options: Replicate, forwards: UnitForwards
+) -> None:
     """Call `fully_shard` over groups of one rank on each unit, so that all-reduces overlap backward, and on the root.
 
     Collective.
@@ -207,12 +211,13 @@ def apply_replicate(model: nn.Module, units: Sequence[Unit], device: torch.devic
     mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
 
     def apply(module: nn.Module) -> None:
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=False,
-            mp_policy=_policy(options.mp_policy, module, root=module is model),
-        )
+        with forwards.around(module, frees=False):
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=False,
+                mp_policy=_policy(options.mp_policy, module, root=module is model),
+            )
 
     load(model, units, device, apply)
     _keep_fp32(model)

@@ -117,14 +117,6 @@ PRIVATE_API = by_name(
         instead="set requires_grad before unishard.prepare, or train in fp32",
     ),
     PrivateApi(
-        name="foreign-backward",
-        case="A backward that is not the engine's, through an output of its forward,",
-        names=(*_GROUPS, *_parameter("_unsharded_param")),
-        versions=_RUN,
-        link=f"{_SOURCE}/_fsdp_param.py",
-        instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",
-    ),
-    PrivateApi(
         name="local-tensors",
         case="An update that asks no parameter for a new view of its shard",
         names=("torch.distributed.tensor:DTensor._local_tensor",),

@@ -53,13 +53,6 @@ def refresh_trainable(modules: Iterable[Any]) -> None:
         group._init_mp_dtypes()
 
 
-def gathered_leaves(modules: Iterable[Any]) -> list[Tensor]:
-    """The gathered parameters, on which autograd accumulates gradients until they are reduced (_fsdp_param.py)."""
-    parameters = [parameter for group in groups_of(modules) for parameter in group.fsdp_params]
-    gathered = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
-    return [tensor for tensor in gathered if tensor is not None and tensor.requires_grad]
-
-
 # -- Forget that modules were sharded: `fully_shard` refuses those that have a state (torch 2.13, --
 # _composable_state.py).
 

@@ -61,8 +61,10 @@ class ReachedParameters:
         if not samples_modules(self._order.updates):
             return ""
         leaves = [*_leaves_of(loss)]
-        self._refuse_replaced(leaves)
-        self._warn_of_others(leaves)
+        own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *self._adapter.leaves())}
+        others = [leaf for leaf in leaves if id(leaf) not in own]
+        self._refuse_replaced(others)
+        self._warn_of_others(others)
         if not self._order.compares_ranks:
             return ""
         names = {id(self._adapter.leaf(name)): name for name in self._adapter.shared_parameters()}
@@ -82,14 +84,13 @@ class ReachedParameters:
         """Forget the window, which is discarded."""
         self._reached.clear()
 
-    def _refuse_replaced(self, leaves: Collection[Tensor]) -> None:
+    def _refuse_replaced(self, others: Collection[Tensor]) -> None:
         """Refuse parameters of the model before it was sharded: the loss would see weights that no update changes."""
-        own = {id(parameter): parameter for parameter in self._adapter.module.parameters()}
         prepared = next(iter(self._adapter.shared_parameters().values()), None)
         if prepared is None:
             return
-        for leaf in leaves:
-            if id(leaf) not in own and same_model(leaf, prepared):
+        for leaf in others:
+            if same_model(leaf, prepared):
                 raise ModelError(
                     f"the loss uses a parameter of shape {tuple(leaf.shape)} that was taken from the model before "
                     "unishard.prepare, which has replaced it, so it would not train; register it in each module that "
@@ -97,15 +98,11 @@ class ReachedParameters:
                     "list, a closure or a variable"
                 )
 
-    def _warn_of_others(self, leaves: Collection[Tensor]) -> None:
+    def _warn_of_others(self, others: Collection[Tensor]) -> None:
         """Warn once of parameters in no prepared model, such as those of a loss with class centers."""
         if not self._looks_for_others:
             return
-        try:
-            own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *self._adapter.leaves())}
-        except ContractError:  # this torch does not tell
-            return
-        other = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in own), None)
+        other = next((leaf for leaf in others if isinstance(leaf, nn.Parameter)), None)
         if other is not None and not is_marked(other):
             self._looks_for_others = False
             _logger.warning(

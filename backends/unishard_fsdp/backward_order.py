@@ -1,0 +1,91 @@
+"""The order in which the modules of a forward are gathered and reduced in its backward.
+
+FSDP2 gathers a module when the gradient of a tensor in its output arrives, which it looks for in lists, tuples, dicts
+and dataclasses (torch 2.13, fsdp/_common_utils.py, collect_grad_tensors). A tensor that leaves it otherwise, in a list
+of the caller, an attribute or an object, may have its gradient first, or alone: its backward would read memory that was
+freed, and without another output no gradient would be reduced.
+
+So each module takes an empty tensor, the token, as one more input, and returns it as one more output. autograd runs
+what was computed last first, so of a module's outputs the token, which is made last, has its gradient first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unishard.distributed.nested_tensors import tensors_in
+
+
+class Pass:
+    """A forward of the root, or of a unit that is called without it."""
+
+    def __init__(self, token: Tensor) -> None:
+        self.token = token
+        """With its gradient the backward of this forward begins."""
+        self.reached = False
+
+    def reach(self, gradient: Tensor) -> None:
+        """Note that a backward goes through the forward's output."""
+        self.reached = True
+
+
+class BackwardOrder:
+    """Hands the token from module to module, and adds its backward to that of a loss."""
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self._root = root
+        self._first = torch.empty(0, device=device, requires_grad=True)
+        self.token: Tensor | None = None
+        """As the module that runs has taken it, or the one before has returned it; None outside a forward."""
+        self.outermost: nn.Module | None = None
+        """The first module that was called."""
+        self._last: Pass | None = None
+        """The last forward, whose output may be dropped while a tensor in it is used."""
+        self._passes: list[weakref.ref[Pass]] = []
+        """Earlier ones live as long as their outputs: a token holds the graph."""
+        self._in_backward = False
+
+    def enter(self, module: nn.Module) -> Tensor | None:
+        """The token that a module takes; None where it takes none.
+
+        The outermost module takes none, so that it is reduced at the end of the backward: a script may have read its
+        parameters before its forward.
+        """
+        if self._in_backward or not torch.is_grad_enabled():  # a recomputed forward has its token already
+            return None
+        if self.outermost is None or module is self._root:
+            self.outermost, self.token, self._last = module, self._first, None
+            return None
+        return self.token
+
+    def leave(self, output: Any) -> None:
+        """Note the output of the outermost module."""
+        if self.token is not None:
+            self._last = Pass(self.token)
+            self._passes = [*(each for each in self._passes if each() is not None), weakref.ref(self._last)]
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._last.reach)  # type: ignore[no-untyped-call]
+        self.outermost = self.token = None
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of a loss, and that of the tokens of the forwards before it."""
+        pending = [found for each in self._passes if (found := each()) is not None]
+        tokens = [each.token for each in pending]
+        self._in_backward, self.outermost, self.token = True, None, None
+        try:
+            torch.autograd.backward([loss, *tokens], [None, *map(torch.zeros_like, tokens)])
+        finally:
+            self._in_backward = False
+        self.forget()
+        if any(each.reached for each in pending):  # else it went through none, or through hidden tensors alone
+            self._passes = [weakref.ref(each) for each in pending if not each.reached]
+
+    def forget(self) -> None:
+        """Forget all forwards."""
+        self.token = self.outermost = self._last = None
+        self._passes = []
