@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
+from unishard.engine.model.activation_checkpointing import recomputes
+from unishard.errors import ModelError
 from unishard_fsdp.backward_order import BackwardOrder
 
 _requires_grad = attrgetter("requires_grad")
@@ -85,12 +87,22 @@ class UnitForward:
         return tuple(tensors), {}
 
     def _find_others(self) -> dict[int, Tensor]:
-        """The tensors that stand in for parameters, as in `torch.func.functional_call`, by position."""
+        """The tensors that stand in for parameters, as in `torch.func.functional_call`, by position.
+
+        Raises:
+            ModelError: The module recomputes its forward in backward, where they are not there any more.
+        """
         found = {at: each for at, each in enumerate(self._values()) if each is not None and id(each) not in self._own}
         # One that was loaded, or made for a smaller mesh, is a shard.
         shards = [at for at, each in found.items() if isinstance(each, DTensor) and isinstance(each, nn.Parameter)]
         self._own |= {id(found[at]): found.pop(at) for at in shards}
         self._restores = self._restores or bool(found)
+        if found and torch.is_grad_enabled() and recomputes(self._module):
+            raise ModelError(
+                f"the forward that reads {self._names[min(found)]} was called with another tensor in place of it, as by "
+                "torch.func.functional_call, and would be recomputed in backward with the parameter; leave its class "
+                "out of activation_checkpointing, or set that to none"
+            )
         return found
 
     def _gathered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

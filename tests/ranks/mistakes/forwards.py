@@ -61,7 +61,11 @@ class Forces(nn.Module):
         return energy + forces.square().mean()
 
 
-@mistake("`aux.append(loss)` or `skips.pop()` in a block, on a list that it is passed, under `full_shard`", Losses)
+@mistake("`aux.append(loss)` or `skips.pop()` in a block, on a list that it is passed, under `full_shard` on DeepSpeed")
+def list_of_the_caller(backend):
+    forward_of("deepspeed", Losses)
+
+
 @mistake("`torch.autograd.grad(energy, positions)` in the forward, under `full_shard`", Forces)
 def forward_of(backend, kind):
     with unishard.prepare(kind(), config(backend, "full_shard")) as engine:

@@ -1,7 +1,7 @@
 """Find what modules do in a forward that is lost, or ends in torch, where an engine runs around each of them.
 
-Around tensors in a list or a dict FSDP2 and stage 3 of ZeRO put functions of their own, and a cast replaces them, in a
-new container: `aux.append(loss)` or `skips.pop()` in a block then never reaches the caller. A gradient that the forward
+Around tensors in a list or a dict stage 3 of ZeRO puts functions of its own, and a cast replaces them, in a new
+container: `aux.append(loss)` or `skips.pop()` in a block then never reaches the caller. A gradient that the forward
 computes of its own, such as forces of an energy, is a backward for which no engine is ready.
 """
 

@@ -186,7 +186,12 @@ class WrittenParameters:
             own = self._own.get(name)
             # Not the other elements that ZeRO-3 shows: they may be on their way.
             copied = not prefix and parameter is not own and name not in self._in_units
-            if own is not None and (module in self._units or "." not in name[len(prefix) :] or copied):
+            # A tensor in place of a parameter is that of a `functional_call`.
+            if (
+                own is not None
+                and isinstance(parameter, nn.Parameter)
+                and (module in self._units or "." not in name[len(prefix) :] or copied)
+            ):
                 yield name, parameter
 
     def _outside(self, watched: nn.Module, found: _Comparison) -> list[RemovableHandle]:

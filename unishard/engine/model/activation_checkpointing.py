@@ -106,6 +106,11 @@ def _recompute_selectively(forward: Callable[..., Any], /, *args: Any, **kwargs:
     )
 
 
+def recomputes(module: nn.Module) -> bool:
+    """Whether `apply` has changed a module."""
+    return getattr(vars(module).get("forward"), "func", None) in (_recompute_all, _recompute_selectively)
+
+
 def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.case import Batch, Kind
-from models.habits.blocks import Block, add, own_cross_entropy, stack
+from models.habits.blocks import WIDTH, Block, add, own_cross_entropy, stack
 
 __all__ = ["KIND"]
 
@@ -95,3 +95,45 @@ class _OwnPenalty(nn.Module):
 
 
 add(KIND, "a penalty that a unit computes of its own weight", _OwnPenalty)
+
+
+_LOSSES: list[Tensor] = []
+
+
+class _Scaled(Block):
+    """Puts a loss into a global list, after it has computed its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        _LOSSES.append((self.scale * output).float().square().mean())
+        return output
+
+
+def _with_global(model: Any, batch: Batch) -> Tensor:
+    _LOSSES.clear()
+    return own_cross_entropy(model, batch) + 0.1 * sum(_LOSSES)
+
+
+def _first_only(model: Any, batch: Batch) -> Tensor:
+    """The last block's loss is left out, as the output is."""
+    _LOSSES.clear()
+    model(batch["x"])
+    return _LOSSES[0]
+
+
+add(
+    KIND,
+    "losses that blocks put into a global list",
+    lambda: nn.Sequential(*(_Scaled() for _ in range(3))),
+    loss=_with_global,
+)
+add(
+    KIND,
+    "a loss of a block in a global list alone",
+    lambda: nn.Sequential(*(_Scaled() for _ in range(3))),
+    loss=_first_only,
+)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
 from models.case import Kind
-from models.habits.blocks import WIDTH, WORDS, add, stack, words
+from models.habits.blocks import WIDTH, WORDS, Block, add, stack, words
 from models.habits.layers import Embedded
 
 __all__ = ["KIND"]
@@ -81,3 +81,21 @@ class _FunctionalCall(nn.Module):
 
 
 add(KIND, "functional_call with other weights", _FunctionalCall)
+
+
+class _Hypernetwork(nn.Module):
+    """Blocks, each a unit, with a weight that another layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.code, self.weights = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, 20 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            weight = self.weights(self.code.to(x)).view(WIDTH, 20)
+            x = block(functional_call(block, {"down.weight": weight}, (x,)))
+        return x
+
+
+add(KIND, "functional_call of a block with weights of a hypernetwork", _Hypernetwork)
