@@ -18,6 +18,7 @@ from unishard.config import Sharding
 from unishard.contract.units import Unit
 from unishard.engine.model.compilation import without_cache
 from unishard.engine.model.units import find_blocks, find_classes
+from unishard.engine.model.written_buffers import Start, WrittenBuffers
 from unishard.errors import ModelError
 
 _FIELD = "activation_checkpointing"
@@ -73,30 +74,37 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
     for unit in modules:
         forward = unit.module.forward
         # A partial of a method, not a closure, so that a copy of the model calls its own forward.
-        unit.module.forward = update_wrapper(partial(run, forward), forward)
+        unit.module.forward = update_wrapper(partial(run, forward, WrittenBuffers(unit)), forward)
 
 
-# Without the cache, which the second forward would fill again; transformers' GradientCheckpointingLayer removes it too.
+# Without the cache, which the second run would fill again; transformers' GradientCheckpointingLayer removes it too.
 #
 # Two functions, because torch.compile accepts `context_fn` only as a literal in the source (torch 2.13). The other
 # arguments are torch's defaults: the random state is restored, and shapes and dtypes are compared.
 
 
-def _recompute_all(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _recompute_all(forward: Callable[..., Any], buffers: WrittenBuffers, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
-    return checkpoint(
-        forward, *args, use_reentrant=False, preserve_rng_state=True, determinism_check="default", **kwargs
+    run = checkpoint if buffers.steady else _eager_checkpoint
+    return run(
+        partial(_run, forward, buffers, []),
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        determinism_check="default",
+        **kwargs,
     )
 
 
-def _recompute_selectively(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _recompute_selectively(forward: Callable[..., Any], buffers: WrittenBuffers, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
-    return checkpoint(
-        forward,
+    run = checkpoint if buffers.steady else _eager_checkpoint
+    return run(
+        partial(_run, forward, buffers, []),
         *args,
         use_reentrant=False,
         context_fn=_contexts,
@@ -109,6 +117,26 @@ def _recompute_selectively(forward: Callable[..., Any], /, *args: Any, **kwargs:
 def recomputes(module: nn.Module) -> bool:
     """Whether `apply` has changed a module."""
     return getattr(vars(module).get("forward"), "func", None) in (_recompute_all, _recompute_selectively)
+
+
+# torch.compile recomputes from what the forward has written into a buffer (torch 2.13), so a unit that writes one is
+# not compiled.
+_eager_checkpoint = torch.compiler.disable(checkpoint)  # type: ignore[no-untyped-call]
+
+
+def _run(
+    forward: Callable[..., Any], buffers: WrittenBuffers, starts: list[Start], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a forward; the second time from the values that buffers had before the first."""
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    if starts:
+        with buffers.as_before(starts):
+            return forward(*args, **kwargs)
+    starts += buffers.read()
+    output = forward(*args, **kwargs)
+    buffers.compare(starts)
+    return output
 
 
 def _contexts() -> Any:
