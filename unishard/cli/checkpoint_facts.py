@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from unishard.checkpoint.manifest import (
     AVERAGES,
+    BUFFERS,
     EXTRA_STATE,
     RANDOM,
     STATE,
@@ -162,5 +163,11 @@ def _kind(name: str, manifest: Manifest) -> str:
         )
     if (part := optimizer_part(name)) is not None:
         return part[1]
-    kinds = {AVERAGES: "moving averages", RANDOM: "random numbers", STATE: "state", EXTRA_STATE: "extra state"}
+    kinds = {
+        AVERAGES: "moving averages",
+        BUFFERS: "buffers of ranks",
+        RANDOM: "random numbers",
+        STATE: "state",
+        EXTRA_STATE: "extra state",
+    }
     return next((kind for prefix, kind in kinds.items() if name.startswith(prefix)), "other")

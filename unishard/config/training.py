@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from unishard.config.patterns import Pattern
 from unishard.config.section import Section
 
 
@@ -28,10 +29,18 @@ class Training(Section):
     last_window: Literal["step", "drop"] = Field(default="step")
     """What happens to micro-batches at the end of the data that do not fill an accumulation window: `step` averages
     over them, `drop` skips them."""
-    buffers: Literal["sync", "rank0", "local"] = Field(default="sync")
-    """What happens to buffers that ranks have changed by their own data, such as the running statistics of BatchNorm,
+    buffers: (
+        Literal["sync", "rank0", "local"]
+        | Annotated[
+            dict[Pattern, Literal["mean", "sum", "min", "max", "rank0", "local"]],
+            Field(min_length=1),
+        ]
+    ) = Field(default="sync")
+    """How buffers that ranks have changed by their own data, such as the running statistics of BatchNorm, are merged
     when the model is put in evaluation mode, saved or exported: `sync` averages them over the ranks (integers are rank
-    0's), `rank0` sends rank 0's to all ranks, `local` leaves each rank its own, and checkpoints have rank 0's. Buffers
-    that are not persistent are left alone."""
+    0's), `rank0` takes rank 0's, `local` leaves each rank its own. Or a mapping of regular expressions, matched
+    anywhere in the names of buffers, to `mean`, `sum`, `min`, `max`, `rank0` or `local`: the first that matches counts,
+    other buffers are merged as in `sync`. `sum` adds what each rank has added since the last merge. Only an evaluation
+    changes the buffers of the model. Buffers that are not persistent are left alone."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the data order and, plus the rank, of torch's random numbers after `prepare`."""

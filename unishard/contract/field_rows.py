@@ -107,6 +107,12 @@ BUFFERS = Rule(
             Fit.IGNORED,
             "only for models with BatchNorm: average its running statistics before evaluation and saving",
         ),
+        When(
+            "patterns",
+            lambda cfg: not isinstance(cfg.training.buffers, str),
+            Fit.NEEDS_INPUT,
+            "merge these buffers over the ranks before evaluation and saving",
+        ),
     ),
 )
 """The row of `training.buffers` where nothing is done about buffers after the start."""

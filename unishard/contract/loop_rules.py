@@ -55,7 +55,7 @@ LOOP: Mapping[str, Rule] = {
     "training.nonfinite": done_by_unishard("checks the global norm before the update, the same on every rank"),
     "training.last_window": done_by_unishard("`step` divides by the true length of the last window, or leaves it out"),
     "training.buffers": done_by_unishard(
-        "hashes are compared at evaluation and at a save, and persistent buffers that differ made equal"
+        "hashes are compared at evaluation and at a save, and persistent buffers that differ merged"
     ),
     "training.seed": done_by_unishard("seeds the data order, and each rank's generators after `prepare`"),
     "optimizer.name": done_by_unishard("built by unishard: torch's own, or Lion of lion-pytorch"),

@@ -43,22 +43,33 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
                 tensor.detach().copy_(piece.view(tensor.shape))
 
 
-def average(tensors: Iterable[Tensor]) -> None:
-    """Overwrite floating-point tensors with their mean over the ranks, computed in fp32 or fp64, in place. Collective.
+_REDUCED = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def reduce(tensors: Iterable[Tensor], how: str) -> None:
+    """Overwrite tensors with their mean, sum, minimum or maximum over the ranks, in place. Collective.
 
     Args:
-        tensors: The same shapes, dtypes, order and device on every rank.
+        tensors: The same shapes, dtypes, order and device on every rank; a mean is one of floating-point numbers.
+        how: `mean`, `sum`, `min` or `max`. Computed in fp32, fp64 or int64.
     """
     if dist.get_world_size() == 1:
         return
     with torch.no_grad():
         for bucket in _buckets(tensors):
-            wide = torch.float64 if bucket[0].dtype == torch.float64 else torch.float32
-            joined = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in bucket])
-            dist.all_reduce(joined)
-            joined /= dist.get_world_size()
+            joined = torch.cat([tensor.detach().reshape(-1).to(wide(tensor.dtype)) for tensor in bucket])
+            dist.all_reduce(joined, op=_REDUCED.get(how, dist.ReduceOp.SUM))
+            if how == "mean":
+                joined /= dist.get_world_size()
             for tensor, piece in zip(bucket, torch.split(joined, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.detach().copy_(piece.view(tensor.shape))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of a dtype are added."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def make_dense(tensors: Iterable[Tensor]) -> None:

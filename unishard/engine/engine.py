@@ -498,6 +498,7 @@ class Engine:
         self._order.require_boundary("load_weights")
         self._order.require_no_graph("load_weights")
         self._weights.load(source, strict=strict)
+        self._buffers.begin()
 
     def weights(self, *, dtype: str | None = None, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Stream all weights and persistent buffers, for example to an inference server. Collective: iterate over all.
@@ -697,9 +698,9 @@ class Engine:
         """Save model, optimizer, schedule, loss scale, random state, data position and `state`. Collective.
 
         A new directory `step-...` appears in `root` once it is complete and on the disk; a failed save leaves nothing
-        behind. Each rank writes its shards; buffers that differ between ranks, such as running means, are made equal
-        first (`training.buffers`). Ctrl-C ends the save only after it is complete, the second one at once.
-        `checkpoint.keep_last`, `keep_every` and `keep_best` are applied afterwards.
+        behind. Each rank writes its shards; of buffers that differ between ranks, such as running means, the checkpoint
+        has each rank's and the merged ones (`training.buffers`). Ctrl-C ends the save only after it is complete, the
+        second one at once. `checkpoint.keep_last`, `keep_every` and `keep_best` are applied afterwards.
 
         Args:
             root: Directory of the run's checkpoints, which all ranks share; by default `checkpoint.dir`.

@@ -28,7 +28,14 @@ from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.optim.schedulers import alike
 from unishard.engine.state.extra_state import restore_extra_state
-from unishard.engine.state.resume import epoch_of, notes_of_data, own_state, random_states, resume
+from unishard.engine.state.resume import (
+    buffers_of_ranks,
+    epoch_of,
+    notes_of_data,
+    own_state,
+    random_states,
+    resume,
+)
 from unishard.engine.state.run import Run
 from unishard.engine.state.tensors import has_average, resume_average
 from unishard.errors import CheckpointError
@@ -101,6 +108,7 @@ def restore(
     state = on_all(group, lambda: unpack(packed, read))
     extra = on_all(group, lambda: unpack(manifest.extra_state, read))
     states = on_all(group, lambda: random_states(run, manifest, tensors))
+    own, bases = on_all(group, lambda: buffers_of_ranks(run, manifest, tensors))
     on_all(group, lambda: _require_schedule(run, manifest))
     run.adapter.reshard_all()
     run.order.writes += 1
@@ -127,6 +135,7 @@ def restore(
     run.batching.resume(positions, manifest.world_size, manifest.passes if data else None)
     if verify == "bits":
         on_all(group, reader.compare_bits)
+    run.buffers.resume(own, bases)
     norms = reader.norms()
     if dist.get_rank() == 0:
         described = [

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.checkpoint.manifest import RANDOM, Manifest, parameter_of
+from unishard.checkpoint.manifest import BUFFERS, RANDOM, Manifest, parameter_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import ranks_in
 from unishard.config.describe import count_of
@@ -36,10 +36,24 @@ def random_states(run: Run, manifest: Manifest, tensors: Tensors) -> dict[str, T
     """
     if run.accumulation is None or manifest.world_size != dist.get_world_size():
         return {}
-    prefix = f"{RANDOM}rank{dist.get_rank():05d}."
-    states = {name.removeprefix(prefix): tensors.full(name) for name in tensors if name.startswith(prefix)}
+    states = _full(tensors, f"{RANDOM}rank{dist.get_rank():05d}.")
     snapshot.require_random(states, run.adapter.device)
     return states
+
+
+def buffers_of_ranks(run: Run, manifest: Manifest, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's own buffers in a checkpoint, and those from which it counts; none as in `random_states`.
+
+    Raises:
+        CheckpointError: One cannot be read.
+    """
+    if run.accumulation is None or manifest.world_size != dist.get_world_size():
+        return {}, {}
+    return _full(tensors, f"{BUFFERS}rank{dist.get_rank():05d}."), _full(tensors, f"{BUFFERS}base.")
+
+
+def _full(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensors.full(name) for name in tensors if name.startswith(prefix)}
 
 
 def own_state(manifest: Manifest) -> tuple[Any, list[str]]:

@@ -80,8 +80,7 @@ class SaveAndLoad:
         _require_same(number, group)
         self.wait()
         self._run.adapter.reshard_all()
-        self._run.buffers.equalize("save")
-        snapshot = take_snapshot(self._run, state, group)
+        snapshot = take_snapshot(self._run, state, self._run.buffers.merged("save"), group)
         if self._autosave is not None:
             self._autosave.saved()
         self._own(place)
@@ -224,11 +223,11 @@ class SaveAndLoad:
         self._run.order.require_boundary("export")
         self._run.order.check_now("export", f", to {folder}, overwrite={overwrite}")
         self._run.adapter.reshard_all()
-        self._run.buffers.equalize("export")
+        merged = self._run.buffers.merged("export").values
         export(
             folder,
             self._run.adapter.module,
-            self._run.tensors.to_export(),
+            self._run.tensors.to_export(merged),
             dtype=dtype,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,

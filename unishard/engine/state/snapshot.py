@@ -27,6 +27,7 @@ from unishard.distributed.nested_tensors import obstacle
 from unishard.distributed.on_ranks import on_all, ranks_of
 from unishard.distributed.shards import Shard, lazy_shard_of
 from unishard.engine.loop.accumulation import Accumulation
+from unishard.engine.loop.buffers import Merged
 from unishard.engine.state.extra_state import extra_state_of
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
@@ -137,8 +138,14 @@ def _unpacked(state: Tensor) -> Any:
     return json.loads(bytes(state.tolist()))
 
 
-def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
+def take_snapshot(run: Run, state: Any, merged: Merged, group: dist.ProcessGroup) -> Snapshot:
     """Take a snapshot of a run. Collective.
+
+    Args:
+        run: The run.
+        state: The user's own state.
+        merged: The buffers of all ranks together.
+        group: All ranks, on the host.
 
     Raises:
         CheckpointError: On every rank: `state`, the optimizer or a loader's position contains something that cannot be
@@ -150,13 +157,15 @@ def take_snapshot(run: Run, state: Any, group: dist.ProcessGroup) -> Snapshot:
     data, data_tensors = on_all(group, lambda: pack(run.batching.position(), f"data.rank{rank:05d}."))
     random = capture_random(run.adapter.device)
     own = {f"{manifest.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
-    model, buffers = tensors.model_shards(), [*tensors.buffers()]
-    assets = on_all(group, lambda: {} if rank else stored_assets(run.adapter.module, tensors.to_export()))
+    own |= {f"{manifest.BUFFERS}rank{rank:05d}.{name}": buffer for name, buffer in merged.own.items()}
     own |= user_tensors
+    model, buffers = tensors.model_shards(merged.values), [*tensors.buffers()]
+    assets = on_all(group, lambda: {} if rank else stored_assets(run.adapter.module, tensors.to_export()))
     if rank:  # only rank 0's buffers and extra state are saved
         model = {name: shard for name, shard in model.items() if manifest.parameter_of(name) not in buffers}
     else:
         own |= extra_tensors
+        own |= {f"{manifest.BUFFERS}base.{name}": buffer for name, buffer in merged.bases.items()}
     state_of_optimizer = on_all(group, lambda: _storable(tensors.optimizer_shards()))
     shards = (
         model

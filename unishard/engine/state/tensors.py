@@ -133,13 +133,18 @@ class StateTensors:
         """The parameters of the optimizer, by their first names."""
         return {name: parameter for name, parameter in self.each() if name in self._prepared}
 
-    def model_shards(self) -> dict[str, Shard]:
-        """Parameters and persistent buffers, each once, by checkpoint name. Buffers are full on every rank."""
+    def model_shards(self, merged: Mapping[str, Tensor] | None = None) -> dict[str, Shard]:
+        """Parameters and persistent buffers, each once, by checkpoint name. Buffers are full on every rank.
+
+        Args:
+            merged: Values of buffers by name, in the place of this rank's own.
+        """
+        buffers = self.buffers() | {**(merged or {})}
         shards = {manifest.PARAMETERS + name: self._adapter.master_shard(parameter) for name, parameter in self.each()}
         ties = self.ties()
         return shards | {
             manifest.PARAMETERS + name: Shard(buffer.shape, buffer)
-            for name, buffer in self.buffers().items()
+            for name, buffer in buffers.items()
             if name not in ties
         }
 
@@ -159,10 +164,11 @@ class StateTensors:
         """The moving average, by checkpoint name."""
         return {} if self.average is None else self.average.to_save()
 
-    def to_export(self) -> dict[str, LazyShard]:
-        """Parameters and persistent buffers, by name in the module."""
+    def to_export(self, merged: Mapping[str, Tensor] | None = None) -> dict[str, LazyShard]:
+        """Parameters and persistent buffers, by name in the module; `merged` as in `model_shards`."""
         return {
-            name.removeprefix(manifest.PARAMETERS): lazy_shard_of(shard) for name, shard in self.model_shards().items()
+            name.removeprefix(manifest.PARAMETERS): lazy_shard_of(shard)
+            for name, shard in self.model_shards(merged).items()
         }
 
     def buffers(self) -> dict[str, Tensor]:

@@ -259,7 +259,7 @@ _OWN: Mapping[str, Rule] = {
         key="ddp_broadcast_buffers",
         to=lambda cfg, topology: (
             {"ddp_broadcast_buffers": cfg.training.buffers == "rank0"}
-            if without(cfg) and cfg.training.buffers != "sync"
+            if without(cfg) and cfg.training.buffers in ("rank0", "local")
             else {}
         ),
         when=(*BUFFERS.when, equivalent("rank0 with no_shard on torch", without, BEFORE_EACH_FORWARD)),

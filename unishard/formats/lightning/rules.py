@@ -204,9 +204,9 @@ _OWN: Mapping[str, Rule] = {
     "training.buffers": BUFFERS._replace(
         key="broadcast_buffers of DDPStrategy",
         to=lambda cfg, topology: (
-            {}
-            if sharded(cfg) or cfg.training.buffers == "sync"
-            else strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
+            strategy("ddp", broadcast_buffers=cfg.training.buffers == "rank0")
+            if not sharded(cfg) and cfg.training.buffers in ("rank0", "local")
+            else {}
         ),
         when=(
             *BUFFERS.when,
