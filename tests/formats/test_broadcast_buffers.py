@@ -11,7 +11,7 @@ from unishard.contract.rules import Fit
 from unishard.formats import translate
 
 
-def written(to: str, buffers: str | None, strategy: str = "no_shard", backend: str = "fsdp") -> Any:
+def written(to: str, buffers: str | dict[str, str] | None, strategy: str = "no_shard", backend: str = "fsdp") -> Any:
     training = {} if buffers is None else {"buffers": buffers}
     config = {"backend": backend, "sharding": strategy, "training": training, "optimizer": {"name": "adamw"}}
     return translate(config, to, from_="unishard")
@@ -54,3 +54,11 @@ def test_the_default_needs_no_key_and_says_for_whom_it_matters(to):
 )
 def test_what_the_script_must_do_is_said(to, buffers, strategy, expected):
     assert fit(written(to, buffers, strategy))[0] is expected
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("to", ["hf", "lightning", "accelerate", "axolotl"])
+def test_merges_by_pattern_are_left_to_the_script(to, strategy):
+    outcome = written(to, {"min_val": "min"}, strategy)
+    assert fit(outcome) == (Fit.NEEDS_INPUT, "merge these buffers over the ranks before evaluation and saving")
+    assert "broadcast" not in str(outcome.document)

@@ -77,6 +77,12 @@ def buffers_in_fp32(backend):
         engine(torch.ones(4, 5))
 
 
+@mistake("`training.buffers: {min_vla: min}`, which no buffer has in its name", "min_vla", "min")
+@mistake("`training.buffers` that asks for the mean of counts", "num_batches_tracked", "mean")
+def merges_that_do_not_fit_the_model(backend, pattern, how):
+    unishard.prepare(nn.BatchNorm1d(6), config(backend, training={"buffers": {pattern: how}}))
+
+
 @mistake("`precision.keep_fp32: [nrom]`, which no parameter has in its name", "keep_fp32: [nrom]")
 @mistake("`precision.keep_fp32: ['.']`, which keeps all of the model", "keep_fp32: ['.']")
 @mistake("`precision.keep_fp32` beside `reduce: bf16`", "{keep_fp32: [norm], reduce: bf16}")
