@@ -29,11 +29,13 @@ from unishard_deepspeed.gathering import ConditionalModules
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
 from unishard_deepspeed.private.optimizer_kind import require_for
+from unishard_deepspeed.private.partitioned import show_in_full
 from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter
 from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.private.updates import average_between_groups
 from unishard_deepspeed.sharding import Replicas, replicas_of
 from unishard_deepspeed.spec import ZeroSpec
+from unishard_deepspeed.unit_outputs import ListedOutputs
 
 
 def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
@@ -75,11 +77,13 @@ def _build(
     if optimizer is None:
         sharding.partition(deepspeed, model, spec, settings, device, replicas, train=False)
         _only_named_leaves(model)
+        outputs = ListedOutputs(model, units.gathered)
         with start.quiet():
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
             clear_mpu()
-        return DeepSpeedInferenceAdapter(engine, device, _casting(model, precision, units))
+        show_in_full(model)
+        return DeepSpeedInferenceAdapter(engine, device, _casting(model, precision, units) + outputs.restore())
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if kind == "stage-3":
         materialization.use_placeholders(
@@ -102,6 +106,7 @@ def _build(
         fp32_weights.after_cast(model, inner.optimizer),
         any(is_kept(parameter) for parameter in inner.trained),
     )
+    listed = ListedOutputs(model, units.gathered) if kind == "stage-3" else None
     with ExitStack() as building:
         building.enter_context(start.quiet())
         if kind != "stage-0":
@@ -117,9 +122,11 @@ def _build(
         clear_mpu()
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
     hooks = restore_fp32_weights(spec, inner, originals) + _casting(model, precision, units)
+    hooks += [] if listed is None else listed.restore()
     conditional = ConditionalModules(engine, units.conditional, names, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
+        show_in_full(model)
     conditional.reduce_last()
     return DeepSpeedAdapter(spec, engine, inner, device, hooks, conditional)
 

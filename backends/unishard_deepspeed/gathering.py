@@ -13,6 +13,7 @@ from unishard.contract.units import Unit
 from unishard.engine.loop.forward_errors import modules_in
 from unishard.errors import ModelError
 from unishard_deepspeed.private.optimizer_kind import Kind
+from unishard_deepspeed.private.partitioned import OUTSIDE
 from unishard_deepspeed.private.reduction import drop, gather, not_freed, reduce_last, remove_hooks
 
 _EMPTY = re.compile(r"\(0\)|\[0\]|\b0x\d|\dx0\b|'weight' must be 2-D")
@@ -20,8 +21,8 @@ _EMPTY = re.compile(r"\(0\)|\[0\]|\b0x\d|\dx0\b|'weight' must be 2-D")
 
 
 def is_of_shard(error: RuntimeError) -> bool:
-    """Whether an error is that of an operation on an empty tensor."""
-    return _EMPTY.search(str(error)) is not None
+    """Whether an error is that of an operation on an empty tensor, or of a weight that was read in its place."""
+    return OUTSIDE in str(error) or _EMPTY.search(str(error)) is not None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.options import FSDPSpec
 from unishard_fsdp.parameter_usage import ConditionalParameters
-from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.private import PRIVATE_API, numbers
 from unishard_fsdp.unit_forwards import UnitForwards
 
 _SYNCS_BUFFERS = (
@@ -48,6 +48,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     if any(is_kept(parameter) for parameter in model.parameters()):
         PRIVATE_API["kept-parameters"].require()
     forwards = UnitForwards(model, device)
+    numbers.read_in_full()
     if optimizer is None:
         fully = cast(options.FullyShard, native)
         sharding.apply_fully_shard(model, units.gathered, device, fully, forwards, frozen=precision)

@@ -35,14 +35,20 @@ def run_as_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
         vars(module).pop(_NAME)
 
 
-_MIXED = "mixed torch.Tensor and DTensor"
-"""In torch 2.13's error for an operation on a parameter that is not gathered
-(torch/distributed/tensor/_dispatch.py)."""
+_OF_DTENSOR = (
+    "mixed torch.Tensor and DTensor",
+    "for tensor subclasses",
+    "remove or reshape sharded dimension",
+    "along the sharded dimension",
+    "Sharding propagation failed",
+)
+"""In torch 2.13's errors for operations on a parameter that is not gathered (torch/distributed/tensor/_dispatch.py,
+_ops/_view_ops.py; torch/_tensor.py)."""
 
 
 def sharded_read(error: RuntimeError, units: Sequence[str]) -> str | None:
-    """What helps against the error of an operation on a shard and a full tensor; None for other errors."""
-    if _MIXED not in str(error):
+    """What helps against the error of an operation on a shard; None for other errors."""
+    if not any(text in str(error) for text in _OF_DTENSOR):
         return None
     if not units:
         return ""

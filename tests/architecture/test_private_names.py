@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -174,7 +175,10 @@ def known(package: str) -> frozenset[str]:
         int,
         float,
         slice,
+        property,
         type,
+        type(len),
+        FrameType,
         Path,
         builtins,
         importlib.import_module("warnings"),

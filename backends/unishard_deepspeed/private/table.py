@@ -358,6 +358,18 @@ REACHING = (
         "read the weight inside the forward, or choose shard_grad_op",
     ),
     _row(
+        "partitioned-parameters",
+        "Reading a weight outside the forward of its module, with full_shard,",
+        (
+            *_of("deepspeed.runtime.zero.partition_parameters", "free_param"),
+            *_of(_INIT, "ds_status ds_shape all_gather partition"),
+            *_of(_OFFLOAD, "ds_inflight_param_registry"),
+            "torch:_C.DisableTorchFunctionSubclass",
+        ),
+        f"{_TAG}/runtime/zero/partition_parameters.py",
+        "read weights with engine.parameter(name), and their norms with engine.parameter_norms()",
+    ),
+    _row(
         "unsharded-stage-3",
         "engine.unsharded, with full_shard,",
         _of(_INIT, "is_external_param"),

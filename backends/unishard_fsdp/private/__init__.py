@@ -125,6 +125,17 @@ PRIVATE_API = by_name(
         instead="nothing to do: an update takes some microseconds more for each parameter",
     ),
     PrivateApi(
+        name="numbers",
+        case="A number of a sharded weight, as float(weight.norm()),",
+        names=(
+            "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+            "torch:ops.aten._local_scalar_dense",
+        ),
+        versions=_RUN,
+        link="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/_sharding_prop.py#L745",
+        instead="read weights with engine.parameter(name), and their norms with engine.parameter_norms()",
+    ),
+    PrivateApi(
         name="ddp-buckets",
         case="DistributedDataParallel on more than two ranks that adds up gradients in the same order after a restart",
         names=(

@@ -5,10 +5,9 @@ and loses one in the forward, stage 3 of ZeRO ignores both, and stages 1 and 2 c
 replaces.
 
 In-place operations on a parameter raise its version, which costs nothing to read. What bypasses that, such as
-`parameter.data.fill_(1)`, shows in the bits, which are added up on the device in the first updates. Under ZeRO-3 a
-parameter has no elements while it is not gathered, and `parameter.data.fill_(1)` then does nothing and leaves no trace,
-nor does it in the forward of a module around that which holds the parameter, or in a hook before the forward of the
-latter.
+`parameter.data.fill_(1)`, shows in the bits, which are added up on the device in the first updates. Under ZeRO-3 it
+leaves no trace in the forward of a module around that which holds the parameter, or in a hook before the forward of the
+latter: DeepSpeed gathers the parameter for the read.
 """
 
 from __future__ import annotations

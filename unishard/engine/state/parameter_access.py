@@ -278,8 +278,9 @@ def explain_sharded_read(adapter: InferenceAdapter, error: BaseException | None)
     helps = adapter.reads_shard(error)
     if helps is None:
         return None
+    why = str(error).partition("\n")[0]
     return (
-        f"a weight is used outside the forward of its module, where a rank has only a shard of it ({error}); put the "
-        "forward and the backward into a block `with engine.unsharded([name, ...]):` with the names of such "
-        f"weights{helps and f'; {helps}'}"
+        f"a weight is used outside the forward of its module, where a rank has only a shard of it ({why}); put the "
+        "forward and the backward into a block `with engine.unsharded([name, ...]):` with the names of such weights, "
+        f"or read one with engine.parameter(name), and norms with engine.parameter_norms(){helps and f'; {helps}'}"
     )

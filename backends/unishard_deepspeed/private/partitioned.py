@@ -1,0 +1,194 @@
+"""Stage 3: parameters that show their weight also while they are not gathered.
+
+DeepSpeed leaves an empty tensor in the place of each: `parameter.numel()` would be 0, and `float(parameter.norm())`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from inspect import currentframe
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from unishard.distributed.nested_tensors import replace_tensors, tensors_in
+from unishard_deepspeed.private import PRIVATE_API
+
+_MARK = "gathers_in_flight"
+"""The attribute of parameters that show it: what to wait for where one is being gathered."""
+_ENGINES = ("deepspeed", "unishard", "unishard_deepspeed")
+_OF_SHAPE = frozenset({
+    "__len__", "dim", "is_contiguous", "nbytes", "ndim", "ndimension", "nelement", "numel", "shape", "size",
+    "storage_offset", "stride",
+})  # fmt: skip
+"""What a tensor on the meta device of the weight's shape tells."""
+_OF_EMPTY = frozenset({
+    "__format__", "_backward_hooks", "_base", "_grad", "_post_accumulate_grad_hooks", "_version", "data_ptr", "device",
+    "dtype", "element_size", "get_device", "grad", "grad_fn", "is_complex", "is_cpu", "is_cuda", "is_floating_point",
+    "is_inference", "is_leaf", "is_meta", "is_nested", "is_quantized", "is_shared", "is_sparse", "itemsize", "layout",
+    "name", "names", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "output_nr", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad", "requires_grad_", "retain_grad", "retains_grad",
+    "untyped_storage",
+})  # fmt: skip
+"""What the empty tensor tells as well."""
+OUTSIDE = "is read outside the forward of its module"
+"""In the error of a backward to a weight that was read while it was not gathered."""
+
+
+def show_in_full(model: Any) -> None:
+    """Let parameters show shape and values of their weights from now on; to read values is collective."""
+    if not PRIVATE_API["partitioned-parameters"].works:
+        return
+    _replace_free()
+    for parameter in model.parameters():
+        setattr(parameter, _MARK, model.ds_inflight_param_registry)  # runtime/zero/parameter_offload.py
+        if parameter.ds_status.name == "NOT_AVAILABLE":
+            parameter.__class__ = _Partitioned
+
+
+def _replace_free() -> None:
+    """Let DeepSpeed change the class of parameters that it frees (runtime/zero/partition_parameters.py)."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    free: Callable[[Any], None] = partition_parameters.free_param
+    if free.__module__ == __name__:
+        return
+
+    def free_param(parameter: Any) -> None:
+        free(parameter)
+        if hasattr(parameter, _MARK):
+            parameter.__class__ = _Partitioned
+
+    partition_parameters.free_param = free_param
+
+
+class _Shown:
+    """What both classes of empty tensors do in torch's functions."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        name = function.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
+        kwargs = kwargs or {}
+        if name not in _OF_EMPTY and not _is_of_engine(currentframe()):
+            first = args[0] if args else None
+            if name in _OF_SHAPE and isinstance(first, _Shown):
+                return function(_parameter_of(first).shape_only(), *args[1:], **kwargs)
+            if _writes(name, function) and (written := [*_shown_in(first)]):
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    for parameter in written:
+                        parameter.zero_()  # of no element: the next forward sees that it was written
+                return first
+            if name in ("data", "detach"):
+                return _Values.of(_parameter_of(first))
+            args, kwargs = replace_tensors((args, dict(kwargs)), _in_full)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+
+class _Partitioned(_Shown, nn.Parameter):
+    """A parameter until it is gathered."""
+
+    ds_shape: torch.Size
+
+    @property
+    def ds_status(self) -> Any:
+        """DeepSpeed's own attribute."""
+        return vars(self)["ds_status"]
+
+    @ds_status.setter
+    def ds_status(self, status: Any) -> None:
+        vars(self)["ds_status"] = status
+        if status.name == "AVAILABLE":
+            self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def shape_only(self) -> Tensor:
+        """A tensor without values."""
+        return torch.empty(self.ds_shape, dtype=self.dtype, device="meta")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter of shape {tuple(self.ds_shape)}, of which each rank has a shard"
+
+
+class _Values(_Shown, Tensor):
+    """`parameter.data` and `parameter.detach()` of a parameter that is not gathered."""
+
+    parameter: Any
+
+    @classmethod
+    def of(cls, parameter: Any) -> _Values:
+        """Those of a parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            values: _Values = parameter.data.as_subclass(cls)
+        values.parameter = parameter
+        return values
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Values of a {self.parameter!r}"
+
+
+class _OfShard(Function):
+    """Full values, whose backward tells that they have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, leaf: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(f"a weight {OUTSIDE}, and has no gradient there")
+
+
+def _parameter_of(shown: Any) -> Any:
+    return shown.parameter if isinstance(shown, _Values) else shown
+
+
+def _shown_in(value: Any) -> Iterator[Any]:
+    """The parameters of empty tensors in a value."""
+    return (_parameter_of(tensor) for tensor in tensors_in(value) if isinstance(tensor, _Shown))
+
+
+def _writes(name: str, function: Any) -> bool:
+    """Whether a function writes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__" and name != "__index__")
+    return name.endswith("_") or getattr(function, "__name__", "") == "__set__"
+
+
+def _in_full(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, _Shown):
+        return tensor
+    parameter, values = _parameter_of(tensor), _gathered(_parameter_of(tensor))
+    if tensor is parameter and parameter.requires_grad and torch.is_grad_enabled():
+        shown: Tensor = _OfShard.apply(values, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+        return shown
+    return values
+
+
+def _gathered(parameter: Any) -> Tensor:
+    """The values of a parameter, which is partitioned again; they stay for as long as they are used. Collective."""
+    status, before = parameter.ds_status.name, parameter.data
+    if status == "INFLIGHT":  # runtime/zero/partitioned_param_coordinator.py
+        getattr(parameter, _MARK)[parameter].wait()
+    elif status == "NOT_AVAILABLE":
+        parameter.all_gather([parameter])
+    values: Tensor = parameter.data
+    if status == "NOT_AVAILABLE":
+        parameter.partition([parameter])
+        parameter.data = before  # whose memory tells whether the script has written the parameter
+    return values
+
+
+def _is_of_engine(frame: FrameType | None) -> bool:
+    """Whether DeepSpeed, unishard or a module's own bookkeeping calls the function that runs in a frame."""
+    while frame is not None and (frame := frame.f_back) is not None:
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        if package != "torch" or name == "torch.nn.modules.module":
+            return package == "torch" or package in _ENGINES
+    return False
