@@ -22,7 +22,7 @@ from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.flat_master_weights import InnerOptimizer
 from unishard_deepspeed.gathering import ConditionalModules, explained, is_of_shard, keep_gathered
-from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private import PRIVATE_API, shown_gradients
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.reduction import gather
@@ -153,12 +153,15 @@ class DeepSpeedAdapter(EngineAdapter):
         self._engine.backward(loss.view(()), scale_wrt_gas=False)
         self._conditional.drop(self._kept)
         self._unused.record_backward()
+        shown_gradients.show(self._inner.trained, self.read_gradient)
 
     def begin(self, *, last: bool) -> None:
-        """Do nothing: DeepSpeed learns of the end of a window from `step`."""
+        """Show gradients no more: DeepSpeed learns of the end of a window from `step`."""
+        shown_gradients.hide(self._inner.trained)
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float | HostRead, bool | None]:
         """Update with `DeepSpeedEngine.step`."""
+        shown_gradients.hide(self._inner.trained)
         self._unused.find()
         self._clipping.prepare(max_norm, divisor)
         with self._shards.finished():
@@ -242,6 +245,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
+        shown_gradients.hide(self._inner.trained)
         self._shards.drop()
         self._stale.clear()
         self._unused.forget()
@@ -290,6 +294,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""
+        shown_gradients.hide(self._inner.trained)
         self._unused.remove()
         self._output_hook.remove()
         for hook in self._hooks:

@@ -28,7 +28,7 @@ from harness import (
     values,
     windows,
 )
-from harness.training import configured
+from harness.training import PAIRS, SPANNING, configured
 from mistakes.forwards import Forces, Losses, fail
 from torch import nn
 
@@ -131,10 +131,9 @@ EDITS = {
     "scaled": lambda parameter: parameter.grad.mul_(0.5),
     "clipped, which changes nothing yet": lambda parameter: parameter.grad.clamp_(-1e6, 1e6),
 }
-HOLDING = (*((backend, "no_shard") for backend in BACKENDS), ("fsdp", "shard_grad_op"), ("fsdp", "full_shard"))
 
 
-@in_ranks(cells=tuple((*cell, edit) for cell in HOLDING for edit in EDITS))
+@in_ranks(cells=tuple((*cell, edit) for cell in PAIRS for edit in EDITS))
 def test_an_edited_gradient_of_any_parameter_is_found(backend, strategy, edit):
     """Of the last of many."""
     with prepare(config(backend, strategy)) as engine:
@@ -146,6 +145,19 @@ def test_an_edited_gradient_of_any_parameter_is_found(backend, strategy, edit):
         update(engine, own_share(1)[0])
     assert len(parameters) > 16
     assert said.startswith("ContractError: gradients were changed between engine.backward and engine.step")
+
+
+@in_ranks(cells=SPANNING)
+def test_gradients_that_a_script_reads_are_those_of_the_update(backend, strategy, precision):
+    with prepare(configured(backend, strategy, precision)) as engine:
+        for batch in engine.batches(own_share(4)):
+            engine.backward(engine(**batch).loss)
+            gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
+            norms = [float(gradient.norm()) for gradient in gradients]
+            step = engine.step()
+            if step.updated:
+                assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(step.grad_norm, rel=1e-5)
+                assert all(each.grad is None for each in engine.module.parameters())
 
 
 # -- losses ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from harness import BACKENDS, EACH, heard, in_ranks, losses_of, my_rank, own_share, prepare, refused, train
 from harness import checked as config
-from mistakes.habits import ACCUMULATION, clip_each_micro_batch
+from mistakes.habits import ACCUMULATION
 from torch import nn
 from torch.nn import functional
 
@@ -16,23 +16,6 @@ import unishard
 from unishard.testing.models import mlp
 
 CELLS = tuple(product(BACKENDS, ("no_shard", "full_shard")))
-
-
-@in_ranks(cells=(("fsdp", "shard_grad_op"), ("fsdp", "full_shard")))
-def test_clipping_by_hand_is_refused_where_parameters_hold_gradients(backend, strategy):
-    with prepare(config(backend, strategy, training=ACCUMULATION)) as engine:
-        said = refused(clip_each_micro_batch, engine)
-    assert said.startswith(
-        "ContractError: gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad"
-    )
-
-
-@in_ranks(cells=(("deepspeed", "shard_grad_op"), ("deepspeed", "full_shard")))
-def test_clipping_by_hand_finds_no_gradients_at_the_later_stages_of_deepspeed(backend, strategy):
-    with prepare(config(backend, strategy, training=ACCUMULATION)) as engine:
-        said = clip_each_micro_batch(engine)
-    assert [norm for norm, _ in said] == [0.0, 0.0]
-    assert said[1][1] > 1.0
 
 
 @in_ranks(cells=CELLS)

@@ -140,6 +140,9 @@ class EngineAdapter(InferenceAdapter):
 
     on_gradient: Callable[[Tensor], None]
     """Set by `Engine`: called with the gradient of each output of a training forward; see `watch`."""
+    read_gradient: Callable[[nn.Parameter], Tensor | None]
+    """Set by `Engine`: what `parameter.grad` is to be in the script, for engines that hold another gradient there or
+    none; None where it is not final. Collective."""
 
     def __init__(self, module: nn.Module, device: torch.device, optimizer: Any) -> None:
         """Hold the model and the optimizer.

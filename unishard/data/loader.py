@@ -63,6 +63,8 @@ class ShareLoader(DataLoader[Any]):
         """Batches of all iterations."""
         self.followed = 0
         """How many loops of engines know that they read it."""
+        self.at_repeated = False
+        """Whether a loop without an engine has its last batch, which has repeated samples."""
 
     @property
     def epoch(self) -> int:
@@ -104,6 +106,16 @@ class ShareLoader(DataLoader[Any]):
         return self._shares.repeated
 
     @property
+    def round(self) -> int:
+        """Samples in one batch of each rank."""
+        return self._shares.round
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in one batch."""
+        return self._shares.micro_batch_size
+
+    @property
     def batches_left(self) -> int:
         """Batches that the next iteration yields on each rank; `len` is that of a full epoch."""
         return self.batches_after(self.cursor.next[1])
@@ -132,7 +144,11 @@ class ShareLoader(DataLoader[Any]):
             if not self.followed:
                 ShareLoader.unfollowed += 1
                 ShareLoader.last_unfollowed = weakref.ref(self)
-            yield batch
+                self.at_repeated = bool(self.repeated) and not self._shares.rounds_after(samples)
+            try:
+                yield batch
+            finally:
+                self.at_repeated = False
         self.cursor.now = (epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:

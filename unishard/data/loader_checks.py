@@ -59,7 +59,7 @@ class LoaderFacts(NamedTuple):
 def facts_of(loader: Iterable[Any]) -> LoaderFacts:
     """What a loader's attributes say."""
     if isinstance(loader, ShareLoader):
-        return LoaderFacts("unishard.dataloader", ours=True)
+        return LoaderFacts("unishard.dataloader", ours=True, batch_size=loader.micro_batch_size)
     name, by_accelerate = type(loader).__name__, _is_of_accelerate(loader)
     if not isinstance(loader, DataLoader) or (
         by_accelerate and name == "DataLoaderDispatcher"
@@ -183,6 +183,8 @@ class LoaderChecks:
                 f"own share; {_INSTEAD}"
             )
         if training:
+            if problem := self._contradicted_batch_size([facts]):
+                raise DataError(problem)
             self._facts, self._sizes = facts, []
             self._warn_of_batch_size(facts.batch_size, facts.name)
             if facts.order is not None and self._orders.repeats(getattr(loader, "dataset", None), facts.order, updates):
@@ -259,10 +261,11 @@ class LoaderChecks:
         return None
 
     def _other_batch_size(self, size: int, name: str) -> str:
+        own = name.startswith("unishard.dataloader")
+        write = "pass it the config of unishard.prepare" if own else "write batch_size=cfg.training.micro_batch_size"
         return (
-            f"{name} has batches of {size}, and training.micro_batch_size is {self._training.micro_batch_size}; write "
-            f"batch_size=cfg.training.micro_batch_size in the script, or training.micro_batch_size: {size} in the "
-            "config"
+            f"{name} has batches of {size}, and training.micro_batch_size is {self._training.micro_batch_size}; "
+            f"{write} in the script, or training.micro_batch_size: {size} in the config"
         )
 
 

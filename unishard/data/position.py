@@ -110,6 +110,11 @@ class LoaderPass(Iterable[Any]):
         """Save the position at the beginning."""
         self.before = self.position()
 
+    def rewind(self) -> None:
+        """Let the next pass over a `unishard.dataloader` begin where this one did."""
+        if isinstance(self._loader, ShareLoader) and self.before is not None:
+            self._loader.load_state_dict(self.before["state"])
+
     def position(self) -> Position | None:
         """The loader's position after the batches that it has yielded; None if it is not `exact`."""
         position = {"loader": _kind(self._loader), "batches": self._done, "state": self._loader.state_dict()}

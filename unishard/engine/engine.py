@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Self
+from typing import Any, Literal, Never, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config.hints import METHODS, refuse_keywords
+from unishard.config.hints import refuse_keywords
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed, Step
@@ -34,6 +34,7 @@ from unishard.engine.loop.reached_parameters import Trainable, reaches
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
+from unishard.engine.other_names import OtherNames
 from unishard.engine.state import parameter_access
 from unishard.engine.state.moving_average import MovingAverage, begin_average
 from unishard.engine.state.run import Run
@@ -49,7 +50,7 @@ from unishard.observe.observer import Observers, check_number
 
 @names_causes
 @with_inference_as_no_grad
-class Engine:
+class Engine(OtherNames):
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
     Every method except `log`, `print`, `placement`, `set_boundary`, `routed`, `reached_by`, `leave`, `on_save` and
@@ -294,6 +295,7 @@ class Engine:
         """Set the model to training mode, or with False to evaluation mode. Collective.
 
         The first evaluation after training makes buffers that differ between ranks equal, as `training.buffers` says.
+        Returns the engine; `with engine.eval():` ends in the mode of before, and closes nothing.
         """
         if mode:
             self._training("train")
@@ -301,8 +303,9 @@ class Engine:
         if self.module.training and not mode:
             self._buffers.equalize("eval")
         self._observers.on_evaluate(not mode)
+        before = self.module.training
         self.module.train(mode)
-        return self
+        return cast(Self, EngineInMode(self, before))
 
     def eval(self) -> Self:
         """Set the model to evaluation mode. Collective, as `train`."""
@@ -814,25 +817,6 @@ class Engine:
             folder, dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, overwrite=overwrite
         )
 
-    # -- what it is not ----------------------------------------------------------------------------
-
-    if not TYPE_CHECKING:  # for type checkers every name would be there
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property that has raised AttributeError, whose own text is wanted
-                return object.__getattribute__(self, name)
-            hint = METHODS.get(name, "")
-            if not hint and not name.startswith("_") and hasattr(self.module, name):
-                hint = f"it is one of the model: engine.module.{name}"
-            what = f"{type(self).__name__!r} object has no attribute {name!r}{hint and f'; {hint}'}"
-            raise AttributeError(what, name=name, obj=self)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ContractError(
-            "an engine cannot be copied or pickled; average its weights with engine.ema(decay), write them with "
-            "engine.export(folder), or read one with engine.parameter(name)"
-        )
-
     # -- the end -----------------------------------------------------------------------------------
 
     def release(self) -> nn.Module:
@@ -900,3 +884,19 @@ class Engine:
                 "without train=False, or call the engine that trains"
             )
         return self._accumulation
+
+
+class EngineInMode(Engine):
+    """What `train` and `eval` return: the same engine, but for a `with` block."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, engine: Engine, before: bool) -> None:
+        object.__setattr__(self, "__dict__", vars(engine))
+        self._before = before
+
+    def __exit__(self, *exc: object) -> None:
+        if self._accumulation is None or any(exc):
+            super().__exit__(*exc)
+        elif self._order.phase is not Phase.CLOSED:
+            self.train(self._before)

@@ -19,6 +19,8 @@ from unishard_deepspeed.private import PRIVATE_API
 
 _MARK = "gathers_in_flight"
 """The attribute of parameters that show it: what to wait for where one is being gathered."""
+SHOWS_GRADIENT = "shows_gradient"
+"""The attribute of parameters whose `grad` is asked for elsewhere: what returns it."""
 _ENGINES = ("deepspeed", "unishard", "unishard_deepspeed")
 _OF_SHAPE = frozenset({
     "__len__", "dim", "is_contiguous", "nbytes", "ndim", "ndimension", "nelement", "numel", "shape", "size",
@@ -75,7 +77,14 @@ class _Shown:
         name = getattr(function, "__name__", "")
         name = function.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
         kwargs = kwargs or {}
-        if name not in _OF_EMPTY and not _is_of_engine(currentframe()):
+        if name == "grad" and not is_of_engine(currentframe()):
+            read = getattr(_parameter_of(args[0]), SHOWS_GRADIENT, None)
+            shown = None if read is None else read(_parameter_of(args[0]))
+            if shown is not None and len(args) == 1:
+                return shown
+            if shown is not None:
+                shown.zero_()  # tells of an edit
+        elif name not in _OF_EMPTY and not is_of_engine(currentframe()):
             first = args[0] if args else None
             if name in _OF_SHAPE and isinstance(first, _Shown):
                 return function(_parameter_of(first).shape_only(), *args[1:], **kwargs)
@@ -111,7 +120,7 @@ class _Partitioned(_Shown, nn.Parameter):
         """A tensor without values."""
         return torch.empty(self.ds_shape, dtype=self.dtype, device="meta")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"Parameter of shape {tuple(self.ds_shape)}, of which each rank has a shard"
 
 
@@ -128,7 +137,7 @@ class _Values(_Shown, Tensor):
         values.parameter = parameter
         return values
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"Values of a {self.parameter!r}"
 
 
@@ -184,7 +193,7 @@ def _gathered(parameter: Any) -> Tensor:
     return values
 
 
-def _is_of_engine(frame: FrameType | None) -> bool:
+def is_of_engine(frame: FrameType | None) -> bool:
     """Whether DeepSpeed, unishard or a module's own bookkeeping calls the function that runs in a frame."""
     while frame is not None and (frame := frame.f_back) is not None:
         name = frame.f_globals.get("__name__", "")

@@ -162,3 +162,45 @@ def ours_without_batches(backend):
 def theirs_without_batches(backend):
     with prepare(config(backend)) as engine, warnings_raised():
         trained(engine, DataLoader(samples(16), batch_size=2))
+
+
+@mistake("`next(iter(engine.batches(loader)))`, a look at one batch before the loop")
+def look_at_a_batch(backend):
+    """The batch, and the numbers of all that follow, with and without a look at their first."""
+    found = []
+    for looks in (True, False):
+        cfg = config(backend, training={"micro_batch_size": 2})
+        with prepare(cfg) as engine:
+            loader = unishard.dataloader(samples(16), cfg)
+            if looks:
+                next(iter(engine.batches(loader)))
+                next(engine.batches(loader))
+            read = []
+            for _ in range(2):
+                for each in engine.batches(loader):
+                    read += each.pop("index").tolist()
+                    engine.backward(engine(**each).loss)
+                    engine.step()
+            found.append([*read, loader.epoch])
+    return found[0], found[1]
+
+
+@mistake("`engine.gather_for_metrics` in `for batch in loader:` over a `unishard.dataloader`")
+def gathering_in_an_own_loop(backend):
+    cfg = config(backend, training={"micro_batch_size": 2})
+    with prepare(cfg) as engine:
+        engine.eval()
+        for each in unishard.dataloader(samples(7), cfg):
+            engine.gather_for_metrics(each["index"])
+
+
+@mistake("a `unishard.dataloader` of another config, where `training.global_batch_size` is set")
+def loader_of_another_config(backend):
+    cfg = config(backend, training={"micro_batch_size": 2, "global_batch_size": 4})
+    other = config(backend, training={"micro_batch_size": 3})
+    with prepare(cfg) as engine:
+        for loader in (unishard.dataloader(samples(16), cfg), unishard.dataloader(samples(18), other)):
+            for each in engine.batches(loader):
+                each.pop("index")
+                engine.backward(engine(**each).loss)
+                engine.step()

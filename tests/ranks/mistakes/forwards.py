@@ -173,8 +173,7 @@ def backward_without_gradients(backend):
 
 
 elsewhere(
-    "an edit of some gradients, such as `parameter.grad = None` for the last layer, under `no_shard` and "
-    "`shard_optimizer`",
+    "an edit of some gradients, such as `parameter.grad.mul_(0.1)`, or `parameter.grad = None` for the last layer",
     "tests/ranks/test_forwards.py::test_an_edited_gradient_of_any_parameter_is_found",
 )
 elsewhere(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import io
@@ -186,13 +185,11 @@ def scheduler_by_hand(backend, strategy):
 # -- gradients -------------------------------------------------------------------------------------
 
 
-@mistake("`torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)` under `no_shard` and `shard_optimizer`")
-def clipping_by_hand(backend):
-    for strategy in ("no_shard", "shard_optimizer"):
-        expected = unishard.ContractError if strategy == "no_shard" else ()
-        with prepare(config(backend, strategy, training=ACCUMULATION)) as engine, contextlib.suppress(expected):
-            clip_each_micro_batch(engine)
-            raise AssertionError(strategy)
+@mistake("`torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)`")
+@in_every_strategy
+def clipping_by_hand(backend, strategy):
+    with prepare(config(backend, strategy, training=ACCUMULATION)) as engine:
+        clip_each_micro_batch(engine)
 
 
 def clip_each_micro_batch(engine):
@@ -205,10 +202,6 @@ def clip_each_micro_batch(engine):
     return said
 
 
-elsewhere(
-    "the same under `shard_grad_op` and `full_shard`",
-    "tests/ranks/test_habits.py::test_clipping_by_hand_is_refused_where_parameters_hold_gradients",
-)
 elsewhere(
     "`engine.backward(loss / accumulation)`",
     "tests/ranks/test_habits.py::test_a_loss_that_is_divided_by_hand_is_named_once",
@@ -504,3 +497,57 @@ def zero3_of_transformers(backend):
     finally:
         assert kept.is_zero3()
         unset_hf_deepspeed_config()
+
+
+# -- the engine as something else ------------------------------------------------------------------
+
+
+@mistake(
+    "`engine.gradient_accumulation_steps = 4`, or another attribute that is set on the engine",
+    "gradient_accumulation_steps",
+)
+@mistake("`engine.zero_grad = ...`, a name of another tool that is set on the engine", "zero_grad")
+def attribute_of_the_engine(backend, name):
+    with prepare(config(backend)) as engine:
+        engine.mine = 1
+        setattr(engine, name, 4)
+
+
+@mistake("`torch.compile(engine)`")
+def compiled_engine(backend):
+    with prepare(config(backend)) as engine:
+        torch.compile(engine)
+
+
+@mistake("`with engine.eval():`")
+def evaluation_in_a_block(backend):
+    """An update before it and one after it."""
+    found = []
+    for in_a_block in (True, False):
+        with prepare(config(backend)) as engine:
+            first, second = own_share(2)
+            train(engine, [first])
+            if in_a_block:
+                with engine.eval() as same, same.lockstep():
+                    loss = same(**second).loss
+            else:
+                engine.eval()
+                loss = engine(**second).loss
+                engine.train()
+            found.append([float(loss), *losses(train(engine, [second]))])
+    return found[0], found[1]
+
+
+@mistake("one loss of two engines' outputs")
+def loss_of_two_engines(backend):
+    with prepare(config(backend)) as first, prepare(config(backend)) as second:
+        batch = own_share(1)[0]
+        first.backward(first(**batch).loss + second(**batch).loss)
+
+
+@mistake("a loss that no forward has computed, as those with cached gradients (GradCache) return")
+@in_every_strategy
+def leaf_loss(backend, strategy):
+    with prepare(config(backend, strategy)) as engine:
+        engine(**own_share(1)[0])
+        engine.backward(torch.tensor(1.0, requires_grad=True))

@@ -197,7 +197,7 @@ def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
         if not isinstance(key, int):
             kind = kind.model_fields[key].annotation
             kind = items_of(kind) or kind
-    word, paths = name.lower(), list(_paths(root))
+    word, paths = name.lower(), list(paths_of(root))
     if "." in word and word in paths:
         outer, _, inner = word.rpartition(".")
         return (
@@ -224,8 +224,9 @@ def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
     return f"unknown field; did you mean {' or '.join(map(repr, meant))}?"
 
 
-def _paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+def paths_of(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every field below a section, with its dotted name."""
     for name, field in section.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _paths(field.annotation, f"{prefix}{name}.")
+            yield from paths_of(field.annotation, f"{prefix}{name}.")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from unishard.config import Training
 from unishard.config.hints import instead
@@ -125,6 +125,11 @@ class Accumulation:
         """The optimizer, with the rates of the coming update."""
         self.resolve_pending()
         return self._optimizer
+
+    @property
+    def shown(self) -> dict[nn.Parameter, tuple[Tensor | None, int]]:
+        """The gradients of this window that the script has read, see `EditedGradients`."""
+        return self._edited.shown
 
     @property
     def loss_scale(self) -> LossScale:

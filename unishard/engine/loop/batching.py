@@ -166,6 +166,7 @@ class Batching:
                     if reading is not None:
                         self.training.advance(reading)
             if reading is not None:
+                reading.complete = True
                 order.begin_window(length)
                 reading.length = reading.batches if lengths is None else reading.length
             if empty and again and isinstance(loader, Iterator):

@@ -335,6 +335,12 @@ class CallOrder:
             raise ContractError(
                 f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()"
             )
+        if loss.requires_grad and loss.grad_fn is None:
+            raise ContractError(
+                "backward got a tensor that no forward has computed, as cached losses (GradCache) return, whose hook "
+                "runs backwards that no engine knows; call engine.backward((embeddings * cached).sum(), scaled=True) "
+                "for each chunk, with the gradient that was cached for its embeddings: docs/access.md"
+            )
         if not loss.requires_grad:
             raise ContractError(
                 "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or "

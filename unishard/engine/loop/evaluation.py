@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from unishard.contract.adapter import InferenceAdapter
 from unishard.data.batches import to_device
+from unishard.data.loader import ShareLoader
 from unishard.data.sampler import ShareSampler
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.nested_tensors import tensors_in
@@ -101,6 +102,11 @@ def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
         return {key: _mapped(value, change) for key, value in data.items()}
     make = getattr(type(data), "_make", type(data))  # a named tuple takes its fields one by one
     return make([_mapped(value, change) for value in data])
+
+
+def _has_rows(data: Any, rows: int) -> bool:
+    """Whether anything in gathered data has so many rows."""
+    return any(len(leaf) == rows for _, leaf in leaves_of(data))
 
 
 def _gather_list(values: list[Any]) -> list[Any]:
@@ -268,7 +274,15 @@ class Evaluation:
         """Gather what all ranks computed for a batch, in dataset order."""
         description = _describe(data, padded=pad is not None)
         self._order.check_now("gather_for_metrics", f", {description}")
-        return _gather(data, self._adapter.device, pad, self._tail)
+        gathered = _gather(data, self._adapter.device, pad, self._tail)
+        loader = ShareLoader.last_unfollowed and ShareLoader.last_unfollowed()
+        if self._tail is None and loader and loader.at_repeated and _has_rows(gathered, loader.round):
+            raise ContractError(
+                f"gather_for_metrics has {loader.round} rows of the last batches, of which {loader.repeated} are of "
+                "samples that fill them up: the unishard.dataloader is read without the engine; write `for batch in "
+                "engine.batches(loader):`"
+            )
+        return gathered
 
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward or `generate` without a graph. Collective."""

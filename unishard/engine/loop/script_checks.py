@@ -49,7 +49,7 @@ class ForeignBackwardCheck:
                 "a backward that is not this engine's reaches the parameters of its "
                 f"{type(self._adapter.module).__name__} and would mix gradients with its own; call this engine's "
                 "backward(loss), or, if the loss trains only another model, compute and backward it inside `with "
-                "engine.frozen():`"
+                "engine.frozen():`; if it is to train both, put both models into one nn.Module, and prepare that"
             )
         self._adapter.input_gradients(graph=torch.is_grad_enabled())
 
@@ -241,7 +241,7 @@ class EditedGradients:
     """Compares a few elements of the gradients that the model's parameters hold with what the last backward left there;
     in the first updates also which gradients there are, and whether one was written in place.
 
-    At DeepSpeed's stages 2 and 3 they hold none, so there is nothing to see, and nothing to change either.
+    Of engines whose parameters hold none or others, it compares the copies that the script was shown.
     """
 
     def __init__(self, module: nn.Module, order: CallOrder) -> None:
@@ -254,12 +254,15 @@ class EditedGradients:
         """Whether gradients of the last window that was looked at were changed."""
         self.found = False
         """Whether a gradient of this window was changed on this rank."""
+        self.shown: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
+        """Copies that the script was shown, with the count of writes to each."""
 
     @torch.no_grad()
     def keep(self) -> None:
         """Keep some of what a backward has left."""
         self._kept.clear()
         self._versions.clear()
+        self.shown.clear()
         if self._order.updates >= _FIRST and self._order.updates % _EVERY:
             return
         if self._order.updates < _FIRST:
@@ -275,6 +278,8 @@ class EditedGradients:
     @torch.no_grad()
     def compare(self) -> None:
         """Compare that with what is there now, once; a gradient that is gone was changed too."""
+        if any(copy is not None and copy._version != version for copy, version in self.shown.values()):
+            self.found = True
         if self._later is not None:
             later, self._later = self._later, None
             self.found = self.found or bool(later.get())
@@ -300,6 +305,7 @@ class EditedGradients:
         """Compare nothing: the window is over, or the engine itself has changed its gradients."""
         self._kept.clear()
         self._versions.clear()
+        self.shown.clear()
         self.found = False
 
     def refuse(self) -> NoReturn:

@@ -28,8 +28,9 @@ class TrainingPass:
         """The loader with its position; None if it has none."""
         self.around = around
         """The pass that was read before: where it is open, this one is inside its loop."""
-        self.open, self.read, self.trained = True, False, False
-        """Whether its loop runs, whether it has read a window, and whether updates were made in it."""
+        self.open, self.read, self.trained, self.complete = True, False, False, False
+        """Whether its loop runs, whether it has read a window, whether updates were made in it, and whether it has read
+        to its end."""
         self.loader = type(inner).__name__
         self.data, _ = position.reference(getattr(inner, "dataset", inner))
         self.batches = 0
@@ -202,6 +203,8 @@ class TrainingPasses:
         if self._now is None or ended.trained or order.updates != self._updates or order.discarded:
             return
         self._now, order.discarded = ended.around, discarded
+        if ended.reading is not None and not ended.complete:
+            ended.reading.rewind()  # a look at some batches, `next(iter(...))`, uses up no epoch
         if ended.read and self.resumed is None:
             self.resumed = ended.resumed  # for the loader that is trained on
         if ended.inside and phase is Phase.OPEN and order.phase is Phase.FORWARD_DONE:

@@ -142,6 +142,17 @@ class GradientAccess:
         self._device = self._adapter.device
         self._order = order
         self._tensors = tensors
+        self._adapter.read_gradient = self._read
+
+    def _read(self, parameter: nn.Parameter) -> Tensor | None:
+        """What a script sees as `parameter.grad`; an edit of it is refused in the step."""
+        if not (parameter.requires_grad and self._order.phase is Phase.BACKWARD_DONE and self._order.last):
+            return None
+        shown = self._accumulation.shown
+        if parameter not in shown:
+            gradient = self.grad(next(name for name, each in self._tensors.each() if each is parameter))
+            shown[parameter] = (gradient, 0 if gradient is None else gradient._version)
+        return shown[parameter][0]
 
     @torch.no_grad()
     def grad(self, name: str) -> Tensor | None:
@@ -161,6 +172,7 @@ class GradientAccess:
                 "engine.set_trainable"
             )
         divisor = self._finish("set_grad")
+        self._accumulation.shown.pop(parameter, None)
         shard = self._adapter.grad_shard(parameter, create=True)
         if shard is not None:
             write_shard(shard, from_first_rank("set_grad", name, shard, value, self._device).mul_(divisor))
