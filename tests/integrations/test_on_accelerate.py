@@ -213,9 +213,10 @@ def configured(backend, folder):
     steps = {"backend": backend, "training": {"gradient_accumulation_steps": 3}}
     problems.append(refused(made, steps, gradient_accumulation_steps=2))
     problems.append(refused(made, own, dynamo_backend="inductor"))
-    with heard() as lines:
-        made(own, kwargs_handlers=[accelerate.DistributedDataParallelKwargs()])
-    problems.append(" ".join(lines))
+    for hook in ("no", "fp16"):
+        with heard() as lines:
+            made(own, kwargs_handlers=[accelerate.DistributedDataParallelKwargs(comm_hook=hook)])
+        problems.append(" ".join(lines))
     return found, problems, made(steps).gradient_accumulation_steps
 
 
@@ -291,12 +292,13 @@ def test_a_config_comes_from_many_places(backend, tmp_path):
     full = (backend, "full_shard", "bf16")
     assert found[::2] == [(backend, "shard_grad_op", "bf16"), full, (backend, "shard_grad_op", "bf16"), full, full]
     assert found[1::2] == [("bf16", "MULTI_CPU")] * 5
-    none, precision, plugin, launched, accumulation, compiled, handler = problems
+    none, precision, plugin, launched, accumulation, compiled, harmless, handler = problems
     assert f"set {FILE}=train.yaml" in none
     assert "precision.compute: is bf16, but the framework's arguments say fp16" in precision
     assert "fsdp_plugin: is not for unishard's Accelerator" in plugin
     assert "start the script without FSDP and DeepSpeed" in launched
     assert "training.gradient_accumulation_steps: is 3, but the framework's arguments say 2" in accumulation
     assert "set compile in the config" in compiled
+    assert harmless == ""
     assert "no use for ddp_handler" in handler
     assert steps == 3

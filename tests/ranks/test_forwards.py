@@ -77,6 +77,70 @@ def test_a_run_goes_on_after_an_error(cell, where):
 
 # -- lists of the caller, gradients in the forward -------------------------------------------------
 
+
+class TransformedForces(Forces):
+    """The same by a transform of `torch.func`."""
+
+    def forward(self, positions):
+        def energy_of(hidden):
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden.sum()
+
+        forces, energy = torch.func.grad_and_value(energy_of)(positions)
+        return energy + forces.square().mean()
+
+
+class Peeking(Forces):
+    """Runs a block in inference mode first."""
+
+    def forward(self, x):
+        with torch.inference_mode():
+            mean = float(self.blocks[0](x).mean())
+        for block in self.blocks:
+            x = block(x)
+        return (x - mean).square().mean()
+
+
+class LateLosses(nn.Module):
+    """Appends losses to the list of its caller where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(LateAppending() for _ in range(2))
+
+    def forward(self, x, late):
+        losses = []
+        for block in self.blocks:
+            x = block(x, losses, late)
+        return x.mean() + sum(losses)
+
+
+class LateAppending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x, losses, late):
+        y = x + torch.tanh(self.up(x))
+        if late:
+            losses.append(y.square().mean())
+        return y
+
+
+@in_ranks(cells=(("deepspeed", "full_shard"),))
+def test_a_list_that_is_filled_later_is_found_at_once(backend, strategy):
+    """In the second micro-batch of the 13th update."""
+    sharding = {"strategy": strategy, "units": ["LateAppending"]}
+    cfg = config(backend, sharding, training={"gradient_accumulation_steps": 2})
+    with unishard.prepare(LateLosses(), cfg) as engine:
+        for _ in range(25):
+            engine.backward(engine(torch.ones(2, 8), False))
+            engine.step()
+        said = refused(engine, torch.ones(2, 8), True)
+    assert " (LateAppending) changes a list that it is passed, as aux.append(x)" in said
+
+
 WHERE = {
     Losses: {
         ("fsdp", "no_shard", "fp32"),
@@ -84,6 +148,8 @@ WHERE = {
     },
 }
 WHERE[Forces] = WHERE[Losses]
+WHERE[TransformedForces] = WHERE[Losses]
+WHERE[Peeking] = CELLS
 """Where they train as in plain torch; elsewhere they are refused."""
 
 
@@ -104,8 +170,8 @@ def trained(kind, backend, strategy, precision):
 def test_a_forward_trains_or_is_refused(kind, cell):
     outcome = play(tuple((trained, (each, *where)) for each, where in product(WHERE, CELLS)))[trained, (kind, *cell)]
     if cell not in WHERE[kind]:
-        said = {Losses: "ModelError: blocks.", Forces: "ContractError: the forward computes gradients of its own"}
-        assert error(outcome).startswith(said[kind])
+        said = "ModelError: blocks." if kind is Losses else "ContractError: the forward computes gradients of its own"
+        assert error(outcome).startswith(said)
         return
     torch.manual_seed(3)
     model, losses = kind(), []
@@ -163,6 +229,21 @@ def test_gradients_that_a_script_reads_are_those_of_the_update(backend, strategy
 # -- losses ----------------------------------------------------------------------------------------
 
 
+@in_ranks(cells=PAIRS)
+def test_clipping_by_hand_that_begins_later_is_found(backend, strategy):
+    """From the 13th update on: at once, or on DTensors, whose writes torch does not count there, by a sample."""
+    with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2})) as engine:
+        for number, batch in enumerate(own_share(80)):
+            engine.backward(engine(**batch).loss)
+            if number >= 24:
+                torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
+            said = refused(engine.step)
+            if said != "nothing":
+                break
+    assert 25 <= number < 79 if backend == "fsdp" and strategy != "no_shard" else number == 25
+    assert said.startswith("ContractError: gradients were changed between engine.backward and engine.step")
+
+
 @in_ranks(cells=tuple(product(BACKENDS, (1024.0, 65536.0, 2.0, 1000.0))))
 def test_a_loss_scale_by_hand_is_named_once(backend, factor):
     scaler = torch.amp.GradScaler("cpu", init_scale=factor)
@@ -183,6 +264,22 @@ def test_parameters_outside_the_model_are_named_once(backend, strategy, outside)
             engine.step()
     named = [line for line in lines if "the loss reaches a parameter of shape (11,) that is in no prepared" in line]
     assert len(named) == (outside and my_rank() == 0)
+
+
+@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES)))
+def test_a_parameter_of_another_engine_is_in_a_prepared_model(backend, strategy):
+    """A loss that reaches both is refused, and nothing else is said of it."""
+    with (
+        heard() as lines,
+        prepare(config(backend, strategy)) as engine,
+        prepare(config(backend, strategy)) as other,
+    ):
+        for batch in own_share(2):
+            loss = engine(**batch).loss
+            refused(engine.backward, loss + other(**batch).loss)
+            engine.discard()
+            other.discard()
+    assert [line for line in lines if "in no prepared model" in line] == []
 
 
 # -- the end ---------------------------------------------------------------------------------------

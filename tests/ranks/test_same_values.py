@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import BACKENDS, checked, my_rank, play, prepare, values
 
-from unishard.errors import RankMismatchError
+from unishard.errors import ContractError, RankMismatchError
 from unishard.testing.models import batch
 
 EARLY, LATE = 3, 13
@@ -52,7 +52,7 @@ def written(backend, strategy, write, after, ranks):
                 done += 1
                 if done == after and my_rank() in ranks:
                     write(engine, 0.5)
-    except RankMismatchError as error:
+    except (RankMismatchError, ContractError) as error:
         return done, str(error)
     return done, ""
 
@@ -63,20 +63,17 @@ ALONE = {
     "another option, later": ("no_shard", weight_decay, LATE, "weight_decay", "0.0", "0.5"),
     "a weight in place": ("no_shard", in_place, EARLY, "head.weight", CHECKSUM, CHECKSUM),
     "a weight past autograd, later": ("no_shard", through_data, LATE, "head.weight", CHECKSUM, CHECKSUM),
-    "a shard in place, later": (
-        "full_shard",
-        in_place,
-        LATE,
-        "head.weight",
-        "not written by the script",
-        "written by the script",
-    ),
 }
 TOGETHER = [("full_shard", learning_rate), *(("no_shard", write) for write in (in_place, through_data, sent_by_rank_0))]
+SHARD = ("full_shard", in_place, LATE, (1,))
 SCENARIOS = tuple(
     (written, (backend, *arguments))
     for backend in BACKENDS
-    for arguments in (*((*case[:3], (1,)) for case in ALONE.values()), *((*case, EARLY, (0, 1)) for case in TOGETHER))
+    for arguments in (
+        SHARD,
+        *((*case[:3], (1,)) for case in ALONE.values()),
+        *((*case, EARLY, (0, 1)) for case in TOGETHER),
+    )
 )
 
 
@@ -100,3 +97,10 @@ def test_what_one_rank_writes_alone_is_one_error_that_names_ranks_and_values(bac
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_all_ranks_write_alike_is_no_error(backend, strategy, write):
     assert values(play(SCENARIOS)[written, (backend, strategy, write, EARLY, (0, 1))]) == [(22, ""), (22, "")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shard_that_one_rank_writes_is_named_in_the_next_forward_on_all_ranks(backend):
+    for done, message in values(play(SCENARIOS)[written, (backend, *SHARD)]):
+        assert done == LATE
+        assert "parameter head.weight changed since the last update, but not by the engine" in message

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
 from unishard.config import Training
 from unishard.data.batches import Window
@@ -138,6 +138,17 @@ def _order(sampler: Any) -> tuple[Hashable | None, str]:
     return None, ""
 
 
+def _digest(dataset: Any) -> str | None:
+    """What differs between ranks that hold different data: of a `Subset` at least its indices."""
+    indices: Any = dataset.indices if type(dataset) is Subset else None
+    found = of_dataset(dataset)
+    if found is not None or not (
+        isinstance(indices, list | tuple | range | Tensor) or type(indices).__module__ == "numpy"
+    ):
+        return found
+    return of_value([len(indices), *indices[:1000], *indices[-1:]])
+
+
 _INSTEAD = "use unishard.dataloader(dataset, cfg), or give the DataLoader a DistributedSampler"
 
 
@@ -176,7 +187,7 @@ class LoaderChecks:
         facts, self._first_window = facts_of(loader), False
         if together and training not in self._compared:
             self._compared.add(training)
-            self._compare(facts._replace(dataset=of_dataset(getattr(loader, "dataset", None))), training=training)
+            self._compare(facts._replace(dataset=_digest(getattr(loader, "dataset", None))), training=training)
         if facts.whole is not None and dist.get_world_size() > 1 and not self._split_by_user:
             self._warn(
                 f"each of the {dist.get_world_size()} ranks reads the entire dataset through {facts.whole}, not its "

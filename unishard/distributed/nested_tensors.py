@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def _sequence(value: Any, inner: list[Any]) -> Any:
 
 
 def _fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    names = (field.name for field in dataclasses.fields(value))
+    inner = {name: getattr(value, name) for name in names if hasattr(value, name)}
     changed = {name: new for name, old in inner.items() if (new := replace_tensors(old, change)) is not old}
     if not changed:
         return value
@@ -79,18 +81,44 @@ def _fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples, lists, mappings and dataclasses."""
+    """The tensors in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        return iter((value,))
+    return iter([each for each in values_in(value) if isinstance(each, Tensor)])
+
+
+def values_in(value: Any) -> list[Any]:
+    """A value and all that is inside it: the contents of tuples, lists, mappings and dataclasses. What cannot be read
+    is left out.
+    """
+    found = [value]
+    _collect(value, (), found)
+    return found
+
+
+def _collect(value: Any, around: tuple[Any, ...], found: list[Any]) -> None:
+    around = (*around, value)
+    for each in _inside(value):
+        found.append(each)
+        # A container may contain itself.
+        if not isinstance(each, _LEAVES) and not any(each is outer for outer in around):
+            _collect(each, around, found)
+
+
+_LEAVES = (Tensor, str, int, float, NoneType)
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        return value
+    try:
+        if isinstance(value, Mapping):
+            return [*value.values()]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    except Exception:  # of a class of others, which guards leave alone
+        return ()
+    return ()
 
 
 # -- Which tensors can be sent to other ranks and stored in a checkpoint ---------------------------

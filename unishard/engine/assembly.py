@@ -15,11 +15,13 @@ from unishard.contract.units import Unit
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.copied_containers import CopiedContainers
 from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
+from unishard.engine.loop.forward_gradients import ForwardGradients
 from unishard.engine.loop.guarded_module import GuardedModule
+from unishard.engine.loop.inference_mode import InferenceInForward
 from unishard.engine.loop.inplace_writes import InplaceWrites
-from unishard.engine.loop.module_habits import ModuleHabits
 from unishard.engine.loop.reached_parameters import Trainable
 from unishard.engine.loop.script_checks import AddedModules
 from unishard.engine.loop.training_passes import OutsideBatches
@@ -67,6 +69,7 @@ def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
         adapter.module,
         adapter.device,
         window=plan.loop.gradient_accumulation_steps,
+        seed=plan.loop.seed,
         precision=plan.model.precision,
         communication=plan.guard.communication,
     )
@@ -83,14 +86,14 @@ def training_windows(
     observers: Observers,
     trainable: Trainable,
     outside: OutsideBatches,
-    written: WrittenParameters | None,
 ) -> Accumulation:
     """What runs accumulation windows, with what it checks. Collective."""
     module, guard, own = adapter.module, plan.guard, optimizer.scheduler
     groups, eager = adapter.optimizer.param_groups, eager_modules(module)
-    units = {name: unit for name, unit in plan.model.casting.items() if unit in eager}
-    if written is not None:
-        written.begin(order)
+    ids = {id(part) for part in eager.values()}
+    units = {name: unit for name, unit in plan.model.casting.items() if id(unit) in ids}
+    inner = [*units.values(), *(unit.module for unit in adapter.gathered_modules() if unit.module is not module)]
+    written = None if guard.full_weights else WrittenParameters(module, order)
     return Accumulation(
         plan.loop,
         LossScale(plan.model.precision),
@@ -117,17 +120,16 @@ def training_windows(
         if written is None
         else (
             written,
-            InplaceWrites(units, order, gathers=guard.gathers),
-            ModuleHabits(
+            InplaceWrites(units, gathers=guard.gathers),
+            CopiedContainers(
                 {
                     f"{name} ({plan.model.classes[name]})" if name else plan.model.name: part
-                    for name, part in module.named_modules()
-                    if part in eager
+                    for name, part in eager.items()
                 },
                 order,
-                {*units.values(), *(unit.module for unit in adapter.gathered_modules() if unit.module is not module)},
-                adapter.gradients_in_forward,
             ),
+            ForwardGradients(inner, order, adapter.gradients_in_forward),
+            InferenceInForward(inner),
         ),
     )
 

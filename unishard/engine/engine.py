@@ -32,7 +32,6 @@ from unishard.engine.loop.guarded_module import RoutedCalls
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.loop.reached_parameters import Trainable, reaches
 from unishard.engine.loop.training_passes import OutsideBatches
-from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.other_names import OtherNames
 from unishard.engine.state import parameter_access
@@ -59,7 +58,7 @@ class Engine(OtherNames):
     a training call on a model prepared with `train=False`, raises `ContractError`.
     """
 
-    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, written: WrittenParameters | None) -> None:
+    def __init__(self, adapter: InferenceAdapter, plan: RunPlan) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
         training, module, warn = adapter.training, adapter.module, WarnOnce()
         self._adapter, self._precision = adapter, plan.model.precision
@@ -80,7 +79,7 @@ class Engine(OtherNames):
             module.eval()
         else:
             self._accumulation = training_windows(
-                training, plan.optimizer, plan, order, self._observers, self._trainable, self._outside, written
+                training, plan.optimizer, plan, order, self._observers, self._trainable, self._outside
             )
             self._gradients = parameter_access.GradientAccess(
                 self._parameters, self._accumulation, order, self._tensors

@@ -25,7 +25,7 @@ from unishard.distributed.broadcast import broadcast
 from unishard.distributed.shards import Shard
 from unishard.engine.engine import Engine
 from unishard.engine.loop.guarded_module import put_in_training_mode
-from unishard.engine.loop.written_parameters import WrittenParameters
+from unishard.engine.loop.inference_mode import as_no_grad
 from unishard.engine.model import activation_checkpointing, compilation, dtypes, materialization
 from unishard.engine.model.dtypes import cast_model, cast_to_compute
 from unishard.engine.model.facts import PREPARED, name_synchronized
@@ -153,15 +153,15 @@ def prepare(
     if said := loading.unused():
         warnings.warn(said, UserWarning, stacklevel=2)
     _require_module(model)
-    with _group(cfg.communication) as topology:
+    with as_no_grad(), _group(cfg.communication) as topology:
         _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
         _require_new(model)
         _free_closed_engines()
         plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
-        adapter, written = _shard(model, plan)
+        adapter = _shard(model, plan)
         with _closed_on_error(adapter):
             _verify(adapter, plan)
-            engine = Engine(adapter, plan, written)
+            engine = Engine(adapter, plan)
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 
 
@@ -192,8 +192,8 @@ def _free_closed_engines() -> None:
             gc.collect()
 
 
-def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenParameters | None]:
-    """Change the model as planned, and build its engine; and what watches its parameters. Collective."""
+def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+    """Change the model as planned, and build its engine. Collective."""
     collective_check.check_now("unishard.prepare (sharding)")
     planned, trains = plan.model, plan.optimizer is not None
     materialization.check(model, train=trains)
@@ -211,10 +211,9 @@ def _shard(model: nn.Module, plan: RunPlan) -> tuple[InferenceAdapter, WrittenPa
         put_in_training_mode(model, plan.topology.rank)
         name_synchronized(model, plan.topology, process_group.device_of(plan.topology))
         process_group.use_host_cores(planned.offload, plan.topology)
-    written = WrittenParameters(model, casting) if trains and not plan.guard.full_weights else None
     if plan.engine is not None:
-        return plan.backend.build(model, plan), written
-    return ReplicaAdapter(model, planned.precision, process_group.device_of(plan.topology), casting), written
+        return plan.backend.build(model, plan)
+    return ReplicaAdapter(model, planned.precision, process_group.device_of(plan.topology), casting)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from harness import checked as config
 from harness import my_rank, prepare
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset
 
 import unishard
 from mistakes.data import read, samples, warnings_raised
@@ -68,6 +68,16 @@ def same_order(backend, kind):
             read(engine, own if kind == "generator" else DataLoader(_ALL, batch_size=2, sampler=sampler))
 
 
+class _Own(Dataset):
+    """Runs code of its own for each sample."""
+
+    def __len__(self):
+        return len(_ALL)
+
+    def __getitem__(self, index):
+        return _ALL[index]
+
+
 class _ByTokens:
     """A sampler of batches of different sizes, this rank's."""
 
@@ -86,6 +96,10 @@ RIGHT = {
     ),
     "number of tokens": (lambda: DataLoader(_ALL, batch_sampler=_ByTokens()), range(8)),
     "split by rank": (lambda: DataLoader(_ALL[my_rank() :: 2], batch_size=2, shuffle=True), range(16)),
+    "subsets by rank": (
+        lambda: DataLoader(Subset(_Own(), torch.arange(16)[my_rank() :: 2]), batch_size=2, shuffle=True),
+        range(16),
+    ),
     "Accelerate": (lambda: _by_accelerate(DataLoader(_ALL, batch_size=2, shuffle=True)), range(16)),
     "Accelerate, batches split": (
         lambda: _by_accelerate(DataLoader(_ALL, batch_size=4), split_batches=True),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import EllipsisType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,7 @@ from unishard.distributed.host_read import HostRead
 from unishard.engine.loop import script_checks
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.equal_values import EqualValues
-from unishard.engine.loop.inplace_writes import InplaceWrites
 from unishard.engine.loop.items import Items, LossKind
-from unishard.engine.loop.module_habits import ModuleHabits
 from unishard.engine.loop.reached_parameters import ReachedParameters, Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
@@ -35,10 +33,16 @@ from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.public_optimizer import OptimizerCalls
 from unishard.engine.optim.schedulers import Schedule, TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
-from unishard.failures.collective_check import samples
 from unishard.observe.observer import Observers
 
 _logger = logging.getLogger("unishard")
+
+
+class ForwardGuard(Protocol):
+    """Looks at the forwards that `Sampling` chooses."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """The block that runs such a forward."""
 
 
 class Accumulation:
@@ -59,7 +63,7 @@ class Accumulation:
         *,
         written: WrittenParameters | None,
         held: EqualValues | None,
-        watches: Sequence[ModuleHabits | InplaceWrites | WrittenParameters],
+        watches: Sequence[ForwardGuard],
         added: script_checks.AddedModules,
     ) -> None:
         """Begin before the first window.
@@ -78,7 +82,7 @@ class Accumulation:
             written: What finds writes of parameters past the engine; None where the module's own tensors are the
                 weights.
             held: What describes what must be the same on all ranks in an update; None on a single rank.
-            watches: What looks at forwards for writes that the engine would lose.
+            watches: What looks at some forwards.
             added: What finds modules, parameters and hooks that the script adds.
         """
         self.observers = observers
@@ -95,9 +99,6 @@ class Accumulation:
         self._outside = outside
         self._looks_for_scale = self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
         self._skipped = script_checks.SkippedUpdates()
-        self._sampled = True
-        """Whether the script's and the forward's habits are looked at in this window: in the first ones, and in every
-        tenth."""
         self._failed = ""
         """What has raised an error in this window: the forward or the backward."""
         self._finished: float | None = None
@@ -189,15 +190,15 @@ class Accumulation:
                 "the block"
             )
         self._go_on()
-        watched = self._sampled and not order.micro_batch
-        if watched:
+        looks = order.looks
+        if looks:
             self._added.refuse(gathered=order.gathered)
-        if watched and self._written is not None:
+        if self._written is not None:
             self._written.before_forward()
         if self._held is not None and not order.micro_batch:
-            self._held.look(compared=self._sampled)
+            self._held.look()
         order.check_sampled("forward")
-        if watched:
+        if order.looks_at_update and not order.micro_batch:
             self._outside.forward((args, kwargs))
         if order.before_update is not None:
             order.before_update()
@@ -208,8 +209,10 @@ class Accumulation:
             order.phase = Phase.FORWARD_DONE
         order.graph = order.graph or torch.is_grad_enabled()
         try:
-            with order.forwarding(), self._watching() if watched else nullcontext():
+            with order.forwarding(), self._watching() if looks else nullcontext():
                 output = self.adapter.forward(*args, **kwargs)
+            if self._written is not None:
+                self._written.after_forward()
         except BaseException as error:
             self._failed = "forward"
             self.observers.on_error(error)
@@ -229,7 +232,7 @@ class Accumulation:
         """Run the backward of one micro-batch."""
         order = self._order
         order.require_backward(loss, training=self.adapter.module.training)
-        if self._sampled:
+        if order.looks:
             self._trainable.require_frozen()
         order.check_sampled(
             "backward",
@@ -278,9 +281,7 @@ class Accumulation:
         if order.last:  # inside a window there is no collective, and the next forward notices a missing step
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
             edited = ", with gradients that were changed since backward" if self._edited.found else ""
-            held = (
-                self._held.text(self.adapter.optimizer.param_groups) if self._sampled and self._held is not None else ""
-            )
+            held = "" if self._held is None else self._held.text(self.adapter.optimizer.param_groups)
             order.check_sampled(
                 "step",
                 clip + edited,
@@ -316,8 +317,7 @@ class Accumulation:
         self.observers.on_close()
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
             self.resolve_pending()
-        if self._written is not None:
-            self._written.close()
+        self._reached.close()
         self._optimizer.close()
         self._schedule.close()
 
@@ -363,11 +363,8 @@ class Accumulation:
             self._order.end_window()
             self._items.clear()
             self._finished = None
-        self._sampled = samples(self._order.updates)
-        if self._sampled and self._written is not None:
+        if self._written is not None:
             self._written.keep()
-        if self._held is not None:
-            self._held.keep()
         step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
         at_once = (  # something cannot take the update back, or raises
             self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from unishard.config import Communication, Precision
 from unishard.engine.loop import forward_errors
+from unishard.engine.loop.sampling import Sampling
 from unishard.errors import ContractError
 from unishard.failures import collective_check
 
@@ -34,6 +35,7 @@ class CallOrder:
         device: torch.device,
         *,
         window: int,
+        seed: int,
         precision: Precision,
         communication: Communication,
     ) -> None:
@@ -43,6 +45,7 @@ class CallOrder:
             module: The model.
             device: Where this rank computes.
             window: Micro-batches in a full accumulation window.
+            seed: What chooses the micro-batches that the guards look at; the same on all ranks.
             precision: What the errors of a forward name.
             communication: How calls are compared between the ranks.
         """
@@ -50,6 +53,9 @@ class CallOrder:
         self._precision = precision
         self._device = device
         self._member = collective_check.join(communication)
+        self._sampling = Sampling(seed)
+        self.looks_at_update = True
+        """Whether the guards look at some micro-batch of the current update with what costs time, see `Sampling`."""
         self._trained = module.training
         self._began, self._seconds = time.monotonic(), 0.0
         """When the current window began, and what the last one took."""
@@ -95,6 +101,11 @@ class CallOrder:
         return self.micro_batch + 1 == self.window
 
     @property
+    def looks(self) -> bool:
+        """Whether they look at the current micro-batch."""
+        return self._sampling.all or self._sampling.chosen == self.micro_batch
+
+    @property
     def inside_window(self) -> bool:
         """Whether a window has begun and not ended."""
         return bool(self.micro_batch) or self.phase is Phase.BACKWARD_DONE
@@ -105,8 +116,8 @@ class CallOrder:
         """Check that all ranks make the same call. Collective.
 
         Before the call's collectives in the first updates, in later ones that are not shorter than the check can be,
-        and in every tenth; also where the model has changed between training and evaluation. Else together with the
-        next call that is checked.
+        in every tenth and in those that the guards look at; also where the model has changed between training and
+        evaluation. Else together with the next call that is checked.
 
         Args:
             call: A method of the engine.
@@ -127,6 +138,7 @@ class CallOrder:
             or self.updates >= self._due
             or self.updates == self._checked
             or collective_check.samples(self.updates)
+            or self.looks_at_update
         ):
             self.check_now(call, detail, skipped=skipped, order=order, held=held)
         else:
@@ -152,7 +164,7 @@ class CallOrder:
         Raises:
             ModelError: torch does not compute with the dtypes that the config gives the model, or with its inputs.
         """
-        self._forwarding = True
+        self._forwarding = self.gathered = True
         try:
             yield
         except (RuntimeError, IndexError) as error:
@@ -257,6 +269,7 @@ class CallOrder:
         """End the window after its update was made or skipped."""
         self.window, self.micro_batch, self.pushed = self.full_window, 0, False
         self.updates += 1
+        self.looks_at_update = self._sampling.next_update(self.full_window)
         self._began, before = time.monotonic(), self._began
         self._seconds = self._began - before
 

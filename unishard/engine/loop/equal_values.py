@@ -3,9 +3,7 @@
 It must be the same on all ranks.
 
 Where each rank holds all weights in full, writing them is allowed: their bits are added up on the device before updates
-whose calls are compared, and read behind the backward. Elsewhere it is an error (`written_parameters`), and the only
-rank that has done it is named: in-place operations raise the version of a parameter, which costs nothing to read in
-every update.
+whose calls are compared, and read behind the backward. Elsewhere it is an error (`written_parameters`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from torch import Tensor, nn
 from unishard.distributed import host_numbers
 from unishard.distributed.host_read import HostRead
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.written_parameters import sum_of_bits
+from unishard.engine.loop.tensor_marks import sum_of_bits
+from unishard.failures.collective_check import samples
 
 _PARTS = 64
 """Parts of the weights that are compared one by one; with so many parameters or less, each is a part."""
@@ -44,43 +43,21 @@ class EqualValues:
         self._order = order
         self._adds_up = full and _same_everywhere(device)
         self._bits: HostRead | None = None
-        self._watched = {} if full else self._own
-        self._versions: list[int] = []
-        self._writes = 0
-        self._written: dict[str, None] = {}
-        """What the script has written since this was compared."""
-        self.keep()
 
-    def keep(self) -> None:
-        """Note the versions of the weights; after `prepare` and after each update."""
-        self._versions, self._writes = self._now(), self._order.writes
-
-    def look(self, *, compared: bool) -> None:
-        """Find what the script has written since; before the first forward of an update.
-
-        Args:
-            compared: Whether the calls of this update are compared.
-        """
-        now = self._now()
-        if (
-            now != self._versions and self._writes == self._order.writes
-        ):  # else the engine has written weights, on all ranks
-            changed = (
-                name for name, was, version in zip(self._watched, self._versions, now, strict=True) if was != version
-            )
-            self._written.update(dict.fromkeys(changed))
-        self._versions = now
-        if compared and self._adds_up:
+    def look(self) -> None:
+        """Add up the bits of the weights before the first forward of an update whose calls are compared."""
+        if self._adds_up and samples(self._order.updates):
             self._bits = HostRead(_added_up([*self._own.values()]))
 
     def text(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """The values, as `Call.held`.
+        """The values, as `Call.held`; none in an update whose calls are not compared.
 
         Args:
             groups: Those of the optimizer.
         """
-        values = _options(groups) | dict.fromkeys([*self._written][:_PARTS], "written by the script")
-        self._written.clear()
+        if not samples(self._order.updates):
+            return ""
+        values = _options(groups)
         bits, self._bits = self._bits, None
         if bits is not None:
             names = [*self._own]
@@ -90,9 +67,6 @@ class EqualValues:
                 name: f"with the checksum {total % 2**32:08x}" for name, total in zip(told, bits.all(), strict=True)
             }
         return json.dumps(values)
-
-    def _now(self) -> list[int]:
-        return [parameter._version for parameter in self._watched.values()]
 
 
 def _parts(number: int) -> list[slice]:

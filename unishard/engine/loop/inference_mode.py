@@ -7,7 +7,7 @@ inference mode can never be part of a graph again, so that the training after an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -79,6 +79,27 @@ def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
     ]
+
+
+class InferenceInForward:
+    """Runs modules that a forward calls in inference mode under `no_grad`: FSDP2 would keep the weights that it gathers
+    there, which no backward can use.
+
+    In the forwards that are looked at, since the first one makes the tensors that the later ones fill.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*modules]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The block that runs a forward that is looked at."""
+        hooks = [hook for module in self._modules for hook in as_no_grad_in_forward(module)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _as_no_grad(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,15 @@ from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.model.facts import is_empty
 from unishard.engine.optim.public_optimizer import is_marked, same_model
 from unishard.errors import ContractError, ModelError
-from unishard.failures.collective_check import samples_modules
 
 _logger = logging.getLogger("unishard")
 
 _NAMED = 8
 _CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")
+
+
+_open: WeakSet[EngineAdapter] = WeakSet()
+"""Of all engines that are not closed: a loss may reach the parameters of several."""
 
 
 class ReachedParameters:
@@ -47,6 +51,7 @@ class ReachedParameters:
         self._order = order
         self._classes = classes
         self._reached: set[str] = set()
+        _open.add(adapter)
         self._looks_for_others = dist.get_rank() == 0 and dist.get_world_size() > 1
         self._described: tuple[tuple[str, ...], str] = ((), "")
         """The last names that were described, mostly those of every update."""
@@ -58,7 +63,7 @@ class ReachedParameters:
         Raises:
             ModelError: The loss reaches a parameter that the engine has replaced.
         """
-        if not samples_modules(self._order.updates):
+        if not self._order.looks_at_update:
             return ""
         leaves = [*_leaves_of(loss)]
         own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *self._adapter.leaves())}
@@ -84,6 +89,10 @@ class ReachedParameters:
         """Forget the window, which is discarded."""
         self._reached.clear()
 
+    def close(self) -> None:
+        """The engine is closed."""
+        _open.discard(self._adapter)
+
     def _refuse_replaced(self, others: Collection[Tensor]) -> None:
         """Refuse parameters of the model before it was sharded: the loss would see weights that no update changes."""
         prepared = next(iter(self._adapter.shared_parameters().values()), None)
@@ -102,7 +111,8 @@ class ReachedParameters:
         """Warn once of parameters in no prepared model, such as those of a loss with class centers."""
         if not self._looks_for_others:
             return
-        other = next((leaf for leaf in others if isinstance(leaf, nn.Parameter)), None)
+        prepared = {id(leaf) for adapter in _open for leaf in (*adapter.module.parameters(), *adapter.leaves())}
+        other = next((each for each in others if isinstance(each, nn.Parameter) and id(each) not in prepared), None)
         if other is not None and not is_marked(other):
             self._looks_for_others = False
             _logger.warning(

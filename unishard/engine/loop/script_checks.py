@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, is_
 from typing import Any, NoReturn
 
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.distributed.host_read import HostRead
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.tensor_marks import versions
 from unishard.errors import ContractError
 
 _FOREIGN = CORE_PRIVATE_API["foreign-backward"]
@@ -83,9 +84,10 @@ class AddedModules:
             packages: Whose hooks on parameters are the engine's.
         """
         self._model, self._packages = model, packages
-        self._known = {part: dict(part.named_parameters(recurse=False)) for part in model.modules()}
+        self._parts = [*model.modules()]
+        self._known = {id(part): dict(part.named_parameters(recurse=False)) for part in self._parts}
         self._hooks = {
-            parameter: self._hooks_on(parameter) for known in self._known.values() for parameter in known.values()
+            id(parameter): self._hooks_on(parameter) for known in self._known.values() for parameter in known.values()
         }
 
     def refuse(self, *, gathered: bool) -> None:
@@ -98,9 +100,9 @@ class AddedModules:
             ContractError: A module, a parameter or a gradient hook is new.
         """
         for name, part in self._model.named_modules():
-            known = self._known.get(part, {})
+            known = self._known.get(id(part), {})
             for own, parameter in part.named_parameters(recurse=False):
-                if self._hooks_on(parameter) > self._hooks.get(parameter, 0):
+                if self._hooks_on(parameter) > self._hooks.get(id(parameter), 0):
                     raise ContractError(
                         f"parameter {name}{'.' if name else ''}{own} got a gradient hook after unishard.prepare, which "
                         "engines that shard it call with other gradients, or never; remove it, and edit gradients with "
@@ -108,7 +110,7 @@ class AddedModules:
                     )
                 if own in known and (parameter is known[own] or (gathered and isinstance(known[own], DTensor))):
                     continue
-                what = f"parameter {name}{'.' if name else ''}{own}" if part in self._known else f"module {name}"
+                what = f"parameter {name}{'.' if name else ''}{own}" if id(part) in self._known else f"module {name}"
                 raise ContractError(
                     f"{what} was added or replaced after unishard.prepare, so no engine trains or saves it; change the "
                     "model before prepare: get_peft_model, a new head, a resized embedding"
@@ -232,26 +234,26 @@ class SkippedUpdates:
 
 _PARAMETERS, _ELEMENTS = 8, 16
 """How much of the gradients is compared: clipping and zeroing change all of them."""
-_FIRST, _EVERY = 3, 10
-"""Which updates are looked at: the first ones, where a habit shows, and the host waits for the device once in each;
-then every tenth, where the result is read in the next micro-batch, so that nothing waits."""
+_GRADIENT = attrgetter("grad")
 
 
 class EditedGradients:
-    """Compares a few elements of the gradients that the model's parameters hold with what the last backward left there;
-    in the first updates also which gradients there are, and whether one was written in place.
+    """Compares the gradients that the model's parameters hold with what the last backward left there: in every
+    micro-batch which there are and how often each was written, and where `Sampling` looks a few elements. torch does
+    not count what `torch.nn.utils.clip_grad_norm_` writes to DTensors (torch 2.13).
 
     Of engines whose parameters hold none or others, it compares the copies that the script was shown.
     """
 
     def __init__(self, module: nn.Module, order: CallOrder) -> None:
-        self._module = module
+        self._parameters = [*module.parameters()]
         self._order = order
-        self._kept: list[tuple[nn.Parameter, Tensor]] = []
-        self._versions: list[tuple[nn.Parameter, Tensor, int]] = []
-        """Every gradient, with the count of writes to it."""
-        self._later: HostRead | None = None
-        """Whether gradients of the last window that was looked at were changed."""
+        self._kept: list[Tensor | None] = []
+        self._held: list[Tensor] = []
+        """Those of them that there are."""
+        self._versions: list[int] = []
+        self._elements: list[tuple[Tensor, Tensor]] = []
+        """Some gradients with some of their elements."""
         self.found = False
         """Whether a gradient of this window was changed on this rank."""
         self.shown: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
@@ -259,53 +261,32 @@ class EditedGradients:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep some of what a backward has left."""
-        self._kept.clear()
-        self._versions.clear()
+        """Keep what a backward has left."""
         self.shown.clear()
-        if self._order.updates >= _FIRST and self._order.updates % _EVERY:
-            return
-        if self._order.updates < _FIRST:
-            held = ((parameter, parameter.grad) for parameter in self._module.parameters())
-            self._versions += [(parameter, grad, grad._version) for parameter, grad in held if grad is not None]
-        for parameter in self._module.parameters():
-            gradient = _local(parameter.grad)
-            if gradient is not None and gradient.numel():
-                self._kept.append((parameter, _some(gradient).clone()))
-                if len(self._kept) == _PARAMETERS:
-                    return
+        self._kept = [*map(_GRADIENT, self._parameters)]
+        self._held = [gradient for gradient in self._kept if gradient is not None]
+        self._versions = versions(self._held)
+        if self._order.looks:
+            shards = [shard for shard in map(_local, self._held) if shard.numel()]
+            self._elements = [(shard, _some(shard).clone()) for shard in shards[:_PARAMETERS]]
 
     @torch.no_grad()
     def compare(self) -> None:
         """Compare that with what is there now, once; a gradient that is gone was changed too."""
         if any(copy is not None and copy._version != version for copy, version in self.shown.values()):
             self.found = True
-        if self._later is not None:
-            later, self._later = self._later, None
-            self.found = self.found or bool(later.get())
-        if not self._kept:
+        if not self._held:
             return
-        versions, self._versions = self._versions, []
-        if any(parameter.grad is not grad or grad._version != version for parameter, grad, version in versions):
-            self.found = True
-        kept, self._kept = self._kept, []
-        now = [_local(parameter.grad) for parameter, _ in kept]
-        present = [gradient for gradient in now if gradient is not None]
-        if len(present) < len(kept):
-            self.found = True
-            return
-        changes = [(_some(gradient) != then).any() for gradient, (_, then) in zip(present, kept, strict=True)]
-        changed = HostRead(torch.stack([change.to(changes[0].device) for change in changes]).any())
-        if self._order.updates < _FIRST:
-            self.found = self.found or bool(changed.get())
-        else:
-            self._later = changed
+        same = all(map(is_, self._kept, map(_GRADIENT, self._parameters))) and versions(self._held) == self._versions
+        changes = [(_some(shard) != then).any() for shard, then in self._elements]
+        changed = bool(changes) and bool(torch.stack([change.to(changes[0].device) for change in changes]).any())
+        self.found = self.found or changed or not same
+        self._kept, self._held, self._elements = [], [], []
 
     def clear(self) -> None:
         """Compare nothing: the window is over, or the engine itself has changed its gradients."""
-        self._kept.clear()
-        self._versions.clear()
         self.shown.clear()
+        self._kept, self._held, self._elements = [], [], []
         self.found = False
 
     def refuse(self) -> NoReturn:
@@ -319,9 +300,9 @@ class EditedGradients:
         )
 
 
-def _local(gradient: Any) -> Tensor | None:
+def _local(gradient: Any) -> Tensor:
     """This rank's shard, if the gradient is a DTensor."""
-    shard: Tensor | None = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    shard: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return shard
 
 

@@ -4,101 +4,69 @@ Where a rank's tensors are shards or rounded copies, a write reaches some of the
 and loses one in the forward, stage 3 of ZeRO ignores both, and stages 1 and 2 compute with a copy that the next update
 replaces.
 
-In-place operations on a parameter raise its version, which costs nothing to read. What bypasses that, such as
-`parameter.data.fill_(1)`, shows in the bits, which are added up on the device in the first updates. Under ZeRO-3 it
-leaves no trace in the forward of a module around that which holds the parameter, or in a hook before the forward of the
-latter: DeepSpeed gathers the parameter for the read.
+In-place operations raise the version of a tensor, which costs nothing to read: in every micro-batch. What bypasses
+that, `parameter.data.fill_(1)` or `parameter.data = value`, shows in the bits and the memory, which are compared where
+`Sampling` looks: of the parameters between two forwards, and of what a module computes with around its forward.
+
+Besides what begins between two looks, two kinds of writes through `data` are not found: those to a gathered parameter
+outside the forward of its own module, and those to one that stage 3 of ZeRO has not gathered: it has no elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.tensor_marks import memory_of, sum_of_bits, versions
 from unishard.engine.model.compilation import eager_modules
 from unishard.errors import ContractError
 
-_FIRST = 3
-"""The updates in which bits are compared, in the first forward of each: there a habit shows, and the host waits for the
-device."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
-
 
 class _Mark(NamedTuple):
-    """What a parameter was; None where that is not compared."""
+    """What a tensor is at one time; None where that is not compared."""
 
+    tensor: Tensor
     version: int
-    storage: Any
-    """Only where it has no memory of its own, as for a DTensor: there `parameter.data = value` leaves no other
-    trace."""
-    bits: Tensor | None
+    memory: torch.UntypedStorage | None = None
+    bits: Tensor | None = None
 
 
 class WrittenParameters:
     """Refuses what is written between two updates, and in a training forward."""
 
-    def __init__(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
-        """Register hooks before the engine does: FSDP2 then gathers before them and releases after, and hooks of the
-        user run between.
-
-        Args:
-            module: The model, not sharded yet.
-            units: The modules whose parameters will be gathered together.
-        """
-        self._module = module
-        self._units = set(units)
-        units_by_name = {name: part for name, part in module.named_modules() if part in self._units}
-        self._in_units = {
-            f"{name}.{inner}" for name, unit in units_by_name.items() for inner, _ in unit.named_parameters()
-        }
-        self._eager = eager_modules(module)
-        # Of a module with several names the first, as of its parameters.
-        self._parts = {part: prefix for prefix, part in reversed([*self._modules(module)])}
-        self._order: CallOrder
-        self._own: dict[str, nn.Parameter] = {}
-        """The parameters while they are not gathered: their names stay, and FSDP2 puts other tensors in their place."""
-        self._kept: dict[str, _Mark] = {}
-        self._writes = 0
-        self._gathered: dict[str, tuple[nn.Parameter, _Mark]] = {}
-        """FSDP2's gathered tensors, whose versions only the forward can change."""
-        self._marks: dict[nn.Module, dict[str, tuple[nn.Parameter, _Mark]]] = {part: {} for part in self._parts}
-        """Of each module that runs what is gathered."""
-        self._found: _Comparison | None = None
-        """While a forward runs that is looked at closely."""
-        self._inner = [hook for part in self._parts for hook in self._inside(part)]
-
-    def begin(self, order: CallOrder) -> None:
+    def __init__(self, module: nn.Module, order: CallOrder) -> None:
         """Remember the parameters after `prepare`, when the model's tensors are not its master weights.
 
         Args:
+            module: The sharded model.
             order: The engine's position in the loop.
         """
+        self._module = module
         self._order = order
-        self._own = dict(self._module.named_parameters())
+        self._parts = eager_modules(module)
+        named = dict(module.named_parameters())
+        self._names, self._resting = [*named], [*named.values()]
+        """The parameters while they are not gathered: FSDP2 then has other tensors in their place."""
+        self._empty = {id(parameter): not parameter.numel() for parameter in self._resting}
+        """By the id of each of those whether it has no elements then."""
+        self._running: dict[int, dict[str, _Mark]] = {}
+        """What each module that runs computes with, while a forward is looked at."""
+        self._gathered: dict[str, _Mark] = {}
+        """What was gathered in such forwards, whose versions only a forward changes."""
+        self._written: set[str] = set()
+        self._different: list[tuple[str, Tensor]] = []
         self.keep()
 
     def keep(self) -> None:
-        """Remember the parameters until the next forward; after `prepare`, and after an update before one that is
-        looked at.
-        """
-        self._writes = self._order.writes
-        self._kept = _marks(self._own, bits=self._order.updates < _FIRST)
-
-    def close(self) -> None:
-        """Forget all."""
-        self._kept, self._gathered = {}, {}
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        while self._inner:
-            self._inner.pop().remove()
+        """Remember the parameters until the next forward; after each update."""
+        self._writes, self._versions = self._order.writes, versions(self._resting)
+        self._marks = self._at_rest() if self._order.looks_at_update else []
 
     def before_forward(self) -> None:
         """Compare with what was kept.
@@ -106,19 +74,9 @@ class WrittenParameters:
         Raises:
             ContractError: The script has written a parameter.
         """
-        found = _Comparison()
-        now = _marks(self._own, bits=self._order.updates < _FIRST)
-        by_engine = self._writes != self._order.writes
-        replaced = self._order.gathered or by_engine
-        for name, mark in now.items():
-            was = self._kept.get(name)
-            if was is not None and not by_engine:
-                found.add(name, was._replace(storage=None) if was.bits is None and replaced else was, mark)
-            if mark.bits is None and replaced:
-                now[name] = mark._replace(storage=None)
-        self._kept = now
-        if written := found.names(self._own):
-            self._kept = {}
+        if self._writes != self._order.writes:  # the engine itself
+            self.keep()
+        if written := self._found():
             raise ContractError(
                 f"{_named(written)} changed since {'the last update' if self._order.updates else 'unishard.prepare'}, "
                 "but not by the engine, whose shards or rounded copies of the weights this would reach in part or not "
@@ -126,37 +84,13 @@ class WrittenParameters:
                 "engine.set_parameter, or before unishard.prepare"
             )
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The block that runs a training forward.
+    def after_forward(self) -> None:
+        """Compare with what was kept, and with what modules computed with.
 
         Raises:
             ContractError: The forward has written a parameter.
         """
-        found, closely = _Comparison(), self._order.updates < _FIRST
-        if not closely:
-            self._remove_hooks()
-        outer = [hook for part in self._parts for hook in self._outside(part, found)] if closely else []
-        self._found = found if closely else None
-        self._order.gathered = True  # a resumed run may begin past the updates whose hooks would say so
-        try:
-            yield
-        finally:
-            self._found = None
-            for hook in outer:
-                hook.remove()
-            for marks in self._marks.values():
-                marks.clear()
-        self._end(found)
-
-    def _end(self, found: _Comparison) -> None:
-        now = _marks(self._own, bits=self._order.updates < _FIRST)
-        for name, was in self._kept.items():
-            found.add(name, was if was.bits is not None else was._replace(storage=None), now[name])
-        for name, (parameter, was) in self._gathered.items():
-            found.add(name, was, _mark(parameter, bits=False))
-        self._kept = {}
-        if written := found.names(self._own):
+        if written := self._found():
             raise ContractError(
                 f"the forward writes {_named(written)}, of which it has only a shard, or a gathered or rounded copy, "
                 "so the write is lost or differs between engines; write it after engine.step() with `with "
@@ -166,146 +100,81 @@ class WrittenParameters:
                 "with sharding: no_shard and precision: fp32"
             )
 
-    def _modules(self, module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """The modules that may be gathered one by one; none inside a unit, nor inside a compiled module, which would
-        compile again.
-        """
-        yield prefix, module
-        if module not in self._units:
-            for name, child in module.named_children():
-                if child in self._eager:
-                    yield from self._modules(child, f"{prefix}{name}.")
+    # -- the parameters at rest --------------------------------------------------------------------
 
-    def _held(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is gathered with a module: all of a unit; of another module its own parameters, and of the root all
-        outside units.
-        """
-        prefix = self._parts[module]
-        for name, parameter in ((prefix + name, parameter) for name, parameter in module.named_parameters()):
-            own = self._own.get(name)
-            # Not the other elements that ZeRO-3 shows: they may be on their way.
-            copied = not prefix and parameter is not own and name not in self._in_units
-            # A tensor in place of a parameter is that of a `functional_call`.
-            if (
-                own is not None
-                and isinstance(parameter, nn.Parameter)
-                and (module in self._units or "." not in name[len(prefix) :] or copied)
-            ):
-                yield name, parameter
+    def _at_rest(self) -> list[_Mark]:
+        return [_mark(each, memory=hasattr(each, "to_local")) for each in self._resting]
 
-    def _outside(self, watched: nn.Module, found: _Comparison) -> list[RemovableHandle]:
-        """Register hooks before and after those of the engine that gather.
+    def _found(self) -> list[str]:
+        """What was written since this was called, in an order that is the same on all ranks."""
+        before, self._versions = self._versions, versions(self._resting)
+        if before != self._versions:
+            changed = zip(self._names, before, self._versions, strict=True)
+            self._written.update(name for name, was, now in changed if was != now)
+        if self._marks and self._order.looks:
+            marks, self._marks = self._marks, self._at_rest()
+            for name, was, now in zip(self._names, marks, self._marks, strict=True):
+                self._compare(name, was, now)
+        if self._different:
+            self._written.update(_true(self._different))
+            self._different = []
+        if not self._written:
+            return []
+        written = [name for name in self._names if name in self._written]
+        self._written = set()
+        self.keep()
+        return written
 
-        ZeRO-3's are the last that it finds, FSDP2's the first.
-        """
-
-        def before(module: nn.Module, args: Any) -> None:
-            for name, parameter in self._held(watched):
-                was = self._kept.get(name)
-                if was is not None and was.bits is None and parameter is self._own[name] and not parameter.numel():
-                    # Gathering ahead replaces storages outside units, and gathering at all those inside.
-                    found.add(
-                        name,
-                        was if watched in self._units else was._replace(storage=None),
-                        _mark(parameter, bits=False),
-                    )
-                    self._kept[name] = was._replace(storage=None)
-
-        return [
-            watched.register_forward_pre_hook(before, prepend=True),
-            watched.register_forward_pre_hook(lambda module, args: self._mark_gathered(watched, self._held(watched))),
-        ]
-
-    def _inside(self, watched: nn.Module) -> list[RemovableHandle]:
-        """Register hooks around those of the user."""
-
-        def gathered(module: nn.Module, args: Any) -> None:
-            if module is watched:  # not a copy of it
-                self._order.gathered = True
-                # Not what ZeRO-3 shows: it may be on its way.
-                self._mark_gathered(
-                    watched, (each for each in self._held(watched) if each[1] is not self._own.get(each[0]))
-                )
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if module is watched:
-                self._compare_gathered(watched)
-
-        return [watched.register_forward_pre_hook(gathered, prepend=True), watched.register_forward_hook(after)]
-
-    def _mark_gathered(self, watched: nn.Module, held: Iterable[tuple[str, nn.Parameter]]) -> None:
-        if self._found is None:
-            return
-        marks = self._marks[watched]
-        for name, parameter in held:
-            if (
-                name in self._kept
-                and name not in marks
-                and (parameter is not self._own[name] or self._kept[name].bits is None)
-            ):
-                marks[name] = parameter, _mark(parameter, bits=True)
-
-    def _compare_gathered(self, watched: nn.Module) -> None:
-        if self._found is None:
-            return
-        marks = self._marks[watched]
-        for name, (parameter, was) in marks.items():
-            self._found.add(name, was, _mark(parameter, bits=was.bits is not None))
-            if parameter is not self._own[name]:
-                self._gathered[name] = parameter, was._replace(storage=None, bits=None)
-        marks.clear()
-
-
-class _Comparison:
-    """Collects what differs, and asks the device once."""
-
-    def __init__(self) -> None:
-        self._found: set[str] = set()
-        self._bits: dict[str, Tensor] = {}
-
-    def add(self, name: str, was: _Mark, now: _Mark) -> None:
-        """Compare what both marks have."""
-        if was.version != now.version or (was.storage is not None and was.storage is not now.storage):
-            self._found.add(name)
+    def _compare(self, name: str, was: _Mark, now: _Mark) -> None:
+        replaced = was.memory is not None and now.memory is not None and was.memory is not now.memory
+        if was.version != now.version or replaced:
+            self._written.add(name)
         elif was.bits is not None and now.bits is not None:
-            different = was.bits != now.bits
-            self._bits[name] = self._bits[name] | different if name in self._bits else different
+            self._different.append((name, was.bits != now.bits))
 
-    def names(self, order: Iterable[str]) -> list[str]:
-        """The parameters that were written, in an order that is the same on all ranks.
+    # -- what modules compute with -----------------------------------------------------------------
 
-        Waits for the device if bits are compared.
-        """
-        if self._bits:
-            first = next(iter(self._bits.values()))
-            flags = torch.stack([flag.to(first.device) for flag in self._bits.values()]).tolist()
-            self._found.update(name for name, flag in zip(self._bits, flags, strict=True) if flag)
-        return [name for name in order if name in self._found]
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The block that runs a forward that is looked at."""
+        hooks = [hook for name, part in self._parts.items() for hook in self._around(name, part)]
+        try:
+            yield
+            for name, was in self._gathered.items():
+                self._compare(name, was, _Mark(was.tensor, versions([was.tensor])[0]))
+        finally:
+            self._running = {}
+            for hook in hooks:
+                hook.remove()
+
+    def _around(self, name: str, part: nn.Module) -> Iterator[RemovableHandle]:
+        """Register hooks between those of the engine, which gather and release."""
+        yield part.register_forward_pre_hook(lambda module, args: self._enter(name, module))
+        yield part.register_forward_hook(lambda module, args, output: self._leave(module), prepend=True)
+
+    def _enter(self, prefix: str, module: nn.Module) -> None:
+        marks = self._running[id(module)] = {}
+        for name, tensor in module.named_parameters(prefix, recurse=not prefix):
+            own = name.rpartition(".")[0] == prefix
+            # What is empty at rest is gathered by now if it is the module's own; others may be on their way.
+            if tensor.numel() and (own if self._empty.get(id(tensor)) else id(tensor) not in self._empty):
+                marks[name] = _mark(tensor, memory=True)
+
+    def _leave(self, module: nn.Module) -> None:
+        for name, was in self._running.pop(id(module), {}).items():
+            self._compare(name, was, _mark(was.tensor, memory=True))
+            self._gathered.setdefault(name, _Mark(was.tensor, was.version))
 
 
-def _marks(parameters: Mapping[str, nn.Parameter], *, bits: bool) -> dict[str, _Mark]:
-    return {name: _mark(parameter, bits=bits) for name, parameter in parameters.items()}
+def _mark(tensor: Tensor, *, memory: bool) -> _Mark:
+    return _Mark(tensor, versions([tensor])[0], memory_of(tensor) if memory else None, sum_of_bits(tensor))
 
 
-@torch.no_grad()
-def _mark(parameter: Any, *, bits: bool) -> _Mark:
-    without_memory = hasattr(parameter, "to_local") or not parameter.numel()
-    return _Mark(
-        parameter._version,
-        parameter.untyped_storage() if without_memory else None,
-        sum_of_bits(parameter) if bits else None,
-    )
-
-
-def sum_of_bits(parameter: Any) -> Tensor | None:
-    """Of this rank's shard: exact, whatever the values; None if it has no elements."""
-    local: Tensor = parameter.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
-    local = torch.view_as_real(local) if local.is_complex() else local
-    bits = local.view(_INTEGERS[local.itemsize])
-    return (
-        bits.sum(dtype=bits.dtype) if local.numel() else None
-    )  # it may wrap; in a wider dtype torch would copy all of it on the CPU
+def _true(flags: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
+    """The names whose flags are set; waits for the device."""
+    device = flags[0][1].device
+    values = torch.stack([flag.to(device) for _, flag in flags]).tolist()
+    return (name for (name, _), value in zip(flags, values, strict=True) if value)
 
 
 def _named(written: list[str]) -> str:

@@ -91,11 +91,12 @@ def apply(modules: Sequence[Unit], cfg: config.Compile) -> None:
         unit.module.forward = Compiled(unit.module.forward, cfg.backend, block=cfg.mode == "per_block")
 
 
-def eager_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules that are not inside a compiled one, where torch would compile their hooks with it."""
-    compiled = [module for module in model.modules() if isinstance(module.forward, Compiled)]
-    inside = {inner for module in compiled for inner in module.modules() if inner is not module}
-    return set(model.modules()) - inside
+def eager_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by name that are not inside a compiled one, where torch would compile their hooks with it."""
+    named = dict(model.named_modules())
+    compiled = [module for module in named.values() if isinstance(module.forward, Compiled)]
+    inside = {id(inner) for module in compiled for inner in module.modules() if inner is not module}
+    return {name: module for name, module in named.items() if id(module) not in inside}
 
 
 class Compiled:

@@ -149,11 +149,20 @@ def check(model: nn.Module, *, train: bool) -> None:
     Raises:
         ModelError: On every rank.
     """
-    problems = chain(_without_data(model), shared_memory(model) if train else ())
+    problems = chain(_without_data(model), (*shared_memory(model), *_without_graph(model)) if train else ())
     problem: list[Any] = [next(problems, None) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(problem, src=0)
     if problem[0]:
         raise ModelError(problem[0])
+
+
+def _without_graph(model: nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            yield (
+                f"parameter {name} of {type(model).__name__} was made in torch.inference_mode(), and no backward can "
+                "use it; build the model outside that block, or in torch.no_grad()"
+            )
 
 
 def _without_data(model: nn.Module) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -30,6 +30,7 @@ _logger = logging.getLogger("unishard")
 _FOLDER = "unishard_{}"
 """Where a model's checkpoints are, inside the folder of `save_state`."""
 _HANDLERS = ("ddp_handler", "scaler_handler", "autocast_handler")
+_NO_HOOK = DDPCommunicationHookType.NO
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 
 
@@ -73,7 +74,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ConfigError(
                 [Problem("dynamo_backend", "is not for unishard's Accelerator; set compile in the config")]
             )
-        if ignored := [name for name in _HANDLERS if getattr(self, name, None) is not None]:
+        if ignored := [name for name in _HANDLERS if _changes_training(getattr(self, name, None))]:
             _logger.warning("the engine has no use for %s of Accelerate; the config says how it trains", *ignored[:1])
         self._models: list[nn.Module]
         self._optimizers: list[Any]
@@ -329,3 +330,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for engine in self._replicas:
             engine.close()
         self._trained, self._replicas, self._untrained = [], [], []
+
+
+def _changes_training(handler: Any) -> bool:
+    """Whether a handler asks for another training, as one of DDP does that compresses gradients and not one that names
+    unused parameters, which the Trainer always passes.
+    """
+    ddp = isinstance(handler, accelerate.DistributedDataParallelKwargs)
+    return handler is not None and not (ddp and DDPCommunicationHookType(handler.comm_hook) is _NO_HOOK)

@@ -57,6 +57,35 @@ class _Cells(nn.Module):
 add(KIND, "cells in a loop over time", _Cells)
 
 
+class _Count(nn.Module):
+    """As a metric of torchmetrics, whose hash is that of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.total = 0, torch.zeros(())
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.number))
+
+    def forward(self, x: Tensor) -> None:
+        self.number += 1
+        self.total = self.total + x.mean()
+
+
+class _Measured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(WIDTH, WIDTH), _Count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        self.mean(y.detach())
+        return y
+
+
+add(KIND, "a metric of torchmetrics in the model", _Measured)
+
+
 class _Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

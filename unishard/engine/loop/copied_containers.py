@@ -1,0 +1,101 @@
+"""Find lists and dicts that a module changes, and of which its caller does not get the change.
+
+Around tensors in a list or a dict stage 3 of ZeRO puts functions of its own, and a cast replaces them, in a
+new container: `aux.append(loss)` or `skips.pop()` in a block then never reaches the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from unishard.distributed.nested_tensors import values_in
+from unishard.engine.loop.call_order import CallOrder
+from unishard.errors import ModelError
+
+
+class CopiedContainers:
+    """Refuses changes of copies that the caller does not get back.
+
+    All modules are looked at where `Sampling` says, and in every micro-batch those that were seen to get containers: an
+    empty list may be copied only once it has a tensor.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], order: CallOrder) -> None:
+        """Look at nothing yet.
+
+        Args:
+            modules: All that are not compiled, by name and class.
+            order: The engine's position in the loop.
+        """
+        self._modules = modules
+        self._order = order
+        self._passed: dict[str, list[Any]] = {}
+        """The containers of the caller of each module that runs."""
+        self._copies: dict[str, list[tuple[Any, Any]]] = {}
+        """What it got in place of some of them, each with what it held then."""
+        self._taking: set[str] = set()
+        """The modules that were seen to get containers."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The block that runs a forward that is looked at.
+
+        Raises:
+            ModelError: A copy was changed that is not returned.
+        """
+        hooks = {name: self._watch(name, part) for name, part in self._modules.items() if name not in self._taking}
+        try:
+            yield
+        finally:
+            for hook in (hook for name, each in hooks.items() if name not in self._taking for hook in each):
+                hook.remove()
+
+    def _watch(self, name: str, watched: nn.Module) -> list[RemovableHandle]:
+        """Register hooks outside the engine's, and one inside them."""
+
+        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._order.inside_forward:  # not where a backward computes it again
+                self._passed[name] = _containers((*args, *kwargs.values()))
+                self._taking.update([name] if self._passed[name] else [])
+
+        def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
+            passed = {id(each) for each in self._passed.pop(name, ())}
+            if self._order.inside_forward:
+                own = _containers((*args, *kwargs.values()))
+                self._copies[name] = [(each, _shallow(each)) for each in own if id(each) not in passed]
+
+        def left(module: nn.Module, args: Any, output: Any) -> None:
+            changed = [each for each, before in self._copies.pop(name, ()) if _differ(each, before)]
+            if changed and not {id(each) for each in changed} & {id(each) for each in _containers(output)}:
+                raise ModelError(
+                    f"{name} changes a {type(changed[0]).__name__} that it is passed, as aux.append(x) or skips.pop() "
+                    "does, of which the engine has made a copy, so its caller would not see the change; return what it "
+                    "adds, and let the caller change its own"
+                )
+
+        return [
+            watched.register_forward_pre_hook(called, prepend=True, with_kwargs=True),
+            watched.register_forward_pre_hook(entered, with_kwargs=True),
+            watched.register_forward_hook(left, prepend=True),
+        ]
+
+
+def _containers(value: Any) -> list[Any]:
+    """The lists and dicts in a value."""
+    return [each for each in values_in(value) if isinstance(each, list | dict)]
+
+
+def _shallow(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else [*container]
+
+
+def _differ(now: Any, before: Any) -> bool:
+    """Whether entries were added or replaced, or removed from a list. A dict is mostly the module's to empty."""
+    if isinstance(now, dict):
+        return any(key not in before or before[key] is not value for key, value in now.items())
+    return len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True))
