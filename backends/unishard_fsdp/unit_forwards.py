@@ -100,8 +100,8 @@ class UnitForward:
         if found and torch.is_grad_enabled() and recomputes(self._module):
             raise ModelError(
                 f"the forward that reads {self._names[min(found)]} was called with another tensor in place of it, as "
-                "by torch.func.functional_call, and would be recomputed in backward with the parameter; leave its class "
-                "out of activation_checkpointing, or set that to none"
+                "by torch.func.functional_call, and would be recomputed in backward with the parameter; leave its "
+                "class out of activation_checkpointing, or set that to none"
             )
         return found
 
