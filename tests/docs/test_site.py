@@ -3,6 +3,7 @@ public name."""
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import pkgutil
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import markdown
 import pytest
 from ruamel.yaml import YAML
 
@@ -121,6 +123,18 @@ def test_nothing_else_of_a_page_changes(hooks: ModuleType) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     assert hooks.on_page_markdown(text, page, None, None) == text
     assert hooks.on_page_markdown("| `a \\| b` |", page, None, None) == "| `a | b` |"
+
+
+def test_the_site_has_all_braces_of_a_page() -> None:
+    """Extensions such as `attr_list` take them for attributes, and drop what is between them."""
+    named = [each if isinstance(each, str) else next(iter(each)) for each in SITE["markdown_extensions"]]
+    given = {name: each[name] for name, each in zip(named, SITE["markdown_extensions"], strict=True) if name != each}
+    for page in (*DOCS.glob("*.md"), *(ROOT / page for page in ("README.md", "MAPPING.md", "CHANGELOG.md"))):
+        source = page.read_text(encoding="utf-8")
+        if "{" in source:
+            built = markdown.markdown(source, extensions=named, extension_configs=given)
+            text = html.unescape(re.sub(r"<[^>]+>", "", built))
+            assert (page.name, text.count("{")) == (page.name, source.count("{"))
 
 
 def test_the_site_loads_nothing_from_elsewhere() -> None:
