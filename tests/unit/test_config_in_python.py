@@ -165,7 +165,7 @@ def test_a_directory_may_be_a_path_and_in_the_home_directory(field: str, monkeyp
         ("s3://bucket/runs", r"is a URL \(s3://\.\.\.\), and files are written only to directories; write a directory"),
         (Path("gs://bucket/runs"), r"is a URL \(gs://\.\.\.\)"),
         ("$HOME/runs", r"contains \$HOME, but environment variables are not expanded; write the value"),
-        ("runs/${USER}", r"contains \$\{USER\}, but environment variables are not expanded"),
+        ("runs/$USER", r"contains \$USER, but environment variables are not expanded"),
         ("~nobody-of-this-name/runs", "begins with ~nobody-of-this-name, and there is no such user"),
     ],
 )

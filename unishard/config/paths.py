@@ -35,7 +35,7 @@ def expanded(given: str | os.PathLike[str]) -> str:
 
 
 def _directory(value: Any) -> Any:
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or "${" in str(value):  # of a template, which a translation keeps
         return value
     try:
         return expanded(value)

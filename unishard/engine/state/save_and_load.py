@@ -44,7 +44,7 @@ class SaveAndLoad:
         self._autosave = Autosave(self._asked) if run.accumulation is not None else None
         self._state_to_save: Callable[[], Any] | None = None
         self._dir = (
-            None if self._asked.dir is None else Path(self._asked.dir).absolute()
+            None if self._asked.dir is None else path_of(self._asked.dir, "checkpoint.dir").absolute()
         )  # now: the script may change its directory later
         self._lineage = Lineage(self._dir, self._asked.on_existing)
         self._owned: set[Path] = set()
