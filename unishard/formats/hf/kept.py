@@ -68,7 +68,7 @@ def with_arguments(
 def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
     """Each argument that is written, by transformers' name, those under an older name last."""
     section = section_in(reading.source.data) if reading.format == "hf" else None
-    own = RENAMED | (AXOLOTL if reading.format == "axolotl" else {})
+    own = {**RENAMED, **(AXOLOTL if reading.format == "axolotl" else {})}
     found = [
         (own.get(entry.path[-1], entry.path[-1]), entry)
         for entry in reading.entries
