@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,14 +283,18 @@ class SaveAndLoad:
             )
 
     def _directory(self, given: str | Path | None, call: str) -> Path:
-        if given is not None:
-            return path_of(given, call).absolute()
-        if self._dir is None:
+        place = self._dir if given is None else path_of(given, call).absolute()
+        if place is None:
             raise ContractError(
                 f"{call} needs a directory; pass one, as in engine.{call}('checkpoints'), or set checkpoint.dir in the "
                 "config"
             )
-        return self._dir
+        if os.path.islink(place) and not os.path.exists(place):  # perhaps put there since the run began
+            raise CheckpointError(
+                f"{call}: {place} is a link to {os.readlink(place)}, where no directory is; remove the link, or make "
+                "that directory"
+            )
+        return place
 
 
 def _number(metric: Any) -> float | None:
