@@ -78,7 +78,7 @@ class PlanCache:
         """
         number = self._number if key == self._key else 0
         if dist.is_initialized():
-            both = torch.tensor([number, -number])
+            both = torch.tensor([number, -number], device="cpu")
             dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
             number = int(both[0]) if both[0] == -both[1] else 0
         return number > 0
