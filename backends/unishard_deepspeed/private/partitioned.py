@@ -85,7 +85,7 @@ class _Shown:
             if shown is not None:
                 shown.zero_()  # tells of an edit
         elif name not in _OF_EMPTY and not is_of_engine(currentframe()):
-            first = args[0] if args else None
+            first = next(iter((*args, *kwargs.values())), None)  # torch.nn.init passes it by name
             if name in _OF_SHAPE and isinstance(first, _Shown):
                 return function(_parameter_of(first).shape_only(), *args[1:], **kwargs)
             if _writes(name, function) and (written := [*_shown_in(first)]):

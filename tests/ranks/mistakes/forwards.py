@@ -143,14 +143,6 @@ elsewhere(
 )
 
 
-@mistake("`float(weight.norm())` on one rank, of a weight that is sharded")
-def read_on_one_rank(backend):
-    with prepare(config(backend)) as engine:
-        if engine.is_main:
-            float(engine.module.head.weight.norm())
-        train(engine, own_share(1))
-
-
 @mistake("`torch.jit.script` or `torch.jit.trace` of a part of the model")
 def scripted(backend):
     model = mlp()
