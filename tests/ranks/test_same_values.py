@@ -69,7 +69,6 @@ SCENARIOS = tuple(
     (written, (backend, *arguments))
     for backend in BACKENDS
     for arguments in (
-        SHARD,
         *((*case[:3], (1,)) for case in ALONE.values()),
         *((*case, EARLY, (0, 1)) for case in TOGETHER),
     )

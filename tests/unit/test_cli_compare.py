@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from running import run
 
 import unishard
-from unishard.cli import compare, script_runs
+from unishard.cli import script_runs
 from unishard.tools.compare.candidates import Variant, candidates_of, overrides_of
 from unishard.tools.compare.measuring import Measured, Task, _failure
-from unishard.tools.compare.page import distances, lines_of, page_of
 from unishard.tools.compare.records import Course, records_in
+from unishard.tools.compare.table import distances, lines_of
 from unishard.tools.launch.command import Script
 
 
@@ -103,32 +101,8 @@ def test_work_and_traffic_of_a_rank() -> None:
     assert (rows[0].as_json(989.0)["mfu"], rows[0].as_json()["planned_sent_gib"]) == (pytest.approx(0.1), 1.5)
 
 
-def test_the_page_has_pictures_and_needs_nothing_from_elsewhere() -> None:
-    rows = [
-        Measured(Variant("fsdp", "full_shard"), working(4, 2, 1), 1.0),
-        Measured(Variant("deepspeed", "<b>"), records(4, 3, 1), 2.0),
-        Measured(Variant("fsdp", "no_shard"), failure="no & more"),
-    ]
-    page = page_of(rows, "a < b")
-    assert not re.search(r"https?://|src=|href=|@import|<script", page)
-    assert "<title>a &lt; b</title>" in page
-    assert "failed: no &amp; more" in page
-    bars, curves = (ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert [bar.get("width") for bar in bars.iter("rect")] == ["400.0", "400.0"]
-    lines = [line.get("points").split() for line in curves.iter("polyline")]
-    assert [len(line) for line in lines] == [3, 3]
-    assert lines[0][0] == lines[1][0] != lines[0][1] != lines[1][1]
-
-
-def test_the_report_is_printed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_script_or_a_model_there_is_nothing_to_run(config: Path) -> None:
     config.write_text("backend: fsdp\n")
-    monkeypatch.setattr(
-        compare.script_runs, "run_all", lambda cfg, task, rows, *_: [Measured(row, working(4, 2), 1.0) for row in rows]
-    )
-    page = run("compare", "c.yaml", "--report", "html", "--steps", "2", "-m", "x")
-    assert page.stdout.startswith("<!doctype html>")
-    assert "<h1>c.yaml: x, 2 steps</h1>" in page.stdout
-    assert run("compare", "c.yaml", "--report", "pdf", "-m", "x").exit_code == 2
     assert run("compare", "c.yaml").stderr == "there is nothing to run; give SCRIPT, or --model MODEL for random data\n"
 
 

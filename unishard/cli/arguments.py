@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -159,10 +159,6 @@ DeviceName = Annotated[
 MemorySize = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Memory of a rank's device, such as 80GiB."),
-]
-Report = Annotated[
-    Literal["text", "html"],
-    typer.Option("--report", help="Print text, or one HTML page without anything from elsewhere."),
 ]
 Output = Annotated[
     Path | None,

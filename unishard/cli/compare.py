@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from unishard.cli import script_runs
-from unishard.cli.arguments import ConfigFile, Overrides, Report, ScriptArguments, ScriptIsModule
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule
 from unishard.cli.wrapping import echo, emit
 
 Command = script_runs.ScriptLast
@@ -33,7 +33,6 @@ def compare(
     set_: Overrides = None,
     timeout: script_runs.Timeout = 600,
     out: script_runs.Out = None,
-    report: Report = "text",
     as_json: script_runs.AsJson = False,
 ) -> None:
     """Measure a script on each engine and strategy.
@@ -48,7 +47,7 @@ def compare(
     """
     from unishard.tools.compare.candidates import candidates_of
     from unishard.tools.compare.measuring import Task
-    from unishard.tools.compare.page import distances, lines_of
+    from unishard.tools.compare.table import distances, lines_of
 
     cfg, changes, _ = script_runs.given(config, set_, processes_per_node)
     rows = candidates_of(cfg, backends, strategies)
@@ -61,10 +60,6 @@ def compare(
         pairs = zip(found, distances(found), strict=True)
         form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}
         emit(json.dumps(form, indent=2))
-    elif report == "html":
-        from unishard.tools.compare.page import page_of
-
-        emit(page_of(found, f"{config.name}: {task.script.name}, {steps} steps", peak_tflops), end="")
     else:
         for line in lines_of(found, peak_tflops):
             echo(line, laid_out=True)

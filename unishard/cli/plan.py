@@ -28,7 +28,6 @@ def plan(
         bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")
     ] = False,
     set_: arguments.Overrides = None,
-    report: arguments.Report = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a config needs before it runs.
@@ -55,12 +54,8 @@ def plan(
         raise origins.locate(error) from None
     if as_json:
         emit(json.dumps(found.as_json(), indent=2))
-    elif report == "html":
-        from unishard.tools.plan.page import page_of
-
-        emit(page_of(found), end="")
     else:
-        from unishard.tools.plan.page import lines_of
+        from unishard.tools.plan.table import lines_of
 
         for line in lines_of(found):
             echo(line, laid_out=True)
