@@ -93,9 +93,9 @@ class UnitForward:
             ModelError: The module recomputes its forward in backward, where they are not there any more.
         """
         found = {at: each for at, each in enumerate(self._values()) if each is not None and id(each) not in self._own}
-        # One that was loaded, or made for a smaller mesh, is a shard.
-        shards = [at for at, each in found.items() if isinstance(each, DTensor) and isinstance(each, nn.Parameter)]
-        self._own |= {id(found[at]): found.pop(at) for at in shards}
+        for at, each in [*found.items()]:
+            if isinstance(each, DTensor) and isinstance(each, nn.Parameter):  # loaded, or made for a smaller mesh
+                del found[at]
         self._restores = self._restores or bool(found)
         if found and torch.is_grad_enabled() and recomputes(self._module):
             raise ModelError(
