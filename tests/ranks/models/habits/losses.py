@@ -118,22 +118,9 @@ def _with_global(model: Any, batch: Batch) -> Tensor:
     return own_cross_entropy(model, batch) + 0.1 * sum(_LOSSES)
 
 
-def _first_only(model: Any, batch: Batch) -> Tensor:
-    """The last block's loss is left out, as the output is."""
-    _LOSSES.clear()
-    model(batch["x"])
-    return _LOSSES[0]
-
-
 add(
     KIND,
     "losses that blocks put into a global list",
     lambda: nn.Sequential(*(_Scaled() for _ in range(3))),
     loss=_with_global,
-)
-add(
-    KIND,
-    "a loss of a block in a global list alone",
-    lambda: nn.Sequential(*(_Scaled() for _ in range(3))),
-    loss=_first_only,
 )
