@@ -98,7 +98,7 @@ class _Versions:
 
 def _shares_memory(output: Tensor, given: Sequence[torch.UntypedStorage | None]) -> bool:
     memory = memory_of(output)
-    return memory is not None and (output._base is not None or any(memory is each for each in given))
+    return memory is not None and (getattr(output, "_base", None) is not None or any(memory is each for each in given))
 
 
 def _changed_inside(name: str) -> ModelError:
