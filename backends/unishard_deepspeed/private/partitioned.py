@@ -120,7 +120,7 @@ class _Partitioned(_Shown, nn.Parameter):
         """A tensor without values."""
         return torch.empty(self.ds_shape, dtype=self.dtype, device="meta")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.ds_shape)}, of which each rank has a shard"
 
 
@@ -137,7 +137,7 @@ class _Values(_Shown, Tensor):
         values.parameter = parameter
         return values
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Values of a {self.parameter!r}"
 
 
