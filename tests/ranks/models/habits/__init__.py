@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from models.habits import autograd, control_flow, layers, losses, parameters, random, reparametrized, sharing
+from models.habits import (
+    autograd,
+    control_flow,
+    layers,
+    losses,
+    parameters,
+    random,
+    recomputed,
+    reparametrized,
+    sharing,
+)
 
 __all__ = ["HABITS"]
 
@@ -10,6 +20,7 @@ HABITS = (
     layers.KIND,
     parameters.KIND,
     reparametrized.KIND,
+    recomputed.KIND,
     sharing.KIND,
     control_flow.KIND,
     autograd.KIND,
