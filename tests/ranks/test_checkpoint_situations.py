@@ -181,7 +181,7 @@ class Collection(nn.Module):
 
 
 DRIFTED = ("count", "eight", "conjugate")
-"""Buffers that differ between ranks until the save, which stores the mean, or rank 0's where there is none."""
+"""Buffers that differ between ranks until an evaluation, which takes the mean, or rank 0's where there is none."""
 FROZEN = ("wide", "strided", "rows", "turned", "expanded", "conjugate", "negated")
 
 
@@ -196,6 +196,7 @@ def odd(backend, root):
         engine.export(f"{root}/online", dtype="fp32")
     with unishard.prepare(Collection(2), config(OTHER[backend])) as engine:
         resumed = engine.load(folder, verify="bits")
+        engine.eval()
         expected = odd_tensors(1)
         expected |= {
             name: (expected[name].to(torch.float64) / 2).to(expected[name].dtype) for name in ("count", "eight")
