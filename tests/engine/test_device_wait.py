@@ -12,7 +12,7 @@ import torch
 
 from unishard.failures import collective_check, watchdog
 from unishard.failures.call_log import CallLog
-from unishard.failures.rank_locations import Position
+from unishard.failures.rank_locations import Location
 from unishard.failures.verdict import BUSY, WAITS
 from unishard.failures.watchdog import DeviceWait
 
@@ -102,7 +102,7 @@ def looks(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr(watchdog, "time", clock)
     inside = [True]
-    monkeypatch.setattr(watchdog, "where_is", lambda thread: Position("train.py:7 in main", inside[0], None))
+    monkeypatch.setattr(watchdog, "where_is", lambda thread: Location("train.py:7 in main", inside[0], None))
     monkeypatch.setattr(watchdog, "position_of", lambda thread: (7,))
 
     def look(device_wait: DeviceWait | None, *, in_engine: bool = True) -> tuple[str, str]:

@@ -60,7 +60,7 @@ def _of_several(place: str) -> str:
     return {"is": "are", "has": "have", "waits": "wait"}.get(verb, verb) + " " + rest
 
 
-class Position(NamedTuple):
+class Location(NamedTuple):
     """Where a thread of this process is."""
 
     text: str
@@ -71,13 +71,13 @@ class Position(NamedTuple):
     """The ranks that it waits for in a collective, empty for all; None if it is not in a collective."""
 
 
-def where_is(thread: int) -> Position:
+def where_is(thread: int) -> Location:
     """Where a thread of this process is."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return Position("nowhere: its thread has ended", False, None)
+        return Location("nowhere: its thread has ended", False, None)
     frames = traceback.extract_stack(frame)
-    return Position(_in_words(frames), _is_inside(frames), _collective(frame))
+    return Location(_in_words(frames), _is_inside(frames), _collective(frame))
 
 
 def has_other_threads(thread: int) -> bool:
@@ -153,7 +153,7 @@ def _is_inside(frames: traceback.StackSummary) -> bool:
 
 
 def _collective(frame: FrameType) -> tuple[int, ...] | None:
-    """As `Position.group`."""
+    """As `Location.group`."""
     if not _is_distributed(frame):
         return () if isinstance(_called_on(frame), dist.Work) else None
     for caller in _callers(frame):

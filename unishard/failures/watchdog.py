@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from unishard.failures.call_log import CallLog
 from unishard.failures.monitor_client import MonitorClient
-from unishard.failures.rank_locations import Position, has_other_threads, position_of, where_is
+from unishard.failures.rank_locations import Location, has_other_threads, position_of, where_is
 from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Standstill
 
 # -- Whether this rank's device is held up in a collective that the host waits for -----------------
@@ -145,7 +145,7 @@ class _Watch:
                 here.text,
             )
 
-    def _find(self, check: Watched, here: Position) -> tuple[str, str, tuple[int, ...]]:
+    def _find(self, check: Watched, here: Location) -> tuple[str, str, tuple[int, ...]]:
         """What this rank does, where it is in words, and which ranks it waits for, if not for all."""
         call, wait, group = check.call_log.place, check.device_wait, here.group
         if check.waiting:
