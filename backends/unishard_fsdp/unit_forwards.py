@@ -132,7 +132,7 @@ class UnitForward:
 
     def _computed(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Before FSDP2 frees the parameters."""
-        if self._frees and (type(output) is not Tensor or output._base is not None):
+        if self._frees and (type(output) is not Tensor or getattr(output, "_base", None) is not None):
             output = replace_tensors(output, _readable)
         token = self._order.token
         # A hook cannot return None in place of another output.
