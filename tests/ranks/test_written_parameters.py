@@ -178,15 +178,18 @@ def test_what_is_replaced_before_the_first_forward_is_named_and_reading_is_no_wr
 SHARDED = tuple((backend, strategy) for backend in BACKENDS for strategy in ("shard_optimizer", "full_shard"))
 
 
-@in_ranks(cells=tuple((*cell, way) for cell in SHARDED for way in (in_place, through_data)))
+LATER = {"in place": in_place, "through data": through_data}
+
+
+@in_ranks(cells=tuple((*cell, way) for cell in SHARDED for way in LATER))
 def test_a_write_that_begins_later_is_found(backend, strategy, way):
     """In the forward from the 13th update on, in the second micro-batch of each; through `data` by a sample."""
     with prepared(backend, strategy, training={"gradient_accumulation_steps": 2}) as engine:
         for number in range(60):
-            engine.module.parts[0].write = way if number >= 25 and number % 2 else None
+            engine.module.parts[0].write = LATER[way] if number >= 25 and number % 2 else None
             if refused(update, engine, number) != "nothing":
                 break
-    assert number == 25 if way is in_place else 25 < number < 60
+    assert number == 25 if way == "in place" else 25 < number < 60
 
 
 class Adversary(nn.Sequential):
