@@ -22,11 +22,12 @@ from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.flat_master_weights import InnerOptimizer
 from unishard_deepspeed.gathering import ConditionalModules, explained, is_of_shard, keep_gathered
-from unishard_deepspeed.private import PRIVATE_API, shown_gradients
+from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.reduction import gather
 from unishard_deepspeed.private.second_copy import drop_second_copies
+from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.state import copy_masters, gather_after, relink_states, reshard_all
 from unishard_deepspeed.private.updates import clear_before_backward
 from unishard_deepspeed.shards import MasterWeights, Shards, ZeroOptimizerState, parameter_bytes, units
@@ -62,6 +63,10 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shards = Shards(spec, engine, inner)
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
+        # Not the method, which the engine sets later.
+        self._shown = ShownParameters(
+            engine.module, lambda parameter: self.read_gradient(parameter), stage=engine.zero_optimization_stage()
+        )
         self._conditional = conditional
         self._kept: dict[nn.Parameter, None] = {}
         """Parameters that stay gathered, inside `unsharded` at stage 3."""
@@ -96,9 +101,10 @@ class DeepSpeedAdapter(EngineAdapter):
         generator's loss, whose backward DeepSpeed's hooks on the outputs would take for their own.
         """
         if not any(map(_requires_grad, self._inner.trained)):
-            return self.module(*args, **kwargs)
+            with self._shown.inside_forward():
+                return self.module(*args, **kwargs)
         self._conditional.gather()
-        with explained(self.module):
+        with explained(self.module), self._shown.inside_forward():
             return self._engine(*args, **kwargs)
 
     def watch(self, output: Any) -> None:
@@ -146,6 +152,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of the `DeepSpeedEngine`, without its division by accumulation steps."""
+        self._shown.hide()
         self._clear_first()
         # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss by the accumulation
         # steps, because it runs before the hook that `backward` registers (DeepSpeed 0.19.8, runtime/engine.py,
@@ -153,20 +160,20 @@ class DeepSpeedAdapter(EngineAdapter):
         self._engine.backward(loss.view(()), scale_wrt_gas=False)
         self._conditional.drop(self._kept)
         self._unused.record_backward()
-        shown_gradients.show(self._inner.trained, self.read_gradient)
+        self._shown.show(gradients=True)
 
     def begin(self, *, last: bool) -> None:
-        """Show gradients no more: DeepSpeed learns of the end of a window from `step`."""
-        shown_gradients.hide(self._inner.trained)
+        """Show no gradients any more: DeepSpeed learns of the end of a window from `step`."""
+        self._shown.hide()
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[float | HostRead, bool | None]:
         """Update with `DeepSpeedEngine.step`."""
-        shown_gradients.hide(self._inner.trained)
-        self._unused.find()
-        self._clipping.prepare(max_norm, divisor)
-        with self._shards.finished():
-            outcome = self._clipping.step()
-        gather_after(self.optimizer, self._kind)
+        with self._shown.hidden():
+            self._unused.find()
+            self._clipping.prepare(max_norm, divisor)
+            with self._shards.finished():
+                outcome = self._clipping.step()
+            gather_after(self.optimizer, self._kind)
         self._unused.forget()
         self._stale.clear(updated=outcome[1] is not False)
         return outcome
@@ -200,11 +207,13 @@ class DeepSpeedAdapter(EngineAdapter):
             yield
             return
         self._kept = dict.fromkeys(map(self.module.get_parameter, names))
+        self._shown.hide()
         try:
             with keep_gathered(self._engine, [*self._kept]):
                 yield
         finally:
             self._kept = {}
+            self._shown.show()
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A parameter was used that is not gathered, and so empty."""
@@ -245,7 +254,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
-        shown_gradients.hide(self._inner.trained)
+        self._shown.hide()
         self._shards.drop()
         self._stale.clear()
         self._unused.forget()
@@ -294,7 +303,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""
-        shown_gradients.hide(self._inner.trained)
+        self._shown.hide()
         self._unused.remove()
         self._output_hook.remove()
         for hook in self._hooks:

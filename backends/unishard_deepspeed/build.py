@@ -29,7 +29,6 @@ from unishard_deepspeed.gathering import ConditionalModules
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
 from unishard_deepspeed.private.optimizer_kind import require_for
-from unishard_deepspeed.private.partitioned import show_in_full
 from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter
 from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.private.updates import average_between_groups
@@ -82,7 +81,6 @@ def _build(
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
             clear_mpu()
-        show_in_full(model)
         return DeepSpeedInferenceAdapter(engine, device, _casting(model, precision, units) + outputs.restore())
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if kind == "stage-3":
@@ -126,7 +124,6 @@ def _build(
     conditional = ConditionalModules(engine, units.conditional, names, kind)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
-        show_in_full(model)
     conditional.reduce_last()
     return DeepSpeedAdapter(spec, engine, inner, device, hooks, conditional)
 

@@ -13,8 +13,8 @@ from unishard.contract.units import Unit
 from unishard.engine.loop.forward_errors import modules_in
 from unishard.errors import ModelError
 from unishard_deepspeed.private.optimizer_kind import Kind
-from unishard_deepspeed.private.partitioned import OUTSIDE
 from unishard_deepspeed.private.reduction import drop, gather, not_freed, reduce_last, remove_hooks
+from unishard_deepspeed.private.shown_parameters import OUTSIDE
 
 _EMPTY = re.compile(r"\(0\)|\[0\]|\b0x\d|\dx0\b|'weight' must be 2-D")
 """In torch 2.13's errors for shapes, where one tensor is a parameter that is not gathered, which has the shape (0,)."""

@@ -18,6 +18,7 @@ from unishard_deepspeed.private import shards
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.second_copy import drop_second_copies
+from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.state import gather_after
 from unishard_deepspeed.shards import parameter_bytes, units
 
@@ -30,11 +31,12 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         self._engine = engine
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
+        self._shown = ShownParameters(engine.module, lambda parameter: None, stage=3)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose hooks gather parameters."""
         # Not the engine, which would treat a backward through the outputs as its own (runtime/engine.py, forward).
-        with explained(self.module):
+        with explained(self.module), self._shown.inside_forward():
             return self.module(*args, **kwargs)
 
     def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:

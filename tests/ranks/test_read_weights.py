@@ -111,14 +111,27 @@ def plain(name):
     return found
 
 
+def refused_in_forward(backend, strategy, name):
+    with unishard.prepare(Scaled(), config(backend, strategy)) as engine:
+        return refused(engine, inputs(engine.rank), name)
+
+
+READING = tuple(cell for cell in CELLS if cell != ("deepspeed", "full_shard"))
 SCENARIOS = (
     *((read, (*cell, train)) for cell in CELLS for train in (True, False)),
-    *((trained, (*cell, name)) for cell in CELLS for name in ("norm", "mean", "sizes")),
+    *((trained, (*cell, name)) for cell in READING for name in ("norm", "mean", "sizes")),
+    *((refused_in_forward, ("deepspeed", "full_shard", name)) for name in ("norm", "mean", "sizes")),
 )
 
 
 @pytest.mark.parametrize("name", ["norm", "mean", "sizes"])
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_a_forward_that_reads_a_weight_of_another_module_is_refused_at_stage_3(name):
+    for said in values(play(SCENARIOS)[refused_in_forward, ("deepspeed", "full_shard", name)]):
+        assert "engine.unsharded" in said
+
+
+@pytest.mark.parametrize("name", ["norm", "mean", "sizes"])
+@pytest.mark.parametrize("cell", READING, ids="-".join)
 def test_a_forward_that_reads_them_trains_as_plain_torch(cell, name):
     for found in values(play(SCENARIOS)[trained, (*cell, name)]):
         assert found == pytest.approx(plain(name), rel=1e-5)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -234,7 +234,7 @@ class SkippedUpdates:
 
 _PARAMETERS, _ELEMENTS = 8, 16
 """How much of the gradients is compared: clipping and zeroing change all of them."""
-_GRADIENT = attrgetter("grad")
+_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[attr-defined]  # not what an engine shows to the script
 
 
 class EditedGradients:

@@ -103,7 +103,11 @@ class WrittenParameters:
     # -- the parameters at rest --------------------------------------------------------------------
 
     def _at_rest(self) -> list[_Mark]:
-        return [_mark(each, memory=hasattr(each, "to_local")) for each in self._resting]
+        # What is empty at rest may be on its way to the next forward by now.
+        return [
+            _Mark(each, versions([each])[0]) if self._empty[id(each)] else _mark(each, memory=hasattr(each, "to_local"))
+            for each in self._resting
+        ]
 
     def _found(self) -> list[str]:
         """What was written since this was called, in an order that is the same on all ranks."""
