@@ -101,14 +101,15 @@ class DeepSpeedAdapter(EngineAdapter):
         generator's loss, whose backward DeepSpeed's hooks on the outputs would take for their own.
         """
         if not any(map(_requires_grad, self._inner.trained)):
-            with self._shown.inside_forward():
+            with self._shown.inside_forward(show=not self.module.training):
                 return self.module(*args, **kwargs)
         self._conditional.gather()
-        with explained(self.module), self._shown.inside_forward():
+        with explained(self.module), self._shown.inside_forward(show=not self.module.training):
             return self._engine(*args, **kwargs)
 
     def watch(self, output: Any) -> None:
-        """Do nothing: a hook on the model does this before DeepSpeed's hooks on the outputs."""
+        """Show parameters to the script: a hook on the model has watched the output before DeepSpeed's hooks on it."""
+        self._shown.show()
 
     def _watch_early(self, module: nn.Module, output: Any) -> None:
         if module is self.module:  # not a copy of it

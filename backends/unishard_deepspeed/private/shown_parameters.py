@@ -104,12 +104,23 @@ class ShownParameters:
             self.show()
 
     @contextmanager
-    def inside_forward(self) -> Iterator[None]:
-        """A block in which the engine runs the model."""
+    def inside_forward(self, *, show: bool = True) -> Iterator[None]:
+        """A block in which the engine runs the model.
+
+        Args:
+            show: Whether parameters are shown at its end.
+        """
         looks = self._partitioned and (self._forwards < _FIRST or self._forwards % _EVERY == 0)
         self._forwards += 1
-        with self.hidden(), self._following() if looks else nullcontext():
-            yield
+        self.hide()
+        try:
+            with self._following() if looks else nullcontext():
+                yield
+        except BaseException:
+            self.show()
+            raise
+        if show:
+            self.show()
 
     @contextmanager
     def _following(self) -> Iterator[None]:
@@ -131,6 +142,8 @@ class ShownParameters:
             yield
         finally:
             partition_parameters.free_param = free
+            for parameter in self._partitioned:
+                parameter.__class__ = nn.Parameter
 
 
 class _Script:

@@ -190,6 +190,7 @@ class Accumulation:
                 "the block"
             )
         self._go_on()
+        self.adapter.begin(last=order.last)
         looks = order.looks
         if looks:
             self._added.refuse(gathered=order.gathered)
@@ -204,7 +205,6 @@ class Accumulation:
             order.before_update()
             order.before_update = None
         self.observers.on_forward(args, kwargs)
-        self.adapter.begin(last=order.last)
         if order.phase is Phase.OPEN:
             order.phase = Phase.FORWARD_DONE
         order.graph = order.graph or torch.is_grad_enabled()

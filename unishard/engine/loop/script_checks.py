@@ -265,6 +265,8 @@ class EditedGradients:
         self.shown.clear()
         self._kept = [*map(_GRADIENT, self._parameters)]
         self._held = [gradient for gradient in self._kept if gradient is not None]
+        if not self._held and self._order.last:  # the engine holds them elsewhere, as stages 2 and 3 of ZeRO do
+            self._parameters = []
         self._versions = versions(self._held)
         if self._order.looks:
             shards = [shard for shard in map(_local, self._held) if shard.numel()]

@@ -57,8 +57,9 @@ class WrittenParameters:
         """By the id of each of those whether it has no elements then."""
         self._running: dict[int, dict[str, _Mark]] = {}
         """What each module that runs computes with, while a forward is looked at."""
-        self._gathered: dict[str, _Mark] = {}
-        """What was gathered in such forwards, whose versions only a forward changes."""
+        self._gathered: dict[str, Tensor] = {}
+        """What was gathered in such forwards; FSDP2 keeps those tensors from one gathering to the next."""
+        self._gathered_versions: list[int] = []
         self._written: set[str] = set()
         self._different: list[tuple[str, Tensor]] = []
         self.keep()
@@ -66,6 +67,7 @@ class WrittenParameters:
     def keep(self) -> None:
         """Remember the parameters until the next forward; after each update."""
         self._writes, self._versions = self._order.writes, versions(self._resting)
+        self._gathered_versions = versions([*self._gathered.values()])
         self._marks = self._at_rest() if self._order.looks_at_update else []
 
     def before_forward(self) -> None:
@@ -115,6 +117,10 @@ class WrittenParameters:
         if before != self._versions:
             changed = zip(self._names, before, self._versions, strict=True)
             self._written.update(name for name, was, now in changed if was != now)
+        before, self._gathered_versions = self._gathered_versions, versions([*self._gathered.values()])
+        if before != self._gathered_versions:  # longer where a module was looked at for the first time
+            changed = zip(self._gathered, before, self._gathered_versions, strict=False)
+            self._written.update(name for name, was, now in changed if was != now)
         if self._marks and self._order.looks:
             marks, self._marks = self._marks, self._at_rest()
             for name, was, now in zip(self._names, marks, self._marks, strict=True):
@@ -144,8 +150,6 @@ class WrittenParameters:
         hooks = [hook for name, part in self._parts.items() for hook in self._around(name, part)]
         try:
             yield
-            for name, was in self._gathered.items():
-                self._compare(name, was, _Mark(was.tensor, versions([was.tensor])[0]))
         finally:
             self._running = {}
             for hook in hooks:
@@ -167,7 +171,7 @@ class WrittenParameters:
     def _leave(self, module: nn.Module) -> None:
         for name, was in self._running.pop(id(module), {}).items():
             self._compare(name, was, _mark(was.tensor, memory=True))
-            self._gathered.setdefault(name, _Mark(was.tensor, was.version))
+            self._gathered.setdefault(name, was.tensor)
 
 
 def _mark(tensor: Tensor, *, memory: bool) -> _Mark:
