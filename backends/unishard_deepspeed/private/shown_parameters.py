@@ -7,6 +7,7 @@ Stage 3 leaves an empty tensor in the place of each that is not gathered: `param
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import currentframe
@@ -155,7 +156,9 @@ class _Script:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient for the script; None where the parameter's own one is right, or an engine asks."""
-        return self._read_gradient(parameter) if self.gradients and not is_of_engine(currentframe()) else None
+        if not self.gradients or is_of_engine(sys._getframe(1)):  # that of the attribute
+            return None
+        return self._read_gradient(parameter)
 
 
 class _WithGradient(nn.Parameter):

@@ -66,13 +66,13 @@ class ReachedParameters:
         if not self._order.looks_at_update:
             return ""
         leaves = [*_leaves_of(loss)]
+        names = {id(self._adapter.leaf(name)): name for name in self._adapter.shared_parameters()}
         own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *self._adapter.leaves())}
-        others = [leaf for leaf in leaves if id(leaf) not in own]
+        others = [leaf for leaf in leaves if id(leaf) not in own and id(leaf) not in names]
         self._refuse_replaced(others)
         self._warn_of_others(others)
         if not self._order.compares_ranks:
             return ""
-        names = {id(self._adapter.leaf(name)): name for name in self._adapter.shared_parameters()}
         if self._adapter.reduces_each_backward:
             self._reached.clear()
         self._reached |= {names[id(leaf)] for leaf in leaves if id(leaf) in names}
