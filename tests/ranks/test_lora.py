@@ -161,7 +161,10 @@ def moments(engine):
     found = {}
     for name, parameter in engine.module.named_parameters():
         if isinstance(parameter, DTensor):
-            value = engine.optimizer.state[parameter]["exp_avg"].full_tensor()
+            own = engine.optimizer.state[parameter]["exp_avg"]
+            value = DTensor.from_local(
+                own, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            ).full_tensor()
         elif hasattr(engine.optimizer, "optimizer"):
             from deepspeed.utils import safe_get_full_optimizer_state
 

@@ -7,7 +7,6 @@ Stage 3 leaves an empty tensor in the place of each that is not gathered: `param
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import currentframe
@@ -156,7 +155,8 @@ class _Script:
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient for the script; None where the parameter's own one is right, or an engine asks."""
-        if not self.gradients or is_of_engine(sys._getframe(1)):  # that of the attribute
+        frame = currentframe()
+        if not self.gradients or is_of_engine(frame and frame.f_back):  # that of the attribute
             return None
         return self._read_gradient(parameter)
 

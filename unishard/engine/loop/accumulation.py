@@ -318,6 +318,8 @@ class Accumulation:
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
             self.resolve_pending()
         self._reached.close()
+        for watch in self._watches:
+            getattr(watch, "close", lambda: None)()
         self._optimizer.close()
         self._schedule.close()
 

@@ -38,6 +38,8 @@ class CopiedContainers:
         """The containers of the caller of each module that runs."""
         self._copies: dict[str, list[tuple[Any, Any]]] = {}
         """What it got in place of some of them, each with what it held then."""
+        self._kept: list[RemovableHandle] = []
+        """The hooks on those that are looked at in every micro-batch."""
         self._taking: set[str] = set()
         """The modules that were seen to get containers."""
 
@@ -52,8 +54,15 @@ class CopiedContainers:
         try:
             yield
         finally:
-            for hook in (hook for name, each in hooks.items() if name not in self._taking for hook in each):
-                hook.remove()
+            for name, each in hooks.items():
+                if name in self._taking:
+                    self._kept += each
+                else:
+                    _remove(each)
+
+    def close(self) -> None:
+        """Look at nothing any more."""
+        _remove(self._kept)
 
     def _watch(self, name: str, watched: nn.Module) -> list[RemovableHandle]:
         """Register hooks outside the engine's, and one inside them."""
@@ -83,6 +92,11 @@ class CopiedContainers:
             watched.register_forward_pre_hook(entered, with_kwargs=True),
             watched.register_forward_hook(left, prepend=True),
         ]
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _containers(value: Any) -> list[Any]:
