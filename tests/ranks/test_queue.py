@@ -40,7 +40,8 @@ CELLS = (
 AGREED = {
     "resolve_pending": "whether the last update was skipped, after the backward of the next one is queued",
     "divisor": "how many items the ranks have counted, after the backward is queued",
-    "compare": "whether gradients of every tenth update were changed, after the next forward is queued",
+    "compare": "whether gradients were changed, in one of ten updates",
+    "_true": "whether weights were written past the engine, in one of ten updates",
     "text": "checksums of the weights of every tenth update, added up before its forward",
 }
 """What is read of pinned memory, by function: copied there while the device still had more to do than the host waits
@@ -107,7 +108,7 @@ def test_a_step_does_not_wait_for_the_device(cell):
             f"{wait.phase} {wait.place} in {wait.function}: {number:g} an update" for wait, number in own.items()
         )
         assert {wait.function for wait in own} <= {*AGREED, *known}, places
-        assert all(wait.deferred for wait in own), places
+        assert all(wait.deferred for wait in own if wait.function not in AGREED), places
         assert sum(number for wait, number in own.items() if wait.function not in AGREED) == len(known), places
         assert all(number <= 1 for number in own.values()), places
 
