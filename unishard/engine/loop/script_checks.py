@@ -234,7 +234,9 @@ class SkippedUpdates:
 
 _PARAMETERS, _ELEMENTS = 8, 16
 """How much of the gradients is compared: clipping and zeroing change all of them."""
-_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[attr-defined]  # not what an engine shows to the script
+_OWN_GRADIENT: Any = Tensor.grad
+_GRADIENT = _OWN_GRADIENT.__get__
+"""Not what an engine shows to the script."""
 
 
 class EditedGradients:
