@@ -289,21 +289,21 @@ def call(case):
 
 
 WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies")) else 1 for case in PRIVATE_API}
-ON_CUDA = ("gathers-stage-3",)
-"""Cases that only a CUDA device meets (tests/device_sim has one); without their names nothing is refused, and the host
-waits."""
-RENAMED = [(case, name) for case, patch in PRIVATE_API.items() if case not in ON_CUDA for name in patch.names]
+NOT_REFUSED = ("gathers-stage-3", "partitioned-parameters")
+"""Cases without whose names nothing is refused: the host waits for what a CUDA device gathers (tests/device_sim has one),
+and parameters that are not gathered show nothing."""
+RENAMED = [(case, name) for case, patch in PRIVATE_API.items() if case not in NOT_REFUSED for name in patch.names]
 
 
 def said_of(case):
     """What the first rank heard for each name of a case."""
-    cases = [each for each in PRIVATE_API if WORLDS[each] == WORLDS[case] and each not in ON_CUDA]
+    cases = [each for each in PRIVATE_API if WORLDS[each] == WORLDS[case] and each not in NOT_REFUSED]
     function = {each: call if each in CALLS else meet for each in cases}
     return values(play(tuple((function[each], (each,)) for each in cases), WORLDS[case])[function[case], (case,)])[0]
 
 
 def test_every_case_of_the_table_has_a_run_or_a_call_that_meets_it():
-    assert {*MEETING, *CALLS, *ON_CUDA} == {*PRIVATE_API}
+    assert {*MEETING, *CALLS, *NOT_REFUSED} == {*PRIVATE_API}
     assert not MEETING.keys() & CALLS.keys()
 
 
