@@ -176,7 +176,8 @@ def released():
 def reads_a_number():
     with unishard.prepare(mlp(), configured("fsdp", "full_shard", "fp32")) as engine:
         float(next(engine.module.parameters()).detach().norm())
-        return curve(train(engine, own_share(MICRO_BATCHES)))
+        train(engine, own_share(MICRO_BATCHES))
+    return "nothing"
 
 
 SCENARIOS = {
