@@ -255,11 +255,11 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
-        self._shown.hide()
-        self._shards.drop()
-        self._stale.clear()
-        self._unused.forget()
-        gather([*self._kept])
+        with self._shown.hidden():
+            self._shards.drop()
+            self._stale.clear()
+            self._unused.forget()
+            gather([*self._kept])
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:

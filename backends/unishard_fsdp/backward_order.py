@@ -2,8 +2,8 @@
 
 FSDP2 gathers a module when the gradient of a tensor in its output arrives, which it looks for in lists, tuples, dicts
 and dataclasses (torch 2.13, fsdp/_common_utils.py, collect_grad_tensors). A tensor that leaves it otherwise, in a list
-of the caller, an attribute or an object, may have its gradient first, or alone: its backward would read memory that was
-freed, and without another output no gradient would be reduced.
+of the caller, an attribute or an object, may be the only one with a gradient, or have its gradient first: its backward
+would read memory that was freed, and no gradient would be reduced.
 
 So each module takes an empty tensor, the token, as one more input, and returns it as one more output. autograd runs
 what was computed last first, so of a module's outputs the token, which is made last, has its gradient first.
@@ -82,7 +82,7 @@ class BackwardOrder:
         finally:
             self._in_backward = False
         self.forget()
-        if any(each.reached for each in pending):  # else it went through none, or through hidden tensors alone
+        if any(each.reached for each in pending):  # else it went through none, or only through hidden tensors
             self._passes = [weakref.ref(each) for each in pending if not each.reached]
 
     def forget(self) -> None:

@@ -60,7 +60,7 @@ class SteppedShards(ABC):
             self._leave()
 
     def close(self) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hooks from the optimizer."""
         self._before.remove()
         self._after.remove()
 

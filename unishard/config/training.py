@@ -41,6 +41,6 @@ class Training(Section):
     0's), `rank0` takes rank 0's, `local` leaves each rank its own. Or a mapping of regular expressions, matched
     anywhere in the names of buffers, to `mean`, `sum`, `min`, `max`, `rank0` or `local`: the first that matches counts,
     other buffers are merged as in `sync`. `sum` adds what each rank has added since the last merge. Only an evaluation
-    changes the buffers of the model. Buffers that are not persistent are left alone."""
+    changes the buffers of the model. Buffers that are not persistent do not change."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the data order and, plus the rank, of torch's random numbers after `prepare`."""

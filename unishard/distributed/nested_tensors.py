@@ -116,7 +116,7 @@ def _inside(value: Any) -> Sequence[Any]:
             return [*value.values()]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    except Exception:  # of a class of others, which guards leave alone
+    except Exception:  # of a foreign class, whose contents guards do not read
         return ()
     return ()
 

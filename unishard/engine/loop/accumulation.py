@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from unishard.distributed.host_read import HostRead
 from unishard.engine.loop import script_checks
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.equal_values import EqualValues
+from unishard.engine.loop.forward_guard import ForwardGuard
 from unishard.engine.loop.items import Items, LossKind
 from unishard.engine.loop.reached_parameters import ReachedParameters, Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
@@ -36,13 +37,6 @@ from unishard.errors import ContractError, NonFiniteError
 from unishard.observe.observer import Observers
 
 _logger = logging.getLogger("unishard")
-
-
-class ForwardGuard(Protocol):
-    """Looks at the forwards that `Sampling` chooses."""
-
-    def forward(self) -> AbstractContextManager[None]:
-        """The block that runs such a forward."""
 
 
 class Accumulation:
@@ -319,7 +313,7 @@ class Accumulation:
             self.resolve_pending()
         self._reached.close()
         for watch in self._watches:
-            getattr(watch, "close", lambda: None)()
+            watch.close()
         self._optimizer.close()
         self._schedule.close()
 

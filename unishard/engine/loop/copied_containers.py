@@ -15,10 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import values_in
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.forward_guard import ForwardGuard
 from unishard.errors import ModelError
 
 
-class CopiedContainers:
+class CopiedContainers(ForwardGuard):
     """Refuses changes of copies that the caller does not get back.
 
     All modules are looked at where `Sampling` says, and in every micro-batch those that were seen to get containers: an
@@ -38,8 +39,8 @@ class CopiedContainers:
         """The containers of the caller of each module that runs."""
         self._copies: dict[str, list[tuple[Any, Any]]] = {}
         """What it got in place of some of them, each with what it held then."""
-        self._kept: list[RemovableHandle] = []
-        """The hooks on those that are looked at in every micro-batch."""
+        self.hooks: list[RemovableHandle] = []
+        """On those that are looked at in every micro-batch."""
         self._taking: set[str] = set()
         """The modules that were seen to get containers."""
 
@@ -56,13 +57,10 @@ class CopiedContainers:
         finally:
             for name, each in hooks.items():
                 if name in self._taking:
-                    self._kept += each
+                    self.hooks += each
                 else:
-                    _remove(each)
-
-    def close(self) -> None:
-        """Look at nothing any more."""
-        _remove(self._kept)
+                    for hook in each:
+                        hook.remove()
 
     def _watch(self, name: str, watched: nn.Module) -> list[RemovableHandle]:
         """Register hooks outside the engine's, and one inside them."""
@@ -92,11 +90,6 @@ class CopiedContainers:
             watched.register_forward_pre_hook(entered, with_kwargs=True),
             watched.register_forward_hook(left, prepend=True),
         ]
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    while hooks:
-        hooks.pop().remove()
 
 
 def _containers(value: Any) -> list[Any]:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.forward_guard import ForwardGuard
 from unishard.engine.loop.tensor_marks import memory_of
 
 
-class ForwardGradients:
+class ForwardGradients(ForwardGuard):
     """Refuses gradients in the forward where the engine cannot compute them."""
 
     def __init__(self, modules: Iterable[nn.Module], order: CallOrder, refuse: Callable[[], None]) -> None:

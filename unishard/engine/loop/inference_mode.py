@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import replace_tensors
+from unishard.engine.loop.forward_guard import ForwardGuard
 from unishard.failures.endings import wrap_methods
 
 P = ParamSpec("P")
@@ -81,7 +82,7 @@ def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-class InferenceInForward:
+class InferenceInForward(ForwardGuard):
     """Runs modules that a forward calls in inference mode under `no_grad`: FSDP2 would keep the weights that it gathers
     there, which no backward can use.
 

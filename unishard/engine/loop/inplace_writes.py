@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import tensors_in
+from unishard.engine.loop.forward_guard import ForwardGuard
 from unishard.engine.loop.tensor_marks import memory_of, versions
 from unishard.errors import ModelError
 
@@ -26,7 +27,7 @@ _REFUSALS = (
 """In torch's error for an in-place operation on an input of a unit (torch 2.13, csrc/autograd/variable.cpp)."""
 
 
-class InplaceWrites:
+class InplaceWrites(ForwardGuard):
     """Refuses in-place operations that an engine's backward would not see."""
 
     def __init__(self, units: Mapping[str, nn.Module], *, gathers: bool) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.forward_guard import ForwardGuard
 from unishard.engine.loop.tensor_marks import memory_of, sum_of_bits, versions
 from unishard.engine.model.compilation import eager_modules
 from unishard.errors import ContractError
@@ -37,7 +38,7 @@ class _Mark(NamedTuple):
     bits: Tensor | None = None
 
 
-class WrittenParameters:
+class WrittenParameters(ForwardGuard):
     """Refuses what is written between two updates, and in a training forward."""
 
     def __init__(self, module: nn.Module, order: CallOrder) -> None:
