@@ -1,21 +1,19 @@
-"""Where each rank is: in words, for the messages of `unishard.failures.collective_check`, and in which collective."""
+"""Where each rank is: for the messages of `unishard.failures.collective_check`, and for its verdict."""
 
 from __future__ import annotations
 
 import inspect
-import linecache
-import re
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import FrameType, MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+
+from unishard.failures.collective_frames import group_of
 
 _ENGINE = str(Path(__file__).parents[1] / "engine")
 """On the stack of every call of an engine."""
@@ -31,9 +29,6 @@ _INSTALLED = tuple(
         str(Path(torch.__file__).parents[1]),
     }
 )
-_NO_COLLECTIVES = tuple(f"{dist.__name__}.{name}." for name in ("checkpoint", "elastic", "rpc"))
-"""In torch.distributed too, but they wait for disks, for processes, and for what others compute."""
-_CALLED = re.compile(r"(\w+(?:\.\w+)*)\(")
 
 
 def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str:
@@ -77,7 +72,7 @@ def where_is(thread: int) -> Location:
     if frame is None:
         return Location("nowhere: its thread has ended", False, None)
     frames = traceback.extract_stack(frame)
-    return Location(_in_words(frames), _is_inside(frames), _collective(frame))
+    return Location(_in_words(frames), _is_inside(frames), group_of(frame))
 
 
 def has_other_threads(thread: int) -> bool:
@@ -97,7 +92,7 @@ def may_wait_for_ranks(thread: int, *, surely: bool) -> bool:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return False
-    if _collective(frame) is not None:
+    if group_of(frame) is not None:
         return True
     frames = traceback.extract_stack(frame)
     names = [entry.filename for entry in frames]
@@ -145,46 +140,3 @@ def _is_users(entry: traceback.FrameSummary) -> bool:
 
 def _is_inside(frames: traceback.StackSummary) -> bool:
     return any(entry.filename.startswith(_ENGINE) for entry in frames)
-
-
-# -- The collective that a thread waits in ---------------------------------------------------------
-# A thread that uses no processor may as well read a file, wait for a worker, or sleep. Only its innermost frame tells:
-# it is one of torch.distributed, or it calls a method of what an asynchronous collective has returned.
-
-
-def _collective(frame: FrameType) -> tuple[int, ...] | None:
-    """As `Location.group`."""
-    if not _is_distributed(frame):
-        return () if isinstance(_called_on(frame), dist.Work) else None
-    for caller in _callers(frame):
-        if isinstance(group := caller.f_locals.get("group"), dist.ProcessGroup):
-            return () if group is dist.group.WORLD else tuple(dist.get_process_group_ranks(group))
-    return ()
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of torch.distributed that a thread is in, the innermost one first."""
-    while frame is not None and _is_distributed(frame):
-        yield frame
-        frame = frame.f_back
-
-
-def _is_distributed(frame: FrameType) -> bool:
-    module = f"{frame.f_globals.get('__name__')}."
-    return module.startswith(f"{dist.__name__}.") and not module.startswith(_NO_COLLECTIVES)
-
-
-def _called_on(frame: FrameType) -> Any:
-    """The object whose method a frame calls now; None if it calls something else, or its source cannot be read."""
-    where = inspect.getframeinfo(frame, context=0).positions
-    if where is None or where.lineno is None or where.col_offset is None:
-        return None
-    line = linecache.getline(frame.f_code.co_filename, where.lineno).encode()
-    found = _CALLED.match(line[where.col_offset :].decode(errors="replace"))
-    if found is None:
-        return None
-    name, *attributes = found[1].split(".")
-    held = frame.f_locals.get(name)
-    for attribute in attributes[:-1]:
-        held = inspect.getattr_static(held, attribute, None)
-    return held if attributes else held.__self__ if isinstance(held, MethodType) else None

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from unishard.checkpoint.export.optional_files import optional, written_by
 from unishard.checkpoint.files import OutsideFolderError, file_inside, path_of, read_bytes
 from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.errors import CheckpointError
@@ -238,30 +236,3 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
             f"tokenizer: got a {type(tokenizer).__name__}; pass a transformers tokenizer, or a folder with one"
         )
     return optional("the tokenizer", lambda: written_by(tokenizer.save_pretrained))
-
-
-# -- What is of use beside the weights, but never worth a run or its weights -----------------------
-
-
-def optional(what: str, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
-    """Files that a checkpoint or an export can do without: none, and a warning, where they cannot be made."""
-    try:
-        return make()
-    except Exception as error:  # of any library or user
-        warn_once(f"{what} is missing in checkpoints and exports: {type(error).__name__}: {error}")
-        return {}
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Warn on rank 0, once for all checkpoints and exports of a run."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _logger.warning(message)
-
-
-def written_by(save: Callable[[str], object]) -> dict[str, bytes]:
-    """The files that a function writes into the folder that it is given."""
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        files = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-        return {str(path.relative_to(folder)): path.read_bytes() for path in files}

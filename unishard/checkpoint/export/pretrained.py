@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unishard.checkpoint.export.assets import Assets, TensorSlice, optional, tokenizer_beside, warn_once, written_by
+from unishard.checkpoint.export.assets import Assets, TensorSlice, tokenizer_beside
+from unishard.checkpoint.export.optional_files import optional, warn_once, written_by
 from unishard.checkpoint.export.plan import available
 from unishard.checkpoint.export.sources import sources_of
 from unishard.contract.private_api import CORE_PRIVATE_API

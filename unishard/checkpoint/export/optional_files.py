@@ -1,0 +1,37 @@
+"""Files that are of use beside the weights, and never worth a run or its weights."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch.distributed as dist
+
+_logger = logging.getLogger("unishard")
+
+
+def optional(what: str, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """Files that a checkpoint or an export can do without: none, and a warning, where they cannot be made."""
+    try:
+        return make()
+    except Exception as error:  # of any library or user
+        warn_once(f"{what} is missing in checkpoints and exports: {type(error).__name__}: {error}")
+        return {}
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warn on rank 0, once for all checkpoints and exports of a run."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _logger.warning(message)
+
+
+def written_by(save: Callable[[str], object]) -> dict[str, bytes]:
+    """The files that a function writes into the folder that it is given."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        files = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
