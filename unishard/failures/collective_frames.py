@@ -21,8 +21,8 @@ _CALLED = re.compile(r"(\w+(?:\.\w+)*)\(")
 
 
 def group_of(frame: FrameType) -> tuple[int, ...] | None:
-    """The ranks of the collective in which a thread is whose innermost frame this is: empty for all ranks, None if it is
-    in no collective.
+    """The ranks of the collective in which a thread is whose innermost frame this is; empty for all ranks, None for no
+    collective.
     """
     if not _is_distributed(frame):
         return () if isinstance(_called_on(frame), dist.Work) else None

@@ -8,7 +8,6 @@ With these, an export from a checkpoint needs neither the model's class nor tran
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -26,8 +25,6 @@ FOLDER = "assets/"
 """Their folder in a checkpoint."""
 INDEX = FOLDER + "export.json"
 """The file with the names; the other files of the folder are exported unchanged."""
-
-_logger = logging.getLogger("unishard")
 
 _CONFIG = "config.json"
 
