@@ -37,30 +37,35 @@ class ListedOutputs:
             model: Not given to DeepSpeed yet.
             units: The modules whose parameters are gathered together.
         """
-        leaves = {unit.module for unit in units}
-        inside = {part for leaf in leaves for part in leaf.modules()} - leaves
-        self._modules = {part: name for name, part in model.named_modules() if part not in inside}
+        leaves = [unit.module for unit in units]
+        inside = {id(part) for leaf in leaves for part in leaf.modules() if part is not leaf}
+        self._modules = {name: part for name, part in model.named_modules() if id(part) not in inside}
         self._gathered = {
-            part for part in self._modules if part in leaves or next(part.parameters(recurse=False), None) is not None
+            name
+            for name, part in self._modules.items()
+            if any(part is leaf for leaf in leaves) or next(part.parameters(recurse=False), None) is not None
         }
-        self._outputs: dict[nn.Module, Any] = {}
+        self._outputs: dict[str, Any] = {}
         """What modules have returned, while DeepSpeed's hooks run."""
-        # Functions, not methods: a copy of the model must not copy the engine.
-        self._hooks = [part.register_forward_hook(lambda *call: self._list(*call)) for part in self._modules]
+        self._hooks = [
+            part.register_forward_hook(_without_self(self._list, name)) for name, part in self._modules.items()
+        ]
 
     def restore(self) -> list[RemovableHandle]:
         """Register the hooks behind DeepSpeed's; all hooks."""
-        behind = [part.register_forward_hook(lambda *call: self._put_back(*call)) for part in self._modules]
+        behind = [
+            part.register_forward_hook(_without_self(self._put_back, name)) for name, part in self._modules.items()
+        ]
         return self._hooks + behind
 
-    def _list(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if type(output) is Tensor or _is_known(output) else self._listed(module, output)
+    def _list(self, name: str, output: Any) -> Any:
+        return None if type(output) is Tensor or _is_known(output) else self._listed(name, output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _listed(self, module: nn.Module, output: Any) -> list[Tensor]:
-        if isinstance(output, GeneratorType) and module in self._gathered:
+    def _listed(self, name: str, output: Any) -> list[Tensor]:
+        if isinstance(output, GeneratorType) and name in self._gathered:
             raise ModelError(
-                f"{self._modules[module]} ({type(module).__name__}) returns a generator, whose code runs after the "
+                f"{name} ({type(self._modules[name]).__name__}) returns a generator, whose code runs after the "
                 "forward, when its weights are not gathered; return a list of what it yields"
             )
         found: list[Tensor] = []
@@ -70,14 +75,19 @@ class ListedOutputs:
             return tensor
 
         _exchange(output, keep)
-        self._outputs[module] = output
+        self._outputs[name] = output
         return found
 
-    def _put_back(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if module not in self._outputs:
+    def _put_back(self, name: str, output: Any) -> Any:
+        if name not in self._outputs:
             return None
         tensors = iter(output)
-        return _exchange(self._outputs.pop(module), lambda tensor: next(tensors))
+        return _exchange(self._outputs.pop(name), lambda tensor: next(tensors))
+
+
+def _without_self(act: Callable[[str, Any], Any], name: str) -> Callable[..., Any]:
+    """A hook that is a function, not a method: a copy of the model must not copy the engine."""
+    return lambda module, args, output: act(name, output)
 
 
 def _is_known(output: Any) -> bool:

@@ -44,8 +44,9 @@ class WrittenBuffers:
             for owner in unit.module.modules()
             for name, _ in owner.named_buffers(recurse=False, remove_duplicate=False)
         ]
-        self._written: set[tuple[nn.Module, str]] | None = None
-        """Those that a forward has written; None before the first one in training mode."""
+        self._written: set[tuple[int, str]] | None = None
+        """Those that a forward has written, by the id of their module, whose hash may change, as that of a metric of
+        torchmetrics; None before the first one in training mode."""
         self.steady = not self._places
         """Whether it is known that forwards write none."""
 
@@ -54,7 +55,7 @@ class WrittenBuffers:
         copies = _Copies()
         return [
             Start(owner, name, live, None, live._version)
-            if live.nbytes > _SMALL and self._written is not None and (owner, name) not in self._written
+            if live.nbytes > _SMALL and self._written is not None and (id(owner), name) not in self._written
             else Start(owner, name, live, copies.of(live), 0)
             for owner, name in self._places
             if isinstance(live := getattr(owner, name, None), Tensor)
@@ -68,12 +69,12 @@ class WrittenBuffers:
         """
         if self._written is None:
             if self._unit.module.training:
-                self._written = {(start.owner, start.name) for start in starts if _is_written(start)}
+                self._written = {(id(start.owner), start.name) for start in starts if _is_written(start)}
                 self.steady = not self._written
             return
         for index, start in enumerate(starts):
             if start.copy is None and start.live._version != start.version:
-                self._written.add((start.owner, start.name))
+                self._written.add((id(start.owner), start.name))
                 self.steady = False
                 starts[index] = start._replace(copy=_Copies().of(start.live))
                 _logger.warning(
