@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from unishard.failures import heartbeat
+from unishard.failures import heartbeat, process_state
 from unishard.failures.connections import connect
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.monitor_client import MonitorClient
@@ -20,19 +22,29 @@ PATIENCE = 0.2
 STATUS = {"anything": "a rank that stands still"}
 
 
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
 @contextmanager
-def two_ranks(stopped: int) -> Iterator[MonitorClient]:
-    """The line of the rank that runs; the other one keeps its connection open and says nothing."""
-    if stopped == 0:
+def two_ranks(silent: int, number: int) -> Iterator[MonitorClient]:
+    """The line of the rank that runs; the other one, of another process, keeps its connection open and says nothing."""
+    process = [process_state.own()[0], number]
+    if silent == 0:
         listener = socket.create_server(("localhost", 0))
         connection = socket.create_connection(listener.getsockname())
         accepted = listener.accept()[0]
         listener.close()
-        line = MonitorClient(connection, 1, 2, None)
+        line = MonitorClient(connection, 1, 2, None, process)
     else:
         server = MonitorServer(2, "token", lambda statuses: Judgement(), lambda rank: False)
         connections = [
-            connect("localhost", server.port, {"token": "token", "rank": rank, "size": 2}) for rank in (0, 1)
+            connect("localhost", server.port, {"token": "token", "rank": rank, "size": 2, "process": process})
+            for rank in (0, 1)
         ]
         assert connections[0] is not None
         line = MonitorClient(connections[0], 0, 2, server)
@@ -57,17 +69,36 @@ def wait_for_news(line: MonitorClient, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_answers_nothing_is_named_while_somebody_waits_for_it(stopped: int) -> None:
-    with two_ranks(stopped) as line:
+def test_a_rank_that_is_stopped_is_named_while_somebody_waits_for_it(
+    stopped: int, sleeper: subprocess.Popen[bytes]
+) -> None:
+    sleeper.send_signal(signal.SIGSTOP)
+    with two_ranks(stopped, sleeper.pid) as line:
         line.status(STATUS)
         assert wait_for_news(line, 10.0)
         assert line.endings[stopped].how == SILENT
-        assert (
-            line.cause()
-            == f"rank {stopped} has not answered for 1 s: its process is stopped (SIGSTOP, a debugger), or its machine "
-            "hangs"
-        )
+        assert line.cause() == f"rank {stopped} has not answered for 1 s: its process is stopped (SIGSTOP, a debugger)"
         assert line.wait(lambda: line.is_gone(stopped), 2.0), "nobody waits for what it writes"
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_answers_nothing_and_runs_is_waited_for(
+    silent: int, sleeper: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that holds Python's lock while it reads a large JSON file."""
+    with two_ranks(silent, sleeper.pid) as line:
+        line.status(STATUS)
+        assert not wait_for_news(line, 3 * 6 * PATIENCE)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"rank {silent} has not answered for 1 s: it runs code that holds Python's lock, or is stopped; it is waited for"
+    ]
+
+
+def test_a_process_of_another_machine_is_not_known_to_be_stopped(sleeper: subprocess.Popen[bytes]) -> None:
+    sleeper.send_signal(signal.SIGSTOP)
+    assert not process_state.is_stopped(["another machine", sleeper.pid])
+    assert not process_state.is_stopped(None)
 
 
 def test_a_rank_that_answers_is_waited_for() -> None:

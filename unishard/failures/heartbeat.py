@@ -1,14 +1,22 @@
-"""Finds a process that answers nothing although its connection is open: it is stopped, or its machine hangs."""
+"""Finds a process that answers nothing although its connection is open. It ends a run where it is known to be stopped;
+a machine that hangs ends the connection (`connections.keep_alive`).
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
+from typing import Any
+
+from unishard.failures.process_state import is_stopped
+
+_logger = logging.getLogger("unishard")
 
 SILENT = "silent"
 """How a rank has ended that answers nothing."""
 TIMEOUTS = 6
-"""After so many `communication.desync_timeout` without an answer, a rank counts as ended."""
+"""After so many `communication.desync_timeout` without an answer, a rank that is stopped counts as ended."""
 _STEP = 1.0
 """Seconds that count between two looks, at most: more have passed only if this process itself was stopped."""
 
@@ -20,6 +28,7 @@ class HeartbeatTimeout:
     """
 
     def __init__(self) -> None:
+        self._warned: set[int] = set()
         self.patience = 30.0
         """`communication.desync_timeout`, once it is known."""
         self._clock = self._asked = 0.0
@@ -28,24 +37,41 @@ class HeartbeatTimeout:
 
     @property
     def limit(self) -> float:
-        """Seconds without an answer after which a rank counts as ended."""
+        """Seconds without an answer after which a rank that is stopped counts as ended."""
         return TIMEOUTS * self.patience
 
     @property
     def text(self) -> str:
         """What is said of such a rank."""
-        return (
-            f"has not answered for {self.limit:.0f} s: its process is stopped (SIGSTOP, a debugger), or its machine "
-            "hangs"
-        )
+        return f"has not answered for {self.limit:.0f} s: its process is stopped (SIGSTOP, a debugger)"
 
     def heard(self, rank: int) -> None:
         """Note that a rank has said something."""
         self._heard[rank] = self._clock
 
+    def has_ended(self, rank: int, process: Any) -> bool:
+        """Whether a rank that has given no answer for too long is stopped; warns once of one that is not known to be.
+
+        Args:
+            rank: The rank.
+            process: Its process, see `process_state`.
+        """
+        if is_stopped(process):
+            return True
+        if rank not in self._warned:
+            self._warned.add(rank)
+            _logger.warning(
+                "rank %d has not answered for %.0f s: it runs code that holds Python's lock, or is stopped; it is "
+                "waited for",
+                rank,
+                self.limit,
+            )
+        return False
+
     def rest(self) -> None:
         """Note that no rank waits."""
         self._heard.clear()
+        self._warned.clear()
         self._looked = time.monotonic()
 
     def look(self, ranks: Iterable[int]) -> tuple[bool, list[int]]:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unishard.errors import ConfigError
+from unishard.failures import process_state
 from unishard.failures.connections import connect, own_address
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer
@@ -59,7 +60,9 @@ class Ending(NamedTuple):
 class MonitorClient:
     """One rank's connection. Any thread may use it."""
 
-    def __init__(self, connection: socket.socket, rank: int, size: int, server: MonitorServer | None) -> None:
+    def __init__(
+        self, connection: socket.socket, rank: int, size: int, server: MonitorServer | None, monitor: Any = None
+    ) -> None:
         """Start the thread that listens.
 
         Args:
@@ -67,6 +70,7 @@ class MonitorClient:
             rank: This rank.
             size: Number of ranks.
             server: The monitor, in its own process.
+            monitor: That process, see `process_state`.
         """
         self.rank, self.size = rank, size
         self.thread = threading.get_ident()
@@ -81,7 +85,7 @@ class MonitorClient:
         """The module that this rank has gathered last, as `layers.0 (LlamaDecoderLayer)`; empty if there was none."""
         self.when_doomed: Callable[[], None] = lambda: None
         """Called a few times a second once another rank has ended, or there is a verdict."""
-        self._socket, self._server = connection, server
+        self._socket, self._server, self._monitor = connection, server, monitor
         self._heartbeat = HeartbeatTimeout()
         self._collected: dict[str, list[Any] | None] = {}
         """What came under the keys that this rank waits for; None until then. The monitor answers again to who asks
@@ -168,7 +172,7 @@ class MonitorClient:
         ask, silent = self._heartbeat.look((0,))
         if ask:
             self._send({"kind": "ping"})
-        if silent:
+        if silent and self._heartbeat.has_ended(0, self._monitor):
             # What rank 0 reads first if it runs again.
             self._send({"kind": "ended", "text": f"has ended, since rank 0 {self._heartbeat.text}", "how": RAISED})
             with self._news:
@@ -360,9 +364,9 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
         token = secrets.token_hex(16)
         asked = dist.PrefixStore(f"unishard/line/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
         server = MonitorServer(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
-        keys.set("monitor", json.dumps([socket.gethostname(), own_address(), server.port, token]))
-    machine, address, port, token = json.loads(keys.get("monitor"))
-    hello = {"token": token, "rank": rank, "size": size}
+        keys.set("monitor", json.dumps([socket.gethostname(), own_address(), server.port, token, process_state.own()]))
+    machine, address, port, token, monitor = json.loads(keys.get("monitor"))
+    hello = {"token": token, "rank": rank, "size": size, "process": process_state.own()}
     for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
         try:
             connection = connect(host, port, hello)
@@ -370,7 +374,7 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
             _opened -= 1  # this process is none of the ranks, and its error is written as that of one which never came
             raise
         if connection is not None:
-            _current = MonitorClient(connection, rank, size, server)
+            _current = MonitorClient(connection, rank, size, server, monitor)
             return _current
     keys.set(f"without/{rank}", "")
     _logger.warning(

@@ -55,6 +55,8 @@ class _Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.rank = -1
+        self.process: Any = None
+        """See `process_state`."""
         self.buffer = b""
 
 
@@ -197,7 +199,7 @@ class MonitorServer:
                 if len(self._links.keys() | self._ended) < self._size:  # else the run goes on without that process
                     self._give_up(wrong)
                 raise ValueError(wrong)
-            link.rank = rank
+            link.rank, link.process = rank, message.get("process")
             self._links[link.rank] = link
             for message in ({"kind": "welcome"}, *self._endings):
                 self._send(link, message)
@@ -319,7 +321,8 @@ class MonitorServer:
         for rank in others if ask else ():
             self._send(self._links[rank], {"kind": "ping"})
         for rank in silent:
-            self._end(rank, self.heartbeat.text, SILENT)
+            if self.heartbeat.has_ended(rank, self._links[rank].process):
+                self._end(rank, self.heartbeat.text, SILENT)
 
     def _warn(self, found: _Collection, seconds: float) -> None:
         away = {rank for rank in found.missing if rank not in self._links and self._unreachable(rank)}

@@ -18,7 +18,7 @@ WAYS = {
     "os._exit": "`os._exit()`, or a crash in C++",
     "out of memory": "no memory for a tensor",
     "SIGTERM": "SIGTERM without `checkpoint.on_signal`",
-    "stop": "SIGSTOP, or a machine that hangs",
+    "stop": "SIGSTOP",
 }
 _WHERE = {
     "init": "between `init` and `prepare`",
