@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from unishard.contract.private_api import version_of
+from unishard.contract.installed import version_of
 from unishard.errors import BackendError
 
 OLDEST = (0, 19, 8)

@@ -52,7 +52,10 @@ def sampler(parts=2, number=1, **options):
             DataLoader(DATA, sampler=sampler(1, 0, shuffle=False)),
             {"batch_size": 1, "whole": "DistributedSampler(num_replicas=1)"},
         ),
-        (unishard.dataloader(DATA, unishard.Config()), {"name": "unishard.dataloader", "ours": True}),
+        (
+            unishard.dataloader(DATA, unishard.Config()),
+            {"name": "unishard.dataloader", "ours": True, "batch_size": 1},
+        ),
         ([1, 2], {"name": "list", "hides_batches": True}),
         (Own(), {"name": "Own", "hides_batches": True}),
     ],

@@ -81,7 +81,7 @@ def test_in_its_own_format_it_stays(document: dict[str, object], name: str) -> N
     outcome = translate(document, name)
     for one in outcome.items:
         if is_placeholder(one.value):
-            assert (one.fit, one.note) == (Fit.EXACT, "kept")
+            assert (one.fit, one.becomes) == (Fit.EXACT, one.key)
             value: object = outcome.document
             for key in one.key.split("."):
                 assert isinstance(value, dict)

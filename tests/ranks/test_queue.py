@@ -185,9 +185,7 @@ def edited(backend: str, at: int) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_change_of_gradients_is_refused_at_once_first_and_one_step_late_then(backend):
+def test_a_change_of_gradients_is_refused_at_once_in_every_update(backend):
     cells = tuple((edited, (each, at)) for each in BACKENDS for at in (1, 10, 11))
-    found = {at: values(play(cells)[edited, (backend, at)]) for at in (1, 10, 11)}
-    assert found[1] == [[1], [1]]
-    assert found[11] == [[], []], "only every tenth is looked at"
-    assert found[10] == [[11], [11]]
+    for at in (1, 10, 11):
+        assert values(play(cells)[edited, (backend, at)]) == [[at], [at]]

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import CodeType, FunctionType
 from typing import Any
 
+from unishard.contract.installed import version_of
 from unishard.errors import BackendError
 
 
@@ -91,14 +91,6 @@ def by_name(*cases: PrivateApi) -> Mapping[str, PrivateApi]:
 
 
 @cache
-def version_of(package: str) -> str:
-    """Version of an installed distribution without its local label; `not installed` if there is none."""
-    try:
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     """The leading numbers of a version, for comparison."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])

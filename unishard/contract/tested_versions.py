@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from unishard.contract.backend import Backend
-from unishard.contract.private_api import version_of
+from unishard.contract.installed import version_of
 
 PYTHONS = ("3.11", "3.12", "3.13")
 """Tested versions of Python, oldest first; pip refuses older ones."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
+from unishard.contract.installed import version_of
 from unishard.contract.key_rows import boolean, sets
-from unishard.contract.private_api import version_of
 from unishard.contract.rules import Fit
 
 DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
