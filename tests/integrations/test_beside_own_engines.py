@@ -31,7 +31,7 @@ FEWER = {
 }
 """Where an update calls no more functions than the framework's own."""
 CHOSEN = [case for case in CASES if FEWER.get(case.model) == case[:2]]
-OURS = 610
+OURS = 657
 """Functions of unishard that an update calls under Accelerate on DeepSpeed; its own clipping computes no norm."""
 
 

@@ -295,7 +295,7 @@ def test_ranks_wait_for_each_other_in_few_short_updates(backend):
     first, later, between = answers(exchanges_of_short_updates, backend)[0]
     assert answers(exchanges_of_short_updates, backend) == [(first, later, between)] * 2
     assert (first, between) == (3, 1)
-    assert sorted(later) in ([0] * 8, [0] * 7 + [3]), "in one of ten, the guards look"
+    assert sorted(later) in ([0] * 8, [0] * 7 + [3]), "in one of forty, the guards look"
 
 
 # -- switched off, and free of charge with one rank ------------------------------------------------

@@ -40,8 +40,8 @@ CELLS = (
 AGREED = {
     "resolve_pending": "whether the last update was skipped, after the backward of the next one is queued",
     "divisor": "how many items the ranks have counted, after the backward is queued",
-    "compare": "whether gradients were changed, in one of ten updates",
-    "_true": "whether weights were written past the engine, in one of ten updates",
+    "compare": "whether gradients were changed, in one of forty updates",
+    "_true": "whether weights were written past the engine, in one of forty updates",
     "text": "checksums of the weights of every tenth update, added up before its forward",
 }
 """What is read of pinned memory, by function: copied there while the device still had more to do than the host waits

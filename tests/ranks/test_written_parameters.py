@@ -185,11 +185,11 @@ LATER = {"in place": in_place, "through data": through_data}
 def test_a_write_that_begins_later_is_found(backend, strategy, way):
     """In the forward from the 13th update on, in the second micro-batch of each; through `data` by a sample."""
     with prepared(backend, strategy, training={"gradient_accumulation_steps": 2}) as engine:
-        for number in range(60):
+        for number in range(120):
             engine.module.parts[0].write = LATER[way] if number >= 25 and number % 2 else None
             if refused(update, engine, number) != "nothing":
                 break
-    assert number == 25 if way == "in place" else 25 < number < 60
+    assert number == 25 if way == "in place" else 25 < number < 119
 
 
 class Adversary(nn.Sequential):

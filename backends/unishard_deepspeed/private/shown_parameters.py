@@ -24,7 +24,7 @@ _MARK = "gathers_in_flight"
 """The attribute of parameters that show it: what to wait for where one is being gathered."""
 _SCRIPT = "shown_in_script"
 """The attribute of parameters that show it: what the script sees of them now."""
-_FIRST, _EVERY = 10, 20
+_FIRST, _EVERY = 10, 40
 """Forwards in which parameters are looked at: the first ones, and every so many later ones."""
 _GRAD: Any = Tensor.grad
 """torch's own attribute."""

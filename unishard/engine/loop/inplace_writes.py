@@ -116,6 +116,6 @@ def _changed_inside(name: str) -> ModelError:
 def _changed_outside(name: str) -> ModelError:
     return ModelError(
         f"an output of unit {name} is a view or its input, and is changed in place after the unit, as y.add_(x) does, "
-        "behind the function "
-        "with which the engine runs the unit's backward; write y = y + x, or return y.clone() from the unit"
+        "behind the function with which the engine runs the unit's backward; write y = y + x, or return y.clone() from "
+        "the unit"
     )

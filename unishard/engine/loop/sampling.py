@@ -10,7 +10,7 @@ from zlib import crc32
 
 _FIRST = 10
 """The updates after `prepare` of which every micro-batch is looked at."""
-_EVERY = 10
+_EVERY = 40
 """Of so many later updates, one is looked at, in one of its micro-batches."""
 
 
