@@ -230,8 +230,8 @@ class Batching:
     def _warn_of_hidden(self, loader: Iterable[Any]) -> None:
         if self._module.training:
             self._warn(
-                f"{type(loader).__name__} hides the position of the loader that it reads, so a checkpoint has none, and "
-                f"a resumed run reads the data from their beginning; {instead_of(loader)}"
+                f"{type(loader).__name__} hides the position of the loader that it reads, so a checkpoint has none, "
+                f"and a resumed run reads the data from their beginning; {instead_of(loader)}"
             )
 
 

@@ -279,8 +279,8 @@ class Evaluation:
         if self._tail is None and loader and loader.at_repeated and _has_rows(gathered, loader.round):
             raise ContractError(
                 f"gather_for_metrics has {loader.round} rows of the last batches, of which {loader.repeated} are of "
-                "samples that fill them up: the unishard.dataloader is read without the engine, or in a generator around "
-                "it; write `for batch in engine.batches(loader):`"
+                "samples that fill them up: the unishard.dataloader is read without the engine, or in a generator "
+                "around it; write `for batch in engine.batches(loader):`"
             )
         return gathered
 
