@@ -119,8 +119,8 @@ def parity(
 
     Runs CFG and compares with a golden file, or without one runs each engine and compares with the first. Exits with 0
     if all steps agree within the tolerances of the conformance suite, with 1 if not, after the first step that differs,
-    the likely causes, and the first module that differs, for which it runs again up to that step. Exits with 2 on an
-    error. The script must load its config with unishard.load(). Options stand before SCRIPT.
+    the fields of the config that differ, and the first module that differs, for which it runs again up to that step.
+    Exits with 2 on an error. The script must load its config with unishard.load(). Options stand before SCRIPT.
 
     Example: unishard parity cfg.yaml --golden losses.jsonl --steps 20 train.py --epochs 1
     """
