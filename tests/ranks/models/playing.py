@@ -119,6 +119,7 @@ def _play(case: Case, run: Run, expected: Reference, rank: int, place: Path) -> 
             engine.save(place / f"{run.backend}-{run.precision}")
         if run.exports:
             engine.export(place / f"{run.backend}-exported")
+            engine.eval()  # merges the buffers in the model, as the export has them
             if rank == 0:
                 figures["export"] = difference(
                     case, parameters, dict(engine.module.named_buffers()), place / f"{run.backend}-exported"
