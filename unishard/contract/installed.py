@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 
+@cache
 def version_of(package: str) -> str:
     """Version of an installed distribution without its local label; `not installed` if there is none."""
     try:

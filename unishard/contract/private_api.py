@@ -90,7 +90,6 @@ def by_name(*cases: PrivateApi) -> Mapping[str, PrivateApi]:
     return {case.name: case for case in cases}
 
 
-@cache
 def _numbers(text: str) -> tuple[int, ...]:
     """The leading numbers of a version, for comparison."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
