@@ -114,7 +114,13 @@ def _channels_last() -> nn.Module:
     return _Convolutional(nn.GroupNorm, 2).to(memory_format=torch.channels_last)
 
 
-KIND.add("convolutions in channels_last", seeded(_channels_last), features(3, 8, 8), loss=own_cross_entropy)
+KIND.add(
+    "convolutions in channels_last",
+    seeded(_channels_last),
+    features(3, 8, 8),
+    loss=own_cross_entropy,
+    known="bf16: engines gather weights contiguous, for which torch takes another kernel on some processors",
+)
 KIND.add(
     "BatchNorm", seeded(_Convolutional, nn.BatchNorm2d), features(3, 8, 8), loss=own_cross_entropy, low_buffers=True
 )
