@@ -118,6 +118,33 @@ def test_a_parameter_that_the_forward_writes_is_named(backend, strategy, precisi
             assert message.startswith(wanted), way
 
 
+class Router(nn.Module):
+    """Converts its layer in each forward, as the router of NLLB-MoE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer.to(torch.float32)(x.float()).to(x.dtype)
+
+
+CONVERTED = (
+    ("fsdp", "full_shard"),
+    ("fsdp", "shard_grad_op"),
+    ("fsdp", "shard_optimizer"),
+    ("deepspeed", "shard_optimizer"),
+)
+
+
+@in_ranks(cells=CONVERTED)
+def test_a_layer_that_the_forward_of_its_parent_converts_is_named(backend, strategy):
+    sharding = {"strategy": strategy, "units": ["Router"]}
+    with unishard.prepare(nn.Sequential(Router(), Router()), config(backend, sharding, precision="bf16")) as engine:
+        said = refused(engine, inputs(0, my_rank()))
+    assert said.startswith("ContractError: the forward writes parameter 0.layer.weight")
+
+
 @in_ranks(cells=CELLS)
 def test_a_parameter_that_is_written_between_updates_is_named(backend, strategy, precision):
     said = {}

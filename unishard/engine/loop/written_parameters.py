@@ -8,8 +8,9 @@ In-place operations raise the version of a tensor, which costs nothing to read: 
 that, `parameter.data.fill_(1)` or `parameter.data = value`, shows in the bits and the memory, which are compared where
 `Sampling` looks: of the parameters between two forwards, and of what a module computes with around its forward.
 
-Besides what begins between two looks, two kinds of writes through `data` are not found: those to a gathered parameter
-outside the forward of its own module, and those to one that stage 3 of ZeRO has not gathered: it has no elements.
+Besides what begins between two looks, two kinds of writes through `data` are not found: those into the memory of a
+gathered parameter outside the forward of its own module, and those to one that stage 3 of ZeRO has not gathered: it has
+no elements.
 """
 
 from __future__ import annotations
@@ -163,20 +164,25 @@ class WrittenParameters(ForwardGuard):
 
     def _enter(self, prefix: str, module: nn.Module) -> None:
         marks = self._running[id(module)] = {}
-        for name, tensor in module.named_parameters(prefix, recurse=not prefix):
+        for name, tensor in module.named_parameters(prefix):
             own = name.rpartition(".")[0] == prefix
             # What is empty at rest is gathered by now if it is the module's own; others may be on their way.
             if tensor.numel() and (own if self._empty.get(id(tensor)) else id(tensor) not in self._empty):
-                marks[name] = _mark(tensor, memory=True)
+                marks[name] = _mark(tensor, memory=True, bits=own or not prefix)
 
     def _leave(self, module: nn.Module) -> None:
         for name, was in self._running.pop(id(module), {}).items():
-            self._compare(name, was, _mark(was.tensor, memory=True))
+            self._compare(name, was, _mark(was.tensor, memory=True, bits=was.bits is not None))
             self._gathered.setdefault(name, was.tensor)
 
 
-def _mark(tensor: Tensor, *, memory: bool) -> _Mark:
-    return _Mark(tensor, versions([tensor])[0], memory_of(tensor) if memory else None, sum_of_bits(tensor))
+def _mark(tensor: Tensor, *, memory: bool, bits: bool = True) -> _Mark:
+    return _Mark(
+        tensor,
+        versions([tensor])[0],
+        memory_of(tensor) if memory else None,
+        sum_of_bits(tensor) if bits else None,
+    )
 
 
 def _true(flags: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
