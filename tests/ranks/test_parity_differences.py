@@ -13,10 +13,11 @@ import unishard
 from unishard.config.nested import merge, nested
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing.models import batch, mlp
+from unishard.tools.compare.golden import ComparedRun, facts_of
 from unishard.tools.compare.modules import first_module, modules_in
 from unishard.tools.compare.modules import lines_of as module_text
 from unishard.tools.compare.records import Course, read_records
-from unishard.tools.compare.verdict import ComparedRun, facts_of, lines_of, verdict_of
+from unishard.tools.compare.verdict import lines_of, verdict_of
 
 STEPS = 6
 PLAIN = {

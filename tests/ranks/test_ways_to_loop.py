@@ -307,7 +307,7 @@ def test_a_loop_that_an_error_has_left_is_no_second_one(backend):
 
 @in_ranks(cells=(("fsdp",),))
 def test_a_metric_counts_each_sample_once_or_is_refused(backend):
-    """Over 14 samples on two ranks, by what is around the loader."""
+    """Over 14 samples on two ranks, by what is around the loader; a warning comes with the first batch."""
     cfg, data = configured(backend), rows()[:-2]
     with prepare(cfg) as engine:
         engine.eval()
@@ -316,8 +316,10 @@ def test_a_metric_counts_each_sample_once_or_is_refused(backend):
             loader = wrap(unishard.dataloader(data, cfg, shuffle=False))
             return sum(len(engine.gather_for_metrics(each["row"])) for each in engine.batches(loader))
 
-        assert count(quiet) == 14
-        assert "2 are of samples that fill them up" in refused(lambda: count(from_generator))
+        assert told(lambda: count(quiet)) == (14, [])
+        refusal, (said,) = told(lambda: refused(count, from_generator))
+    assert "2 are of samples that fill them up" in refusal
+    assert "engine.gather_for_metrics cannot leave out the 2 samples that fill up the last batches" in said
 
 
 # -- without engine.batches ------------------------------------------------------------------------

@@ -31,9 +31,9 @@ from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate
 from unishard.formats.surveying import survey
 from unishard.observe.destinations.jsonl import JsonLines
+from unishard.tools.compare.golden import read_golden
 from unishard.tools.compare.modules import modules_in
 from unishard.tools.compare.records import Course, middle, read_records
-from unishard.tools.compare.verdict import read_golden
 from unishard.tools.plan import model
 from unishard.tools.plan.model import PlannedModel
 

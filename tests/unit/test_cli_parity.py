@@ -13,8 +13,8 @@ import unishard
 from unishard.cli import parity
 from unishard.errors import ConfigError
 from unishard.tools.compare.candidates import Variant
+from unishard.tools.compare.golden import facts_of, golden_text, read_golden
 from unishard.tools.compare.measuring import Measured, Task
-from unishard.tools.compare.verdict import facts_of, golden_text, read_golden
 
 RECORDS = tuple({"step": step, "loss": 2.0 / step, "grad_norm": 1.0, "lr": 0.1, "samples": 8} for step in range(1, 5))
 

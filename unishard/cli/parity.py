@@ -17,9 +17,10 @@ from unishard.errors import BackendError, UnishardError
 
 if TYPE_CHECKING:
     from unishard.tools.compare.candidates import Variant
+    from unishard.tools.compare.golden import ComparedRun
     from unishard.tools.compare.measuring import Measured
     from unishard.tools.compare.modules import Located
-    from unishard.tools.compare.verdict import ComparedRun, Verdict
+    from unishard.tools.compare.verdict import Verdict
 
 
 # -- Runs again to find the first module that differs, for `unishard parity` -----------------------
@@ -125,9 +126,10 @@ def parity(
     Example: unishard parity cfg.yaml --golden losses.jsonl --steps 20 train.py --epochs 1
     """
     from unishard.tools.compare.candidates import candidates_of
+    from unishard.tools.compare.golden import ComparedRun, facts_of, golden_text, read_golden
     from unishard.tools.compare.measuring import Task
     from unishard.tools.compare.records import Course
-    from unishard.tools.compare.verdict import ComparedRun, facts_of, golden_text, lines_of, read_golden, verdict_of
+    from unishard.tools.compare.verdict import lines_of, verdict_of
 
     if golden is not None and write_golden is not None:
         raise UnishardError("--golden compares with a file and --write-golden writes one; give one of them")

@@ -228,10 +228,17 @@ class Batching:
             inner.followed -= 1
 
     def _warn_of_hidden(self, loader: Iterable[Any]) -> None:
+        read = ShareLoader.last_unfollowed and ShareLoader.last_unfollowed()
+        name = type(loader).__name__
         if self._module.training:
             self._warn(
-                f"{type(loader).__name__} hides the position of the loader that it reads, so a checkpoint has none, "
-                f"and a resumed run reads the data from their beginning; {instead_of(loader)}"
+                f"{name} hides the position of the loader that it reads, so a checkpoint has none, and a resumed run "
+                f"reads the data from their beginning; {instead_of(loader)}"
+            )
+        elif read and read.repeated:
+            self._warn(
+                f"{name} hides the unishard.dataloader that it reads, so engine.gather_for_metrics cannot leave out "
+                f"the {read.repeated} samples that fill up the last batches, and refuses these; {instead_of(loader)}"
             )
 
 

@@ -17,8 +17,7 @@ _VERSION = attrgetter("_version")
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each tensor was written in place; tensors that were made in inference mode do not count it."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # else a subclass may answer each in Python
-            return [*map(_VERSION, tensors)]
+        return [*map(_VERSION, tensors)]
     except RuntimeError:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
