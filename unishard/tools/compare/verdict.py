@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from unishard.config.describe import shown
 from unishard.contract.tolerances import TOLERANCES
 from unishard.errors import BackendError
 from unishard.tools.compare import modules
@@ -98,11 +99,7 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
     )
     yield from wrap(f"different: {names} at step {at.step}: {values}", _WIDTH, subsequent_indent="  ")
     for path, found, expected in verdict.fields:
-        differs = f"{path} is {_shown(found)} in {verdict.found.name}, {_shown(expected)} in {verdict.expected.name}"
+        differs = f"{path} is {shown(found)} in {verdict.found.name}, {shown(expected)} in {verdict.expected.name}"
         yield from wrap(differs, _WIDTH, subsequent_indent="  ")
     for line in modules.lines_of(verdict.located):
         yield from wrap(line, _WIDTH, subsequent_indent="  ")
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
