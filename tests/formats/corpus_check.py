@@ -46,9 +46,10 @@ class Cause(NamedTuple):
 
 CAUSES: Mapping[str, Cause] = {
     "the file's own tool refuses it too: a key that it does not know": Cause(
-        r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0) does not know this key; (remove it$|did you mean '\S+'\?$)",
+        r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0|Lightning 2\.6\.6) does not know this key"
+        r"( beside class_path)?; (remove it$|did you mean '\S+'\?$|write it below init_args$)",
         "DeepSpeed 0.19.8, runtime/config_utils.py (extra fields are forbidden); Accelerate 1.15.0, "
-        "commands/config/config_args.py",
+        "commands/config/config_args.py; Lightning 2.6.6, pytorch/cli.py (jsonargparse)",
     ),
     "the file's own tool refuses it too: keys that exclude each other or are missing": Cause(
         r"^(deepspeed_config\.\S+|mixed_precision): Accelerate 1\.15\.0 refuses this beside deepspeed_config_file"
@@ -65,6 +66,14 @@ CAUSES: Mapping[str, Cause] = {
     "was removed in DeepSpeed 0.19.8": Cause(
         r"^\S+: (\w+ sends compressed gradients, and )?was removed in DeepSpeed 0\.19\.8[ ;]",
         "DeepSpeed 0.19.8, runtime/config.py: _REMOVED_TOP_LEVEL_CONFIG_KEYS; DeepSpeed issue 8489",
+    ),
+    "the file's own tool refuses it too: an argument or a strategy of Lightning 1": Cause(
+        r"^\S+: (must be a strategy that is supported: )?Lightning 2 (has removed|has renamed|no longer takes)",
+        "Lightning 2.6.6, pytorch/trainer/trainer.py and pytorch/strategies",
+    ),
+    "a class that Hydra builds, or files that it adds": Cause(
+        r"^\S+: (_target_ of Hydra is not read|Hydra adds what other files say)",
+        "LightningCLI reads class_path and init_args, never _target_ and defaults (Lightning 2.6.6, pytorch/cli.py)",
     ),
     "an optimizer that shards do not see whole (LAMB, Muon)": Cause(
         r"optimizer\.type: \S+ (needs the norm of each whole tensor|needs whole matrices), which (is|are) sharded",

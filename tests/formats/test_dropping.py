@@ -139,7 +139,7 @@ def test_what_is_proposed_works(tool, document, only_drop):
         ("unishard", ["backend=fsdp"]),
         ("unishard", ["backend=deepspeed"]),
         ("accelerate", []),
-        ("lightning", []),
+        ("hf", []),
     ):
         source = open_source(document)
         if translate(source, to, from_=tool, overrides=overrides).status(strict=False) != 1:

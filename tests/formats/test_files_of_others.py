@@ -98,41 +98,38 @@ def test_a_models_own_table_is_its_own_and_a_misspelt_one_is_not() -> None:
 # Lightning
 
 
-@pytest.mark.parametrize("place", ["accelerator", "distributed_backend"])
-def test_lightning_1_named_the_strategy_elsewhere(place: str) -> None:
-    document = {
-        "trainer": {place: "ddp", "gpus": 4, "max_epochs": 3, "resume_from_checkpoint": None, "terminate_on_nan": True}
-    }
-    assert not translated(document, "lightning").of(Fit.UNSUPPORTED)
-    reading = read(document, "lightning")
-    assert (reading.config.sharding.strategy, reading.config.training.nonfinite) == ("no_shard", "raise")
-    assert reading.topology == Topology(world_size=4, local_world_size=4)
-
-
-def test_what_lightning_1_knew_and_no_engine_has() -> None:
-    document = {"trainer": {"accelerator": "ddp_sharded", "amp_backend": "apex"}}
-    assert item(document, "lightning", "trainer.amp_backend").fit is Fit.UNSUPPORTED
-    assert "FairScale" in item(document, "lightning", "trainer.accelerator").note
-
-
 @pytest.mark.parametrize(
     "document",
     [
-        {
-            "trainer": {"devices": 2, "accelerator": "gpu", "strategy": "ddp"},
-            "hydra": {"run": {"dir": "."}},
-            "model": {"optim": {}},
-        },
-        {"trainer": {"devices": 2, "accelerator": "gpu"}, "defaults": ["_self_", {"override hydra/launcher": "x"}]},
+        {"trainer": {"devices": 2, "accelerator": "gpu", "strategy": "ddp"}, "hydra": {"run": {"dir": "."}}},
+        {"trainer": {"devices": 2, "accelerator": "gpu"}, "defaults": ["_self_", {"override /trainer": "ddp"}]},
         {"_target_": "lightning.pytorch.trainer.Trainer", "devices": 2, "strategy": "ddp"},
-        {"model": {"base_learning_rate": 1e-4}, "lightning": {"trainer": {"accumulate_grad_batches": 2}}},
+        {"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 2},
     ],
 )
-def test_a_trainer_of_lightning_that_hydra_makes_is_read(document: dict[str, Any]) -> None:
-    assert recognise(open_source(document)).name == "lightning"
-    outcome = translated(document, "lightning")
-    assert not outcome.of(Fit.UNSUPPORTED)
-    assert not [item for item in outcome.items if "which is not read" in item.note]
+def test_a_trainer_of_lightning_that_hydra_makes_is_refused_with_what_to_do(document: dict[str, Any]) -> None:
+    said = r"is a config of Hydra.*`python train.py --cfg job` prints or the DeepSpeed JSON.*`unishard init`"
+    with pytest.raises(ConfigError, match=said):
+        recognise(open_source(document))
+
+
+def test_what_hydra_prints_is_read_once_its_names_of_classes_are_gone() -> None:
+    printed = {
+        "trainer": {"_target_": "lightning.pytorch.trainer.Trainer", "devices": 2, "strategy": "deepspeed_stage_2"},
+        "model": {"_target_": "my.Model", "optimizer": {"_target_": "torch.optim.Adam", "_partial_": True}},
+    }
+    outcome = translate(printed, "unishard")
+    assert [item.key for item in outcome.of(Fit.UNSUPPORTED)] == ["trainer._target_"]
+    again = translate(printed, "unishard", drop=["trainer._target_"])
+    assert not again.of(Fit.UNSUPPORTED)
+    assert again.reading.config.sharding.strategy == "shard_grad_op"
+
+
+@pytest.mark.parametrize("beside", [{}, {"strategy": {"target": "DeepSpeedStrategy", "params": {"stage": 2}}}])
+def test_latent_diffusion_is_refused_with_what_to_write(beside: dict[str, Any]) -> None:
+    document = {"model": {"target": "a.B"}, "lightning": {"trainer": {"accumulate_grad_batches": 2}, **beside}}
+    with pytest.raises(ConfigError, match=r"is a config of latent-diffusion \(lightning\.trainer\).*; write what"):
+        recognise(open_source(document))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
 
 RANKS = Topology(world_size=8, local_world_size=8)
-TARGETS = ("accelerate", "hf", "axolotl", "lightning")
+TARGETS = ("accelerate", "hf", "axolotl")
 SHARDED = {
     *(
         "version",

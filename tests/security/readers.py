@@ -75,7 +75,7 @@ def _file(name: str, content: str | bytes, **others: str) -> Callable[[Path], Pa
 
 
 def _document(name: str) -> Reader:
-    as_it_is = name == "lightning" or name not in catalog.written()
+    as_it_is = name not in catalog.written()
     content = json.dumps(SEEDS[name][0]) if as_it_is else translate(SEEDS[name][0], name, from_=name).text
     suffix = ".json" if as_it_is else catalog.get(name).suffix
     return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard"))

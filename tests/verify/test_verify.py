@@ -58,7 +58,7 @@ def made(from_: str, to: str, *overrides: str) -> Outcome:
 
 
 @pytest.mark.parametrize("from_", SOURCES)
-@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf", "lightning"])
+@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf"])
 def test_what_is_right_is_clean(from_: str, to: str) -> None:
     found = verify(made(from_, to))
     assert (found.unreported, found.effective.refused, found.effective.missing) == ([], "", "")
@@ -120,8 +120,8 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "another schedule": ("hf", "hf", {"lr_scheduler_type": "linear"}, "scheduler.name"),
     "another window": (
         "deepspeed",
-        "lightning",
-        {"trainer": {"accumulate_grad_batches": 2}},
+        "hf",
+        {"gradient_accumulation_steps": 2},
         "training.gradient_accumulation_steps",
     ),
     "other betas": ("deepspeed", "unishard", {"optimizer": {"betas": [0.9, 0.999]}}, "optimizer.betas"),
@@ -228,8 +228,8 @@ def test_a_rate_that_transformers_copies_from_the_optimizer_is_not_deepspeeds_de
 
 
 def test_a_placeholder_that_is_kept_is_no_difference() -> None:
-    trainer = {"devices": 4, "replace_sampler_ddp": False, "accumulate_grad_batches": "${eval:${batch} // 4}"}
-    outcome = translate({"trainer": trainer}, "lightning", topology=FOUR)
+    arguments = {**ARGUMENTS, "gradient_accumulation_steps": "${eval:${batch} // 4}"}
+    outcome = translate(arguments, "hf", from_="hf", topology=FOUR)
     assert "${eval:${batch} // 4}" in outcome.text
     found = verify(outcome)
     assert found.rows

@@ -10,16 +10,12 @@ from unishard.contract import registry
 from unishard.contract.entries import Path
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.format import Format
-from unishard.formats.hydra import composed, names_lightning
 from unishard.formats.other_tools import named
 from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source, open_named
 
 _HYDRA = ("hydra", "_target_")
-"""Keys of what Hydra composes or builds."""
-_LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
-"""Arguments that only Lightning's Trainer has."""
-
+"""Keys of what Hydra runs or builds."""
 _INSIDE = ("deepspeed", "deepspeed_config", "ds_config")
 """Keys of other tools' files below which a config of DeepSpeed stands."""
 _DEEPEST = 6
@@ -63,8 +59,8 @@ def target(name: str) -> Format:
     format_ = get(name)
     if getattr(format_, "read_only", False):
         what = (
-            f"configs of {format_.tool} are read and never written; write --to {', '.join(written())}, or train with "
-            "the unishard file"
+            f"configs of {format_.tool} are read and never written; {format_.instead}, or write --to "
+            f"{', '.join(written())}"
         )
         raise ConfigError([Problem(f"--to {name}", what)])
     return format_
@@ -184,11 +180,10 @@ def _foreign(source: Source) -> str:
         return (
             "is the manifest of a checkpoint; see it with `unishard checkpoint inspect`, and name the config of the run"
         )
-    hydra = composed(source.data.get("defaults")) or any(has(source.data, key) for key in _HYDRA)
-    if hydra and not _trains_with_lightning(source.data):
+    if isinstance(source.data.get("defaults"), list) or any(has(source.data, key) for key in _HYDRA):
         return (
-            "is a config of Hydra, which unishard does not read; run `unishard init`, or translate what --cfg job "
-            f"prints{_or_as(source)}"
+            "is a config of Hydra, which unishard does not read; translate what `python train.py --cfg job` prints or "
+            f"the DeepSpeed JSON that it names, or run `unishard init`{_or_as(source)}"
         )
     return ""
 
@@ -228,11 +223,3 @@ def mentions(text: str) -> bool:
 
 def _weights(data: Mapping[str, Any]) -> dict[str, int]:
     return {name: get(name).signs.weight(data) for name in NAMES}
-
-
-def _trains_with_lightning(data: Mapping[str, Any]) -> bool:
-    """Whether Hydra makes a Trainer of Lightning's, or a part of one, from the file or of its `trainer`."""
-    trainer = data.get("trainer")
-    return names_lightning(data) or any(
-        key in part for part in (data, trainer) if isinstance(part, Mapping) for key in _LIGHTNING
-    )

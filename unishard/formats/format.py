@@ -40,6 +40,8 @@ class Format:
     """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
     read_only: bool = False
     """Whether such files are read and never written; a subclass then defines no `write`."""
+    instead: str = "train with the unishard file"
+    """What to do in place of writing such a file, where it is only read."""
     needed: tuple[str, ...] = ()
     """Keys without which its tool refuses a file; `a|b` where one of several is enough."""
     yaml_1_1: bool = False

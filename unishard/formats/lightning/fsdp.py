@@ -1,71 +1,27 @@
-"""The arguments of Lightning's `DDPStrategy` and `ModelParallelStrategy` (2.6.6), one row each."""
+"""The arguments of Lightning's `FSDPStrategy` (2.6.6): those that are FSDP's own go through its backend, and come back
+to where they stand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from unishard.config.describe import shown
 from unishard.config.nested import Native
-from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import broadcast_buffers, drops, integer, number
+from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable
+from unishard.contract.key_rows import drops
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.keys import HYDRA, left, off, optional
-from unishard.formats.lightning.shape import built, named, short
-from unishard.formats.names import each, ignored
-
-_LAUNCH = "the launcher decides it"
-_BYTES = 4
-_CHECKS = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
-
-
-def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
-    elements = int(number(0)(value) * 2**20) // _BYTES
-    return KeyEffect(fields={"communication.reduce_bucket_size": max(elements, 1)})
-
-
-DDP: Mapping[str, Key] = {
-    **ignored("lightning/ignored_ddp.txt", left, off),
-    **HYDRA,
-    **each("broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
-    "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
-}
-"""The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""
-
-_WRITTEN = "configure_model calls fully_shard there; here every block is a unit"
-_TENSOR = "tensor parallelism is not supported; write tensor_parallel_size: 1"
-
-
-def _tensor(value: Any, given: DocumentValues) -> KeyEffect:
-    if value in ("auto", None) and given.topology is not None and given.topology.local_world_size == 1:
-        return left_out("one device a node, so nothing is cut")
-    if value in ("auto", None) or integer(1)(value) > 1:
-        return KeyEffect(Fit.UNSUPPORTED, _TENSOR)
-    return left_out("nothing is cut")
-
-
-def _data(value: Any, given: DocumentValues) -> KeyEffect:
-    if value not in ("auto", None):
-        integer(1)(value)
-    return KeyEffect(Fit.APPROXIMATE, _WRITTEN, {"sharding.strategy": "full_shard"})
-
-
-MODEL_PARALLEL: Mapping[str, Key] = {
-    "data_parallel_size": Key(_data, "sharding.strategy", Fit.APPROXIMATE, _WRITTEN, tool_default="auto"),
-    "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, tool_default="auto"),
-    "save_distributed_checkpoint": left("affects only the files of checkpoints"),
-    "parallelize_fn": left(_WRITTEN),
-    **each("process_group_backend timeout", left(_LAUNCH)),
-    **HYDRA,
-}
-"""The arguments of `ModelParallelStrategy`, Lightning's FSDP2. Fabric's keeps the optimizer on the old parameters where
-model and optimizer are set up together, so that a step moves nothing, and leaves gradients unreduced after
-`no_backward_sync(enabled=False)` (2.6.6)."""
+from unishard.formats.engine_block import EngineBlock
+from unishard.formats.lightning.built import built, short
+from unishard.formats.lightning.rows import UNSET, left, off
+from unishard.formats.lightning.strategy_arguments import StrategyArguments
+from unishard.formats.names import ignored
 
 ToNative = Callable[[Any], Native]
 
 
-def defaults(*, fabric: bool) -> Mapping[str, Any]:
+def _defaults(*, fabric: bool) -> Mapping[str, Any]:
     """What the strategy assumes: FSDP1, the whole model as one unit, and another kind of checkpoint in Fabric."""
     return {
         "version": 1,
@@ -97,7 +53,6 @@ def _formats(value: Any) -> Native:
             f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) "
             "and init_args"
         )
-    formats = {name: short(found) if (found := named(item)) != item else item for name, item in formats.items()}
     known = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
     quiet = ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
     if unknown := [name for name in formats if name not in known + quiet]:
@@ -131,11 +86,7 @@ def _classes(value: Any) -> list[str]:
     anything else.
     """
     if isinstance(value, list | tuple | Set):
-        return (
-            [short(item) for item in map(named, value) if isinstance(item, str)]
-            if all(isinstance(named(item), str) for item in value)
-            else []
-        )
+        return [short(item) for item in value] if all(isinstance(item, str) for item in value) else []
     found = built(value)
     if found is None:
         # YAML's set of names is a mapping to nothing.
@@ -182,7 +133,27 @@ ARGUMENTS: Mapping[str, ToNative] = {
 
 OWN: Mapping[str, Key] = {
     **ignored("lightning/ignored_fsdp.txt", left, off),
-    **HYDRA,
     "timeout": drops("how long a collective may hang; see communication.desync_timeout"),
 }
 """The arguments that concern only Lightning, with those that no file can say."""
+
+
+def entries_of(given: StrategyArguments) -> Iterator[Entry]:
+    """What the strategy and its arguments say."""
+    arguments = {**given.strategy.stands_for, **given.arguments}
+    block = EngineBlock("fsdp", given.base)
+    for name in [name for name in arguments if name in ARGUMENTS]:
+        try:
+            fragment = ARGUMENTS[name](arguments[name])
+        except Unreadable as error:
+            yield given.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
+            continue
+        if not fragment:
+            yield given.of(name, UNSET)
+        for key, value in fragment.items():
+            block.add(key, value, *given.spots(block, name))
+    block.spots["version"] = (given.name_spot(block),)
+    defaults = _defaults(fabric=given.strategy.fabric)
+    yield from given.with_name(block, block.entries(defaults=defaults, topology=given.topology))
+    rest = [name for name in given.arguments if name not in ARGUMENTS]
+    yield from given.table(OWN, rest, ARGUMENTS)

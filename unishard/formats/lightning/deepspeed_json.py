@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from unishard.contract.entries import Key
-from unishard.formats.lightning.keys import HYDRA, left
+from unishard.formats.lightning.rows import left
 from unishard.formats.names import ignored, names
 
 ARGUMENTS: Mapping[str, Any] = {
@@ -133,5 +133,5 @@ def _true(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-OWN: Mapping[str, Key] = {**ignored("lightning/ignored_deepspeed.txt", left), **HYDRA}
+OWN: Mapping[str, Key] = ignored("lightning/ignored_deepspeed.txt", left)
 """The arguments that concern only Lightning."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,26 @@ from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable, interpret, left_out
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.keys import BESIDE, OLDER, PRECISIONS, TRAINER, UNSET, place_in, strategy_in
+from unishard.formats.lightning import ddp, deepspeed, fsdp, model_parallel
+from unishard.formats.lightning.built import ARGUMENTS, CLASS, Built, built, short
+from unishard.formats.lightning.keys import BESIDE, REMOVED, TOOL, TRAINER
+from unishard.formats.lightning.model_checkpoint import saving_entries
+from unishard.formats.lightning.plugins import precision_in
 from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
-from unishard.formats.lightning.saving import saving_entries
-from unishard.formats.lightning.shape import ARGUMENTS, CLASS, Built, Shape, Strategy, built, short, strategy_of
-from unishard.formats.lightning.strategy_arguments import TOOL, StrategyArguments, entries_of
+from unishard.formats.lightning.rows import ELSEWHERE, UNSET
+from unishard.formats.lightning.shape import Shape
+from unishard.formats.lightning.strategies import Strategy, strategy_of
+from unishard.formats.lightning.strategy_arguments import StrategyArguments
 from unishard.formats.source import Source
 
+_READERS: Mapping[str, Callable[[StrategyArguments], Iterable[Entry]]] = {
+    "DDPStrategy": ddp.entries_of,
+    "FSDPStrategy": fsdp.entries_of,
+    "DeepSpeedStrategy": deepspeed.entries_of,
+    "ModelParallelStrategy": model_parallel.entries_of,
+}
 _RECIPES = {"optimizer": optimizer_entries, "lr_scheduler": scheduler_entries}
 _OWN_CLASS = "LightningCLI hands it to a class of your training script"
-_ELSEWHERE = Key(lambda value, given: UNSET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +42,8 @@ class LightningDocument:
 
     @classmethod
     def of(cls, source: Source, topology: Topology | None) -> LightningDocument:
-        """Take a file apart. The ranks are those given, or those that `devices` and `num_nodes` say."""
-        shape = Shape.of(source.data)
-        return cls(source, shape, topology or _topology(shape.trainer_in(source.data)))
+        """Take a file apart."""
+        return cls(source, Shape.of(source.data), topology)
 
     def entries(self) -> list[Entry]:
         """What each key says, in the order strategy, Trainer, the rest."""
@@ -44,37 +53,17 @@ class LightningDocument:
         trainer = self._trainer(runs, own=self._own_formats())
         if strategy:
             place = next(entry for entry in trainer if entry.path[-1] == "precision")
-            given = self._unwrapped(strategy, place if runs == "DeepSpeedStrategy" else None)
-            found += entries_of(given)
+            given = self._arguments(strategy, place if runs == "DeepSpeedStrategy" else None)
+            found += _READERS[runs](given)
         found += self._beside_class()
         if runs == "DeepSpeedStrategy":
             trainer = [entry for entry in trainer if entry.path[-1] != "precision"]
-        return [*_clipped_once(found, trainer), *self._beside()]
-
-    def without_its_class(self, entry: Entry) -> Entry:
-        """The same, no more kept if it is an argument of the strategy's class, which another one would not take."""
-        depth = len(self.shape.strategy)
-        inside = entry.path[:depth] == self.shape.strategy and entry.path[depth : depth + 1] in [
-            (name,) for name in ARGUMENTS
-        ]
-        return entry._replace(effect=entry.effect._replace(copy_verbatim=False)) if inside else entry
-
-    def speaks_for_lightning(self, entry: Entry) -> bool:
-        """Whether an entry is no argument of a class of the user's own."""
-        return entry.effect.note != _OWN_CLASS
-
-    # The strategy.
+        return [_without_hydra(entry) for entry in (*_clipped_once(found, trainer), *self._beside())]
 
     def _value(self) -> Any:
+        """What names the strategy."""
         trainer = self.shape.trainer_in(self.source.data)
-        if self.shape.apart:
-            return self.shape.apart_in(self.source.data)
-        return trainer if self.shape.bare else strategy_in(trainer)
-
-    def _formerly(self) -> str:
-        """The argument that named the strategy before Lightning 1.5, where the file has it so; empty otherwise."""
-        trainer = self.shape.trainer_in(self.source.data)
-        return "" if self.shape.bare or self.shape.apart or "strategy" in trainer else place_in(trainer)
+        return trainer if self.shape.bare else trainer.get("strategy")
 
     def _built(self) -> Built | None:
         found = built(self._value())
@@ -83,19 +72,13 @@ class LightningDocument:
         theirs = {
             name: item
             for name, item in found.arguments.items()
-            if found.inside[name] or name not in {**TRAINER, **OLDER, **BESIDE, **_RECIPES}
+            if found.inside[name] or name not in {**TRAINER, **REMOVED, **BESIDE, **_RECIPES}
         }
         return found._replace(arguments=theirs)
 
     def _named(self, found: Built | None) -> Entry:
         path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
-        if formerly := self._formerly():
-            return Entry(
-                (*self.shape.trainer, formerly),
-                self.shape.trainer_in(self.source.data)[formerly],
-                KeyEffect(rejected_upstream=True),
-            )
-        written = self.shape.bare or self.shape.apart or "strategy" in self.shape.trainer_in(self.source.data)
+        written = self.shape.bare or "strategy" in self.shape.trainer_in(self.source.data)
         return Entry(path, found.path if found else self._value(), KeyEffect(), assumed=not written)
 
     def _strategy(self) -> tuple[Strategy | None, list[Entry]]:
@@ -111,7 +94,7 @@ class LightningDocument:
     def _place(self, found: Built | None, name: str) -> tuple[str, ...]:
         return (*self.shape.strategy, *(found.inside[name] if found else ()), name)
 
-    def _unwrapped(self, strategy: Strategy, precision: Entry | None) -> StrategyArguments:
+    def _arguments(self, strategy: Strategy, precision: Entry | None) -> StrategyArguments:
         found = self._built()
         arguments = found.arguments if found else {}
         return StrategyArguments(
@@ -148,10 +131,6 @@ class LightningDocument:
         for name in ARGUMENTS:
             if name in value and not (isinstance(value[name], Mapping) and value[name]):
                 yield Entry((*self.shape.strategy, name), value[name], _section(value[name]))
-        for name in CLASS:
-            if name in value and found.key not in ("", name):
-                note = f"names a class beside {found.key}, which is {shown(found.path)}; keep one of the two"
-                yield Entry((*self.shape.strategy, name), value[name], KeyEffect(Fit.UNSUPPORTED, note))
         if self.shape.bare and "strategy" in value and found.inside.get("strategy") != ():
             note = f"repeats {found.key}, which names the strategy; keep one of the two"
             yield Entry((*self.shape.strategy, "strategy"), value["strategy"], KeyEffect(Fit.UNSUPPORTED, note))
@@ -160,29 +139,23 @@ class LightningDocument:
                 note = f"{TOOL} does not know this key beside {found.key}; write it below init_args"
                 yield Entry((*self.shape.strategy, name), value[name], KeyEffect(Fit.UNSUPPORTED, note))
 
-    # The Trainer's arguments, and what stands beside them.
-
     def _trainer(self, runs: str, *, own: str) -> list[Entry]:
         said = dict(self.shape.trainer_in(self.source.data))
         if self.shape.bare:
             found = self._built()
             theirs = {name for name in found.arguments if not found.inside[name]} if found else set()
-            said = {
-                name: item for name, item in said.items() if name not in (*CLASS, *ARGUMENTS) and name not in theirs
-            }
+            said = {name: item for name, item in said.items() if name not in (CLASS, *ARGUMENTS) and name not in theirs}
         said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
-        rows = {**TRAINER, **OLDER, "strategy": _ELSEWHERE}
-        if formerly := self._formerly():
-            said.pop(formerly)
+        rows = {**TRAINER, **REMOVED, "strategy": ELSEWHERE}
         elsewhere = ["strategy"]
         if self.shape.trainer == self.shape.top:
             elsewhere += _RECIPES
-            rows |= {**BESIDE, **dict.fromkeys(_RECIPES, _ELSEWHERE)}
-        rows |= {word: Key(_target) for word in CLASS if not self.shape.bare}
+            rows |= {**BESIDE, **dict.fromkeys(_RECIPES, ELSEWHERE)}
+        if not self.shape.bare:
+            rows[CLASS] = Key(_trainer_class)
         found_entries = interpret(
-            rows, said, tool=TOOL, defaults=_by_plugin(said.get("plugins")), topology=self.topology
+            rows, said, tool=TOOL, defaults=precision_in(said.get("plugins")), topology=self.topology
         )
-        found_entries = [_stale(entry) if entry.path[0] in OLDER else entry for entry in found_entries]
         entries = [
             entry.at(*self.shape.trainer, *entry.path) for entry in found_entries if entry.path[0] not in elsewhere
         ]
@@ -222,21 +195,33 @@ class LightningDocument:
         )
 
 
-def _stale(entry: Entry) -> Entry:
-    """A key of Lightning 1, which Lightning 2 refuses."""
-    return entry._replace(effect=entry.effect._replace(rejected_upstream=True))
+def speaks_for_lightning(entry: Entry) -> bool:
+    """Whether an entry is no argument of a class of the user's own."""
+    return entry.effect.note != _OWN_CLASS
 
 
-def _by_plugin(plugins: Any) -> Mapping[str, Any]:
-    """The word of `precision` that a plugin stands for."""
-    for item in plugins if isinstance(plugins, list | tuple) else [plugins]:
-        found = built(item)
-        if found and short(found.path) in PRECISIONS and isinstance(found.arguments.get("precision"), str):
-            return {"precision": found.arguments["precision"]}
-    return {}
+_HYDRA = "_target_"
+_BUILT_BY_HYDRA = f"{_HYDRA} of Hydra is not read; write class_path and init_args, or remove it"
 
 
-def _target(value: Any, given: Any) -> KeyEffect:
+def _without_hydra(entry: Entry) -> Entry:
+    """The entry, refused where Hydra would build what it names and that counts."""
+    if entry.effect.fit is Fit.IGNORED or not (_HYDRA in entry.path or _names(entry.value)):
+        return entry
+    return entry.but(Fit.UNSUPPORTED, _BUILT_BY_HYDRA)
+
+
+def _names(value: Any) -> bool:
+    """Whether a value names a class as Hydra does, or holds one that does."""
+    match value:
+        case Mapping():
+            return _HYDRA in value or any(map(_names, value.values()))
+        case list():
+            return any(map(_names, value))
+    return False
+
+
+def _trainer_class(value: Any, given: Any) -> KeyEffect:
     if short(value) not in ("Trainer", "Fabric"):
         return KeyEffect(
             Fit.UNSUPPORTED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer"
@@ -263,20 +248,3 @@ def _clipped_once(strategy: list[Entry], trainer: list[Entry]) -> list[Entry]:
     overruled = KeyEffect(Fit.IGNORED, _OVERRULED)
     others = [entry for entry in trainer if entry.path[-1] not in clips or not entry.assumed]
     return [*strategy, *(entry._replace(effect=overruled) if entry.path[-1] in clips else entry for entry in others)]
-
-
-def _topology(trainer: Mapping[str, Any]) -> Topology | None:
-    """The ranks that `devices` and `num_nodes` say; None where they leave it open."""
-    devices = _count(trainer.get("devices", trainer.get("gpus")))
-    nodes = _count(trainer.get("num_nodes", 1))
-    return Topology(world_size=devices * nodes, local_world_size=devices) if devices and nodes else None
-
-
-def _count(value: Any) -> int | None:
-    """Of devices: a number, or a list of their indices."""
-    if isinstance(value, list | tuple):
-        return len(value) or None
-    text = str(value).strip()
-    if "," in text:
-        return len([item for item in text.split(",") if item.strip()])
-    return int(text) if text.isdigit() and 0 < int(text) < 2**31 else None
