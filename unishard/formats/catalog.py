@@ -180,12 +180,16 @@ def _foreign(source: Source) -> str:
         return (
             "is the manifest of a checkpoint; see it with `unishard checkpoint inspect`, and name the config of the run"
         )
-    if isinstance(source.data.get("defaults"), list) or any(has(source.data, key) for key in _HYDRA):
+    if _of_hydra(source.data):
         return (
             "is a config of Hydra, which unishard does not read; translate what `python train.py --cfg job` prints or "
             f"the DeepSpeed JSON that it names, or run `unishard init`{_or_as(source)}"
         )
     return ""
+
+
+def _of_hydra(data: Mapping[str, Any]) -> bool:
+    return isinstance(data.get("defaults"), list) or any(has(data, key) for key in _HYDRA)
 
 
 def _or_as(source: Source) -> str:
@@ -213,6 +217,11 @@ def loudest(source: Source) -> tuple[str, int]:
     weights = _weights(source.data)
     best = max(weights, key=lambda name: weights[name])
     return best, 0 if _foreign(source) else weights[best]
+
+
+def loudly_of_hydra(source: Source) -> bool:
+    """Whether Hydra composes or builds a document, the keys of which speak for a format."""
+    return _of_hydra(source.data) and max(_weights(source.data).values()) >= _LOUD
 
 
 def mentions(text: str) -> bool:

@@ -148,7 +148,8 @@ def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignC
     unread = other is not None or catalog.loudest(source)[1] < _LOUD_ENOUGH
     block = catalog.block(source) if unread else None
     if unread and not block:
-        return ForeignConfig(str(path), other[0].name) if other else None
+        tool = other[0].name if other else "Hydra" if catalog.loudly_of_hydra(source) else ""
+        return ForeignConfig(str(path), tool) if tool else None
     plain = translate(source, to, from_=catalog.BLOCKS if block else None)
     decided = not engine_is_open(plain.reading.entries)
     script, outcome = (

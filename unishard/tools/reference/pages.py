@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from unishard.contract.checkpoint_format import Facts
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import UnishardError
-from unishard.formats import NAMES
+from unishard.formats.catalog import NAMES, written
 from unishard.tools.reference.format_page import code, formats_page, overview, table
 
 # Renders the private names of each engine as a section of docs/engines.md; the rest of that page is hand-written.
@@ -94,7 +94,7 @@ unknown fields are rejected.
 _OTHER_TOOLS = """\
 ## Configs of other tools
 
-`unishard translate` reads and writes {names}.
+`unishard translate` reads and writes {written}, and only reads {read}.
 For each format: the usual fits of its keys, and of the config's fields when the format is written. Each name links to its rows.
 Keys that a format passes to an engine are counted under that engine's arguments.
 
@@ -183,9 +183,18 @@ def mapping(backends: Sequence[Backend]) -> str:
                 ((f"`{key}`", code(value), why) for key, (value, why) in sorted(backend.constants.items())),
             ),
         ]
-    names = ", ".join(f"`{name}`" for name in NAMES)
-    parts.append(_OTHER_TOOLS.format(names=names, overview=overview()).rstrip())
+    parts.append(
+        _OTHER_TOOLS.format(
+            written=_listed(written()),
+            read=_listed(name for name in NAMES if name not in written()),
+            overview=overview(),
+        ).rstrip()
+    )
     return "\n\n".join(parts) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _rows(path: str, field: FieldInfo, backends: Sequence[Backend]) -> Iterator[tuple[str, ...]]:
