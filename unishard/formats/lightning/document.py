@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unishard.config.describe import shown
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable, interpret, left_out
+from unishard.contract.entries import Entry, Key, KeyEffect, interpret, left_out
 from unishard.contract.rules import Fit
 from unishard.formats.lightning import ddp, deepspeed, fsdp, model_parallel
-from unishard.formats.lightning.built import ARGUMENTS, CLASS, Built, built, short
+from unishard.formats.lightning.built import ARGUMENTS, CLASS, short
 from unishard.formats.lightning.keys import BESIDE, REMOVED, TOOL, TRAINER
 from unishard.formats.lightning.model_checkpoint import saving_entries
 from unishard.formats.lightning.plugins import precision_in
-from unishard.formats.lightning.recipe_keys import optimizer_entries, scheduler_entries
-from unishard.formats.lightning.rows import ELSEWHERE, UNSET
+from unishard.formats.lightning.recipe_keys import RECIPES
+from unishard.formats.lightning.rows import ELSEWHERE
 from unishard.formats.lightning.shape import Shape
-from unishard.formats.lightning.strategies import Strategy, strategy_of
 from unishard.formats.lightning.strategy_arguments import StrategyArguments
+from unishard.formats.lightning.strategy_section import StrategySection
 from unishard.formats.source import Source
 
 _READERS: Mapping[str, Callable[[StrategyArguments], Iterable[Entry]]] = {
@@ -28,7 +27,6 @@ _READERS: Mapping[str, Callable[[StrategyArguments], Iterable[Entry]]] = {
     "DeepSpeedStrategy": deepspeed.entries_of,
     "ModelParallelStrategy": model_parallel.entries_of,
 }
-_RECIPES = {"optimizer": optimizer_entries, "lr_scheduler": scheduler_entries}
 _OWN_CLASS = "LightningCLI hands it to a class of your training script"
 
 
@@ -47,110 +45,32 @@ class LightningDocument:
 
     def entries(self) -> list[Entry]:
         """What each key says, in the order strategy, Trainer, the rest."""
-        strategy, refused = self._strategy()
+        section = StrategySection(self.source.data, self.shape)
+        strategy, refused = section.read()
         found = [*refused]
         runs = strategy.runs if strategy else ""
-        trainer = self._trainer(runs, own=self._own_formats())
+        trainer = self._trainer(runs, section)
         if strategy:
             place = next(entry for entry in trainer if entry.path[-1] == "precision")
-            given = self._arguments(strategy, place if runs == "DeepSpeedStrategy" else None)
-            found += _READERS[runs](given)
-        found += self._beside_class()
+            precision = place if runs == "DeepSpeedStrategy" else None
+            found += _READERS[runs](section.arguments(strategy, self.topology, self.source.folder, precision))
+        found += section.other_keys()
         if runs == "DeepSpeedStrategy":
             trainer = [entry for entry in trainer if entry.path[-1] != "precision"]
         return [_without_hydra(entry) for entry in (*_clipped_once(found, trainer), *self._beside())]
 
-    def _value(self) -> Any:
-        """What names the strategy."""
-        trainer = self.shape.trainer_in(self.source.data)
-        return trainer if self.shape.bare else trainer.get("strategy")
-
-    def _built(self) -> Built | None:
-        found = built(self._value())
-        if found is None or not self.shape.bare:
-            return found
-        theirs = {
-            name: item
-            for name, item in found.arguments.items()
-            if found.inside[name] or name not in {**TRAINER, **REMOVED, **BESIDE, **_RECIPES}
-        }
-        return found._replace(arguments=theirs)
-
-    def _named(self, found: Built | None) -> Entry:
-        path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
-        written = self.shape.bare or "strategy" in self.shape.trainer_in(self.source.data)
-        return Entry(path, found.path if found else self._value(), KeyEffect(), assumed=not written)
-
-    def _strategy(self) -> tuple[Strategy | None, list[Entry]]:
-        found = self._built()
-        try:
-            return strategy_of(found, self._value(), fabric="fabric" in self.shape.trainer), []
-        except Unreadable as error:
-            named = self._named(found)._replace(effect=KeyEffect(Fit.UNSUPPORTED, str(error)))
-            lost = KeyEffect(Fit.IGNORED, "belongs to the strategy that is refused")
-            arguments = found.arguments if found else {}
-            return None, [named, *(Entry(self._place(found, name), item, lost) for name, item in arguments.items())]
-
-    def _place(self, found: Built | None, name: str) -> tuple[str, ...]:
-        return (*self.shape.strategy, *(found.inside[name] if found else ()), name)
-
-    def _arguments(self, strategy: Strategy, precision: Entry | None) -> StrategyArguments:
-        found = self._built()
-        arguments = found.arguments if found else {}
-        return StrategyArguments(
-            strategy,
-            self._named(found),
-            arguments,
-            {name: self._place(found, name) for name in arguments},
-            (*self.shape.strategy, "init_args") if found and found.key else self.shape.strategy,
-            self.topology,
-            self.source.folder,
-            precision,
-        )
-
-    def _own_formats(self) -> str:
-        """`mixed`, or `fp16` for one that computes in it, where FSDP has its own dtypes; empty otherwise."""
-        found = self._built()
-        own = found.arguments.get("mixed_precision") if found else None
-        formats = built(own)
-        if not own:
-            return ""
-        return (
-            "fp16"
-            if formats and "16" in str(param := formats.arguments.get("param_dtype")) and "bf" not in str(param)
-            else "mixed"
-        )
-
-    def _beside_class(self) -> Iterator[Entry]:
-        """Keys beside a class and its arguments, which jsonargparse refuses, and sections of arguments that are
-        empty.
-        """
-        found, value = self._built(), self._value()
-        if found is None or not isinstance(value, Mapping):
-            return
-        for name in ARGUMENTS:
-            if name in value and not (isinstance(value[name], Mapping) and value[name]):
-                yield Entry((*self.shape.strategy, name), value[name], _section(value[name]))
-        if self.shape.bare and "strategy" in value and found.inside.get("strategy") != ():
-            note = f"repeats {found.key}, which names the strategy; keep one of the two"
-            yield Entry((*self.shape.strategy, "strategy"), value["strategy"], KeyEffect(Fit.UNSUPPORTED, note))
-        if not self.shape.bare:
-            for name in found.others:
-                note = f"{TOOL} does not know this key beside {found.key}; write it below init_args"
-                yield Entry((*self.shape.strategy, name), value[name], KeyEffect(Fit.UNSUPPORTED, note))
-
-    def _trainer(self, runs: str, *, own: str) -> list[Entry]:
+    def _trainer(self, runs: str, section: StrategySection) -> list[Entry]:
         said = dict(self.shape.trainer_in(self.source.data))
         if self.shape.bare:
-            found = self._built()
-            theirs = {name for name in found.arguments if not found.inside[name]} if found else set()
-            said = {name: item for name, item in said.items() if name not in (CLASS, *ARGUMENTS) and name not in theirs}
+            theirs = {CLASS, *ARGUMENTS} | section.flat_arguments()
+            said = {name: item for name, item in said.items() if name not in theirs}
+        own = section.own_formats()
         said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
         rows = {**TRAINER, **REMOVED, "strategy": ELSEWHERE}
         elsewhere = ["strategy"]
         if self.shape.trainer == self.shape.top:
-            elsewhere += _RECIPES
-            rows |= {**BESIDE, **dict.fromkeys(_RECIPES, ELSEWHERE)}
+            elsewhere += RECIPES
+            rows |= {**BESIDE, **dict.fromkeys(RECIPES, ELSEWHERE)}
         if not self.shape.bare:
             rows[CLASS] = Key(_trainer_class)
         found_entries = interpret(
@@ -167,7 +87,7 @@ class LightningDocument:
     def _recipes(self, section: Mapping[str, Any]) -> list[Entry]:
         return [
             entry
-            for name, read in _RECIPES.items()
+            for name, read in RECIPES.items()
             if name in section
             for entry in read(section[name], (*self.shape.top, name))
         ]
@@ -175,7 +95,7 @@ class LightningDocument:
     def _beside(self) -> list[Entry]:
         """LightningCLI's other keys; those that it does not have are arguments of the user's own classes."""
         section = self.shape.beside(self.source.data)
-        plain = {str(name): item for name, item in section.items() if name not in _RECIPES}
+        plain = {str(name): item for name, item in section.items() if name not in RECIPES}
         found = interpret(
             {**BESIDE},
             {name: item for name, item in plain.items() if name in BESIDE},
@@ -227,13 +147,6 @@ def _trainer_class(value: Any, given: Any) -> KeyEffect:
             Fit.UNSUPPORTED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer"
         )
     return left_out("names the Trainer")
-
-
-def _section(value: Any) -> KeyEffect:
-    """What a section without arguments says."""
-    if not value:
-        return UNSET
-    return KeyEffect(Fit.UNSUPPORTED, f"must be a mapping of arguments, got {shown(value)}; write one argument a line")
 
 
 _OVERRULED = "not used: Lightning sets it only in a DeepSpeed config without gradient_clipping"

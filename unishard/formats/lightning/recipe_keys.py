@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
@@ -116,3 +116,10 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
 def _all(found: Built, path: Path, effect: KeyEffect) -> Iterator[Entry]:
     for key, item in found.arguments.items():
         yield Entry((*path, *found.inside[key], key), item, effect)
+
+
+RECIPES: Mapping[str, Callable[[Any, Path], Iterator[Entry]]] = {
+    "optimizer": optimizer_entries,
+    "lr_scheduler": scheduler_entries,
+}
+"""Readers, by the key."""
