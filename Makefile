@@ -43,7 +43,7 @@ type: $(READY) ## Check types (strict).
 	$(BIN)/mypy
 
 docs: $(READY) ## Write the generated pages anew.
-	$(BIN)/unishard docs
+	$(BIN)/python -m dev.pages
 
 site: $(READY) ## Build the guide and the API reference in site/, without a network; a link that leads nowhere is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -79,10 +79,10 @@ soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; not
 	MALLOC_ARENA_MAX=2 PYTHONPATH=tests/ranks $(BIN)/python -m soak.run $(if $(N),--updates $(N)) $(ARGS)
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
-	$(BIN)/python -m unishard.testing.parity docs/parity.md
+	$(BIN)/python -m dev.parity docs/parity.md
 
 matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
-	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
+	$(BIN)/python -m dev.resuming docs/resuming.md
 
 mistakes: $(READY) ## Make every mistake of docs/mistakes.md on both engines.
 	$(PYTEST) tests/ranks/test_mistakes.py --deep

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dev import parity
 from unishard.contract.tolerances import TOLERANCES, Tolerance
-from unishard.testing import conformance, parity
+from unishard.testing import conformance
 from unishard.testing.conformance import Deviation, Refusal
 from unishard.testing.features import FEATURES
 

@@ -9,12 +9,14 @@ from itertools import product
 
 import pytest
 from harness import STRATEGIES, config, own_share, play, train, values
+from resumed_pairs import spanning_pairs
 
 import unishard
 from unishard.engine.state import restore
 from unishard.testing import resuming
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
-from unishard.testing.resuming import Pair, spanning_pairs
+from unishard.testing.resuming import Pair
 
 PLAIN = [*product(["plain"], ["fp32", "bf16"])]
 PAIRS = spanning_pairs()
@@ -65,7 +67,7 @@ def test_the_loss_curve_does_not_show_where_the_run_moved(pair: Pair, deep: bool
 
 
 def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ranks_and_goes_on_as_itself():
-    kinds = list(product(resuming.BACKENDS, STRATEGIES))
+    kinds = list(product(BACKENDS, STRATEGIES))
     plain = [pair for pair in PAIRS if (pair.saved.feature, pair.saved.precision) in PLAIN]
     for runs in zip(*plain, strict=True):
         assert {(run.backend, run.strategy, run.world) for run in runs} >= {
@@ -79,7 +81,7 @@ def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ran
 
 
 def test_without_deep_every_strategy_of_every_engine_saves_and_resumes_and_every_number_of_ranks_follows_every_other():
-    strategies = set(product(resuming.BACKENDS, STRATEGIES))
+    strategies = set(product(BACKENDS, STRATEGIES))
     played = [pair for pair in PAIRS if pair not in DEEP]
     for runs in zip(*played, strict=True):
         assert {(run.backend, run.strategy) for run in runs} >= strategies

@@ -1,12 +1,12 @@
-"""Generate docs/formats.md from the mapping tables: each tool's keys, and how each tool expresses a field."""
+"""docs/formats.md: the keys of each tool, and how each tool expresses a field."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
+from dev.pages.markdown import code, generated, table
 from unishard.config import Config, leaves
 from unishard.contract import registry
 from unishard.contract.entries import NOTHING, Key
@@ -14,24 +14,6 @@ from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit, Rule
 from unishard.formats import catalog
 from unishard.formats.format import Format
-
-# -- Markdown tables and values of the generated pages ---------------------------------------------
-
-
-def code(value: Any) -> str:
-    """Format a value as inline code."""
-    return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
-
-
-def _escaped(cell: str) -> str:
-    return " ".join(cell.split()).replace("|", "\\|")
-
 
 _TOP = """\
 # Configs of other tools, key by key
@@ -91,12 +73,12 @@ def _sections() -> list[_Section]:
     return own + engines
 
 
-def formats_page(generated: str) -> str:
+def formats_page() -> str:
     """The page, with a section for each format and for each engine's arguments."""
     sections = _sections()
     contents = "\n".join(f"- {_links(section)}" for section in sections)
     parts = [
-        generated,
+        generated("the tables of the formats and of the backends"),
         _TOP.rstrip(),
         "## Contents",
         contents,

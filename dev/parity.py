@@ -1,7 +1,4 @@
-"""Measures every cell of the conformance suite on every backend and writes a page with the deviations from plain torch.
-
-`python -m unishard.testing.parity docs/parity.md` takes minutes; a test checks the page.
-"""
+"""Measures every cell of the conformance suite on both engines and writes docs/parity.md: `make parity`."""
 
 from __future__ import annotations
 
