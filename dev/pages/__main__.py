@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dev.pages.catalog import pages, sections
+from dev.pages.catalog import left_over, pages, sections
 from unishard.errors import UnishardError
 
 
@@ -22,13 +22,17 @@ def main(arguments: Sequence[str]) -> int:
     except UnishardError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    gone = left_over(asked.root)
     if asked.check:
-        sys.stderr.writelines(f"{path}: is out of date; run `make docs` and commit it\n" for path in stale)
-        return int(bool(stale))
+        sys.stderr.writelines(f"{path}: is out of date; run `make docs` and commit it\n" for path in (*stale, *gone))
+        return int(bool(stale or gone))
     for path, text in stale.items():
         (asked.root / path).parent.mkdir(parents=True, exist_ok=True)
         (asked.root / path).write_text(text, encoding="utf-8")
         sys.stdout.write(f"{path}: written\n")
+    for path in gone:
+        (asked.root / path).unlink()
+        sys.stdout.write(f"{path}: removed\n")
     return 0
 
 

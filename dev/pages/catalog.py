@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dev.pages.formats import formats_page
+from dev.pages.formats import FOLDER, format_pages
 from dev.pages.manifest import manifest
 from dev.pages.mapping import mapping
 from dev.pages.private_names import private_names, replaced
@@ -18,7 +18,7 @@ def pages() -> dict[str, str]:
     return {
         "MAPPING.md": mapping(_own()),
         "docs/manifest.md": manifest(),
-        "docs/formats.md": formats_page(),
+        **format_pages(),
         "docs/schema.md": schema(),
     }
 
@@ -32,6 +32,12 @@ def sections(root: Path) -> dict[str, str]:
     name = "docs/engines.md"
     path = root / name
     return {name: replaced(path.read_text(encoding="utf-8"), private_names(_own()), name)} if path.is_file() else {}
+
+
+def left_over(root: Path) -> list[str]:
+    """The pages of tools that are gone, by their paths in the checkout."""
+    there = {str(path.relative_to(root)) for path in (root / FOLDER).glob("*.md")}
+    return sorted(there - format_pages().keys())
 
 
 def _own() -> list[Backend]:

@@ -1,4 +1,4 @@
-"""docs/formats.md: the keys of each tool, and how each tool expresses a field."""
+"""docs/formats.md and a page for each tool in docs/formats/: its keys, and how it expresses each field."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from unishard.contract import registry
 from unishard.contract.entries import NOTHING, Key
 from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit, Rule
-from unishard.formats import catalog
+from unishard.formats import NAMES, catalog
 from unishard.formats.format import Format
 
+FOLDER = "docs/formats"
+_SOURCE = "the tables of the formats and of the backends"
 _TOP = """\
 # Configs of other tools, key by key
 
-For each tool: what its keys mean in a unishard config, and how it expresses each field of a unishard config.
-`unishard translate` reads with the first kind of table and writes with the second; there is no code for single pairs of formats.
-[translate.md](translate.md) shows how to use it.
+`unishard translate` reads and writes {names}; [translate.md](translate.md) shows how to use it.
+Each tool has a page with two tables: what its keys mean in a unishard config, and how it expresses each field of a unishard config.
+A translation reads with the first kind of table and writes with the second; there is no code for single pairs of formats.
 
 - **exact**: it means the same.
 - **equivalent**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.
@@ -31,9 +33,13 @@ For each tool: what its keys mean in a unishard config, and how it expresses eac
 
 Verdicts are for the usual case; the report of a translation shows the fit for the actual value. "If absent" is the tool's default
 where it differs from unishard's and must be written out. A row that begins with "if" is an exception to the row above it.
+
+## The tools
+
+How many keys and fields have which fit. Keys that a format passes to an engine are counted under that engine's arguments.
 """
 _HANDED_ON = "Keys that it passes to an engine are listed under that engine's arguments."
-_WRAPPED = "What a training script without unishard passes to the engine, and what the formats above wrap."
+_WRAPPED = "What a training script without unishard passes to the engine, and what the formats of other tools wrap."
 
 
 def formats() -> list[Format]:
@@ -41,86 +47,62 @@ def formats() -> list[Format]:
     return [format_ for format_ in map(catalog.get, catalog.NAMES) if format_.keys or format_.rules]
 
 
-def overview() -> str:
-    """A table with the usual fits of each section's keys and fields."""
-    rows = [
-        (
-            f"[{section.title}](docs/formats.md#{_anchor(section.title)})",
-            section.tool,
-            _counts(row.fit for row in section.keys.values()),
-            _counts(row.fit for row in section.rules.values()),
-        )
-        for section in _sections()
-    ]
-    return table(("Format", "Tool", "Its keys", "The config's fields in it"), rows)
+def format_pages() -> dict[str, str]:
+    """The list of tools, and the page of each, by their paths in the checkout."""
+    tools = _tools()
+    return {f"{FOLDER}.md": _list(tools)} | {f"{FOLDER}/{tool.name}.md": _page(tool) for tool in tools}
 
 
-def _counts(fits: Iterable[Fit]) -> str:
-    found = Counter(fits)
-    return ", ".join(f"{found[fit]} {fit}" for fit in Fit if found[fit])
+class _Tool(NamedTuple):
+    """A format, or an engine's own arguments."""
+
+    name: str
+    title: str
+    about: str
+    keys: Mapping[str, Key]
+    rules: Mapping[str, Rule]
 
 
-def _sections() -> list[_Section]:
+def _tools() -> list[_Tool]:
     own = [
-        _Section(format_.name, format_.tool, format_.keys, format_.rules, f"As read by {format_.tool}. {_HANDED_ON}")
-        for format_ in formats()
+        _Tool(each.name, each.tool, f"As read by {each.tool}. {_HANDED_ON}", each.keys, each.rules)
+        for each in formats()
     ]
     engines = [
-        _Section(f"Arguments of {name}", name, each.keys, each.rules, _WRAPPED)
+        _Tool(name, f"Arguments of {name}", _WRAPPED, each.keys, each.rules)
         for name in registry.available(registry.ARGUMENTS)
         for each in (registry.arguments(name),)
     ]
     return own + engines
 
 
-def formats_page() -> str:
-    """The page, with a section for each format and for each engine's arguments."""
-    sections = _sections()
-    contents = "\n".join(f"- {_links(section)}" for section in sections)
-    parts = [
-        generated("the tables of the formats and of the backends"),
-        _TOP.rstrip(),
-        "## Contents",
-        contents,
-        *(part for section in sections for part in _parts(section)),
+def _list(tools: Iterable[_Tool]) -> str:
+    rows = [
+        (
+            f"[{tool.name}](formats/{tool.name}.md)",
+            tool.title,
+            _counts(key.fit for key in tool.keys.values()),
+            _counts(rule.fit for rule in tool.rules.values()),
+        )
+        for tool in tools
     ]
+    top = _TOP.format(names=", ".join(f"`{name}`" for name in NAMES)).rstrip()
+    header = ("Page", "Tool", "Its keys", "The config's fields in it")
+    return "\n\n".join([generated(_SOURCE), top, table(header, rows)]) + "\n"
+
+
+def _counts(fits: Iterable[Fit]) -> str:
+    counts = Counter(fits)
+    return ", ".join(f"{counts[fit]} {fit}" for fit in Fit if counts[fit])
+
+
+def _page(tool: _Tool) -> str:
+    parts = [generated(_SOURCE), f"# {tool.title}", f"{tool.about} [formats.md](../formats.md) explains the fits."]
+    if tool.keys:
+        parts += ["## What its keys mean", table(("Key", "Decides", "Fit", "If absent", "Note"), _keys(tool.keys))]
+    if tool.rules:
+        parts += ["## How it writes each field", table(("Field", "Fit", "Written as", "Note"), _fields(tool.rules))]
     return "\n\n".join(parts) + "\n"
-
-
-class _Section(NamedTuple):
-    """A format, or an engine's own arguments."""
-
-    title: str
-    tool: str
-    keys: Mapping[str, Key]
-    rules: Mapping[str, Rule]
-    what: str
-
-    @property
-    def tables(self) -> list[tuple[str, str]]:
-        """Its tables with their headings."""
-        keys = table(("Key", "Decides", "Fit", "If absent", "Note"), _keys(self.keys))
-        fields = table(("Field", "Fit", "Written as", "Note"), _fields(self.rules))
-        found = ((self.keys, "what its keys mean", keys), (self.rules, "how it writes each field", fields))
-        return [(f"{self.title}: {what}", rows) for there, what, rows in found if there]
-
-
-def _parts(section: _Section) -> Iterator[str]:
-    yield f"## {section.title}"
-    yield section.what
-    for heading, rows in section.tables:
-        yield f"### {heading}"
-        yield rows
-
-
-def _links(section: _Section) -> str:
-    inner = ", ".join(f"[{heading.rpartition(': ')[2]}](#{_anchor(heading)})" for heading, _ in section.tables)
-    return f"[{section.title}](#{_anchor(section.title)}): {inner}"
-
-
-def _anchor(heading: str) -> str:
-    """GitHub's anchor for a heading."""
-    return heading.lower().replace(":", "").replace(" ", "-")
 
 
 def _keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, ...]]:

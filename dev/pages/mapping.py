@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from pydantic.fields import FieldInfo
 
-from dev.pages.formats import overview
 from dev.pages.markdown import code, generated, table
 from unishard.config import Config, leaves
 from unishard.config.describe import expected
 from unishard.contract.backend import Backend
 from unishard.contract.rules import Fit, Rule
-from unishard.formats import NAMES
 
 _TOP = """\
 # What each field becomes
 
 Each field of the config, and what it becomes on each backend. The same rules also translate and report.
+[docs/formats.md](docs/formats.md) has the same for the configs of other tools.
 
 How well a backend supports a field:
 
@@ -28,15 +27,6 @@ How well a backend supports a field:
 
 A row that begins with "if" is an exception to the row above it. An empty cell in it means that the backend has no exception.
 "unishard's loop" means that no engine setting is involved: the loop around the engine does it, in the same way on each backend.
-"""
-_OTHER_TOOLS = """\
-## Configs of other tools
-
-`unishard translate` reads and writes {names}.
-For each format: the usual fits of its keys, and of the config's fields when the format is written. Each name links to its rows.
-Keys that a format passes to an engine are counted under that engine's arguments.
-
-{overview}
 """
 
 
@@ -63,8 +53,6 @@ def mapping(backends: Sequence[Backend]) -> str:
                 ((f"`{key}`", code(value), why) for key, (value, why) in sorted(backend.constants.items())),
             ),
         ]
-    names = ", ".join(f"`{name}`" for name in NAMES)
-    parts.append(_OTHER_TOOLS.format(names=names, overview=overview()).rstrip())
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from dev.pages.__main__ import main
-from dev.pages.catalog import pages, sections
+from dev.pages.catalog import left_over, pages, sections
 from dev.pages.formats import formats
 from dev.pages.mapping import mapping
 from dev.pages.private_names import BEGIN, END, private_names, replaced
@@ -26,6 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("name", list(pages()))
 def test_page_is_current(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == pages()[name], "run `make docs` and commit it"
+
+
+def test_no_page_of_a_format_that_is_gone_is_left() -> None:
+    assert left_over(ROOT) == [], "run `make docs` and commit it"
 
 
 def test_generated_part_is_current() -> None:
@@ -177,29 +181,34 @@ def test_every_field_of_the_manifest_is_on_its_page_with_what_it_is() -> None:
     }
 
 
-def test_the_contents_of_the_page_of_formats_lead_to_its_headings() -> None:
+def test_the_list_of_formats_leads_to_the_page_of_each_tool() -> None:
     text = pages()["docs/formats.md"]
-    headings = {
-        title.lower().replace(":", "").replace(" ", "-")
-        for title in re.findall(r"^##+ (.*)$", text, flags=re.MULTILINE)
-    }
-    assert set(re.findall(r"\(#([^)]+)\)", text)) == headings - {"contents"}
+    links = re.findall(r"^\| \[\w+\]\(([^)]+)\) \|", text, flags=re.MULTILINE)
+    assert links == [name.removeprefix("docs/") for name in pages() if name.startswith("docs/formats/")]
+    assert "| [accelerate](formats/accelerate.md) | Accelerate 1.15.0 | " in text
 
 
-def test_every_key_and_every_field_of_every_format_is_on_the_page() -> None:
-    text = pages()["docs/formats.md"]
-    sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", text, flags=re.MULTILINE))
+def test_every_key_and_every_field_of_every_format_is_on_its_page() -> None:
     tables = {one.name: (one.keys, one.rules) for one in formats()}
-    tables |= {
-        f"Arguments of {name}": (registry.arguments(name).keys, registry.arguments(name).rules)
-        for name in ("fsdp", "deepspeed")
-    }
-    assert set(sections) == {"Contents", *tables}
-    for title, (keys, rules) in tables.items():
+    tables |= {name: (registry.arguments(name).keys, registry.arguments(name).rules) for name in ("fsdp", "deepspeed")}
+    assert {f"docs/formats/{name}.md" for name in tables} == {name for name in pages() if "formats/" in name}
+    for name, (keys, rules) in tables.items():
+        text = pages()[f"docs/formats/{name}.md"]
         for key in keys:
-            assert f"`{key}`" in sections[title]
+            assert f"`{key}`" in text
         for path, row in rules.items():
-            assert f"| `{path}` | **{row.fit}** |" in sections[title]
+            assert f"| `{path}` | **{row.fit}** |" in text
             for case in row.when:
-                assert f"| if {case.case.replace('|', chr(92) + '|')} |" in sections[title]
-    assert "[accelerate](docs/formats.md#accelerate) | Accelerate 1.15.0 | " in pages()["MAPPING.md"]
+                assert f"| if {case.case.replace('|', chr(92) + '|')} |" in text
+
+
+def test_the_page_of_a_format_that_is_gone_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--root", str(tmp_path)])
+    page = tmp_path / "docs/formats/gone.md"
+    page.touch()
+    capsys.readouterr()
+    assert main(["--check", "--root", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "docs/formats/gone.md: is out of date; run `make docs` and commit it\n"
+    assert main(["--root", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "docs/formats/gone.md: removed\n"
+    assert not page.exists()
