@@ -79,7 +79,7 @@ soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; not
 	MALLOC_ARENA_MAX=2 PYTHONPATH=tests/ranks $(BIN)/python -m soak.run $(if $(N),--updates $(N)) $(ARGS)
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
-	$(BIN)/python -m dev.parity docs/parity.md
+	$(BIN)/python -m dev.parity docs
 
 matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
 	$(BIN)/python -m dev.resuming docs/resuming.md
