@@ -87,8 +87,8 @@ matrix: $(READY) ## Resume every kind of run by every other and write how far ea
 mistakes: $(READY) ## Make every mistake of docs/mistakes.md on both engines.
 	$(PYTEST) tests/ranks/test_mistakes.py --deep
 
-models: $(READY) ## Train every model of tests/ranks/models on both engines beside plain torch; writes docs/models-tested.md; ONLY="llama, t5" for some.
-	PYTHONPATH=tests/ranks $(BIN)/python -m models.sweep docs/models-tested.md $(if $(ONLY),--only '$(ONLY)') $(ARGS)
+models: $(READY) ## Train every model of tests/ranks/models on both engines beside plain torch; writes docs/models-tested.*; ONLY="llama, t5" for some.
+	PYTHONPATH=tests/ranks $(BIN)/python -m models.sweep docs $(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
 	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
