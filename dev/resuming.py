@@ -11,8 +11,10 @@ from pathlib import Path
 
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing.cells import BACKENDS, STRATEGIES
-from unishard.testing.resuming import AFTER, BEFORE, WORLDS, Pair, ResumedRun, Resumption, holds, measure
+from unishard.testing.resuming import AFTER, BEFORE, Pair, ResumedRun, Resumption, holds, measure
 
+WORLDS = (1, 2, 4)
+"""Numbers of ranks."""
 _PRECISIONS = ("fp32", "bf16")
 
 

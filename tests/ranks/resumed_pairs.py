@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
+from dev.resuming import WORLDS
 from unishard.testing.cells import BACKENDS, STRATEGIES
-from unishard.testing.resuming import WORLDS, Pair, ResumedRun
+from unishard.testing.resuming import Pair, ResumedRun
 
 
 def spanning_pairs() -> list[Pair]:

@@ -12,6 +12,7 @@ from harness import STRATEGIES, config, own_share, play, train, values
 from resumed_pairs import spanning_pairs
 
 import unishard
+from dev.resuming import WORLDS
 from unishard.engine.state import restore
 from unishard.testing import resuming
 from unishard.testing.cells import BACKENDS
@@ -28,7 +29,7 @@ def few(moved: list[Pair]) -> list[Pair]:
     """From each number of ranks to each, the pair whose strategies, each of its engine, are seen the least so far."""
     chosen: list[Pair] = []
     seen: Counter[tuple[str, ...]] = Counter()
-    for worlds in product(resuming.WORLDS, resuming.WORLDS):
+    for worlds in product(WORLDS, WORLDS):
         here = [pair for pair in moved if (pair.saved.world, pair.resumed.world) == worlds]
         chosen.append(min(here, key=lambda pair: sum(seen[kind] for kind in kinds(pair))))
         seen.update(kinds(chosen[-1]))
@@ -71,9 +72,9 @@ def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ran
     plain = [pair for pair in PAIRS if (pair.saved.feature, pair.saved.precision) in PLAIN]
     for runs in zip(*plain, strict=True):
         assert {(run.backend, run.strategy, run.world) for run in runs} >= {
-            (*kind, world) for kind in kinds for world in resuming.WORLDS
+            (*kind, world) for kind in kinds for world in WORLDS
         }
-    assert {(one.world, other.world) for one, other in plain} == set(product(resuming.WORLDS, resuming.WORLDS))
+    assert {(one.world, other.world) for one, other in plain} == set(product(WORLDS, WORLDS))
     same = [pair.saved for pair in plain if pair.saved == pair.resumed]
     assert {(run.backend, run.strategy) for run in same} == set(kinds)
     assert {(run.strategy, run.world) for run in same} >= set(product(STRATEGIES, (2, 4)))
@@ -86,7 +87,7 @@ def test_without_deep_every_strategy_of_every_engine_saves_and_resumes_and_every
     for runs in zip(*played, strict=True):
         assert {(run.backend, run.strategy) for run in runs} >= strategies
     assert {(run.backend, run.strategy) for _, run in FEW} == strategies, "not only as themselves"
-    assert {(one.world, other.world) for one, other in FEW} == set(product(resuming.WORLDS, resuming.WORLDS))
+    assert {(one.world, other.world) for one, other in FEW} == set(product(WORLDS, WORLDS))
     assert {one.precision for one, _ in FEW} == {"fp32", "bf16"}
     assert {run.feature for pair in played for run in pair} == {*resuming.FEATURES}
 

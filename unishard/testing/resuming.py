@@ -20,7 +20,6 @@ from unishard.contract.tolerances import TOLERANCES
 from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks
 
-WORLDS = (1, 2, 4)
 BEFORE, AFTER = 5, 20
 """Optimizer steps before and after the checkpoint."""
 _MICRO_BATCHES = 4
