@@ -32,7 +32,6 @@ _COMMANDS = (
     "init",
     "migrate",
     "schema",
-    "docs",
     "backends",
     "doctor",
     "launch",
