@@ -11,7 +11,7 @@ from unishard.contract.entries import Path
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.format import Format
 from unishard.formats.hydra import composed, names_lightning
-from unishard.formats.other_tools import named
+from unishard.formats.other_tools import OtherTool, named
 from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source, open_named
 
@@ -35,6 +35,8 @@ BLOCKS = "deepspeed"
 
 NAMES = tuple(registry.available(registry.FORMATS))
 """The formats, by the word after `--from` and `--to`."""
+_REMOVED = {"axolotl": "axolotl", "composer": "Composer", "swift": "ms-swift", "torchtitan": "torchtitan"}
+"""Formats that once were, and their tools."""
 
 
 def get(name: str) -> Format:
@@ -43,6 +45,12 @@ def get(name: str) -> Format:
     Raises:
         ConfigError: There is no such format.
     """
+    if name in _REMOVED and name not in NAMES:
+        what = (
+            f"configs of {_REMOVED[name]} are not translated any more; for what still is of one, leave --from out; "
+            "for TrainingArguments, write --to hf"
+        )
+        raise ConfigError([Problem("", what)])
     try:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
@@ -80,7 +88,17 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
     if from_ is None:
         return recognise(source), source
     inner = block(source) if from_ == BLOCKS else None
-    return get(from_), inner.source if inner else source
+    return get(from_), inner.source if inner else _as_asked(source)
+
+
+def _as_asked(source: Source) -> Source:
+    """A document that is read as a format that was named, with a warning where its keys name another tool."""
+    found = named(source.data)
+    if found is None:
+        return source
+    tool, keys = found
+    doubt = f"has keys of {tool.name} ({', '.join(keys)}), which may assume other values where the file is silent"
+    return source._replace(warnings=(*source.warnings, doubt))
 
 
 class InnerConfig(NamedTuple):
@@ -97,7 +115,7 @@ def block(source: Source) -> InnerConfig | None:
     in the file that it names; None where there is none, or the document is one itself.
     """
     signs = get(BLOCKS).signs
-    if signs.weight(source.data):
+    if signs.weight(source.data) and not named(source.data):
         return None
     found = [
         InnerConfig(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH_INSIDE
@@ -177,8 +195,8 @@ def _foreign(source: Source) -> str:
     if found := named(source.data):
         tool, keys = found
         return (
-            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {tool.instead}"
-            f"{_or_as(source) or ', or read it as another format with `unishard translate --from`'}"
+            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {instead(tool, source)}; "
+            "if it is not one, name its format with `unishard translate --from`"
         )
     if source.data.get("format") == "unishard" and has(source.data, "model.fingerprint"):
         return (
@@ -191,6 +209,17 @@ def _foreign(source: Source) -> str:
             f"prints{_or_as(source)}"
         )
     return ""
+
+
+def instead(tool: OtherTool, source: Source) -> str:
+    """What to do with a document of a tool that unishard does not read."""
+    inner = block(source)
+    if inner is None:
+        return tool.instead(source.data)
+    return (
+        f"translate the config of DeepSpeed in it ({inner.key}) with `unishard translate --from {BLOCKS}`, or run "
+        "`unishard init`"
+    )
 
 
 def _or_as(source: Source) -> str:

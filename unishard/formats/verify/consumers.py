@@ -61,7 +61,7 @@ _CONSUMERS: Mapping[str, _Consumer] = {
         lambda at, document, text, reading, ranks: at.settings_of(text, ranks),
         reads_sources=False,
     ),
-    **{name: _around_transformers(name) for name in ("llamafactory", "swift", "trl")},
+    **{name: _around_transformers(name) for name in ("llamafactory", "trl")},
 }
 
 
