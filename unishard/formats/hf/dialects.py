@@ -91,7 +91,6 @@ DIALECT: Mapping[str, Key] = {
     "fp8": refuses("fp8 is not supported; write bf16", off),
     "fp8_backend": drops("names what fp8 switches on"),
     "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
-    "zero_hpz_partition_size": drops("goes into the DeepSpeed config"),
     **{
         f"use_{name.lower().replace('-', '_')}": refuses(
             f"{name} is not supported; build the optimizer in the training script", off
