@@ -138,6 +138,10 @@ class Tally:
     """What was found."""
 
     files: int = 0
+    other_tools: Counter[str] = field(default_factory=Counter)
+    """Files of tools that are not read, by tool."""
+    helpless: list[str] = field(default_factory=list)
+    """Those whose error does not say what to do."""
     unreadable: list[str] = field(default_factory=list)
     formats: Counter[str] = field(default_factory=Counter)
     translations: int = 0
@@ -176,7 +180,7 @@ def check(folder: Path) -> Tally:
         try:
             outcome = translate(path, "unishard")
         except ConfigError as error:
-            tally.unreadable.append(str(error).partition("\n")[0])
+            _note_refusal(str(error).partition("\n")[0], tally)
         except Exception:
             tally.tracebacks.append(f"{path}\n{traceback.format_exc(limit=-4)}")
         else:
@@ -186,6 +190,20 @@ def check(folder: Path) -> Tally:
             continue
         tally.plain_seconds += time.process_time() - start
     return tally
+
+
+_OTHER_TOOL = re.compile(r": is a config of ([^(]+) \(.+\), which unishard does not read; (.*)")
+_WHAT_TO_DO = re.compile(r"`unishard (init|translate --from \w+)`")
+
+
+def _note_refusal(error: str, tally: Tally) -> None:
+    """A file of a tool that is not read must say what to do with it."""
+    named = _OTHER_TOOL.search(error)
+    if named is None:
+        tally.unreadable.append(error)
+        return
+    tally.other_tools[named[1]] += 1
+    tally.helpless += [] if _WHAT_TO_DO.search(named[2]) else [error]
 
 
 def _judge_everywhere(path: Path, source: Source, name: str, tally: Tally) -> None:
@@ -249,6 +267,8 @@ def report(tally: Tally) -> str:
     lines = [
         f"{tally.files} files, {sum(tally.formats.values())} read "
         f"({', '.join(f'{n} {name}' for name, n in tally.formats.most_common())})",
+        f"{tally.other_tools.total()} of tools that are not read "
+        f"({', '.join(f'{n} {name}' for name, n in tally.other_tools.most_common())})",
         f"{len(tally.unreadable)} refused whole:",
         *(f"  {what[-220:]}" for what in tally.unreadable),
         f"{tally.translations} translations, {len(tally.tracebacks)} exceptions, {len(tally.faults)} faults of reports",
@@ -278,6 +298,8 @@ def fit(tally: Tally) -> list[str]:
     wrong = []
     if not tally.files:
         wrong.append("the folder holds no files")
+    if tally.helpless:
+        wrong.append(f"{len(tally.helpless)} errors about files of tools that are not read do not say what to do")
     if tally.tracebacks:
         wrong.append(f"{len(tally.tracebacks)} exceptions")
     if tally.faults:

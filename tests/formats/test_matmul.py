@@ -22,7 +22,7 @@ def fit(outcome: Outcome) -> Fit:
 @pytest.mark.parametrize(
     "sections", [{"backend": "fsdp"}, {"backend": "fsdp", "sharding": "no_shard"}, {"backend": "deepspeed"}]
 )
-@pytest.mark.parametrize("to", ["hf", "axolotl", "swift", "llamafactory", "trl"])
+@pytest.mark.parametrize("to", ["hf", "llamafactory", "trl"])
 @pytest.mark.parametrize("matmul", ["tf32", "fp32"])
 def test_training_arguments_have_a_key_with_and_without_deepspeed(
     to: str, sections: dict[str, Any], matmul: str

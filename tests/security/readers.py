@@ -88,13 +88,9 @@ def _script(path: Path) -> None:
 
 
 def _named(path: Path) -> None:
-    for name, data in (
-        ("hf", {"deepspeed": path.name, "bf16": True}),
-        ("axolotl", {"deepspeed": path.name, "base_model": "x"}),
-    ):
-        beside = path.with_name(f"{name}.yaml")
-        beside.write_text(json.dumps(data))
-        translate(beside, "unishard", from_=name)
+    beside = path.with_name("arguments.yaml")
+    beside.write_text(json.dumps({"deepspeed": path.name, "bf16": True}))
+    translate(beside, "unishard", from_="hf")
     beside.write_text(
         json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": path.name}})
     )

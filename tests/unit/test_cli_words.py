@@ -26,7 +26,7 @@ COMMANDS = [
     ["check", "bad.yaml"],
     ["check", "refused.yaml", "--world-size", "7"],
     ["translate", "examples/configs/ds_zero2.json", "--to", "accelerate", "--report", "full"],
-    ["translate", "examples/configs/axolotl_lora.yaml", "--to", "deepspeed"],
+    ["translate", "examples/configs/training_arguments.yaml", "--to", "deepspeed"],
     ["diff", "examples/configs/ds_zero2.json", "examples/configs/lightning_cli.yaml"],
     ["migrate", "."],
     ["init", "--yes", "--from", "examples/configs/ds_auto.json", "--force", "-o", "out.yaml"],

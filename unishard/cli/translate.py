@@ -236,8 +236,8 @@ def translate(
     """Translate a config of any tool into the format of another.
 
     Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf,
-    axolotl, llamafactory, swift, trl; lightning, composer and torchtitan are only read. Exits with 1 and writes nothing
-    if a key has no equivalent; then it prints a command that works.
+    llamafactory, trl; lightning is only read. Exits with 1 and writes nothing if a key has no equivalent; then it
+    prints a command that works.
 
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
 

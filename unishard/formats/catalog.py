@@ -10,12 +10,16 @@ from unishard.contract import registry
 from unishard.contract.entries import Path
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.format import Format
-from unishard.formats.other_tools import named
+from unishard.formats.other_tools import OtherTool, named
 from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source, open_named
 
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra runs or builds."""
+OF_HYDRA = (
+    "translate what `python train.py --cfg job` prints or the DeepSpeed JSON that it names, or run `unishard init`"
+)
+"""What to do with a config that Hydra composes or builds."""
 _INSIDE = ("deepspeed", "deepspeed_config", "ds_config")
 """Keys of other tools' files below which a config of DeepSpeed stands."""
 _DEEPEST = 6
@@ -31,6 +35,8 @@ BLOCKS = "deepspeed"
 
 NAMES = tuple(registry.available(registry.FORMATS))
 """The formats, by the word after `--from` and `--to`."""
+_REMOVED = {"axolotl": "axolotl", "composer": "Composer", "swift": "ms-swift", "torchtitan": "torchtitan"}
+"""Formats that once were, and their tools."""
 
 
 def get(name: str) -> Format:
@@ -39,6 +45,12 @@ def get(name: str) -> Format:
     Raises:
         ConfigError: There is no such format.
     """
+    if name in _REMOVED and name not in NAMES:
+        what = (
+            f"configs of {_REMOVED[name]} are not translated any more; for what still is of one, leave --from out; "
+            "for TrainingArguments, write --to hf"
+        )
+        raise ConfigError([Problem("", what)])
     try:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
@@ -76,7 +88,17 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
     if from_ is None:
         return recognise(source), source
     inner = block(source) if from_ == BLOCKS else None
-    return get(from_), inner.source if inner else source
+    return get(from_), inner.source if inner else _as_asked(source)
+
+
+def _as_asked(source: Source) -> Source:
+    """A document that is read as a format that was named, with a warning where its keys name another tool."""
+    found = named(source.data)
+    if found is None:
+        return source
+    tool, keys = found
+    doubt = f"has keys of {tool.name} ({', '.join(keys)}), which may assume other values where the file is silent"
+    return source._replace(warnings=(*source.warnings, doubt))
 
 
 class InnerConfig(NamedTuple):
@@ -93,7 +115,7 @@ def block(source: Source) -> InnerConfig | None:
     in the file that it names; None where there is none, or the document is one itself.
     """
     signs = get(BLOCKS).signs
-    if signs.weight(source.data):
+    if signs.weight(source.data) and not named(source.data):
         return None
     found = [
         InnerConfig(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH_INSIDE
@@ -173,23 +195,31 @@ def _foreign(source: Source) -> str:
     if found := named(source.data):
         tool, keys = found
         return (
-            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {tool.instead}"
-            f"{_or_as(source) or ', or read it as another format with `unishard translate --from`'}"
+            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {instead(tool, source)}; "
+            "if it is not one, name its format with `unishard translate --from`"
         )
     if source.data.get("format") == "unishard" and has(source.data, "model.fingerprint"):
         return (
             "is the manifest of a checkpoint; see it with `unishard checkpoint inspect`, and name the config of the run"
         )
     if _of_hydra(source.data):
-        return (
-            "is a config of Hydra, which unishard does not read; translate what `python train.py --cfg job` prints or "
-            f"the DeepSpeed JSON that it names, or run `unishard init`{_or_as(source)}"
-        )
+        return f"is a config of Hydra, which unishard does not read; {OF_HYDRA}{_or_as(source)}"
     return ""
 
 
 def _of_hydra(data: Mapping[str, Any]) -> bool:
     return isinstance(data.get("defaults"), list) or any(has(data, key) for key in _HYDRA)
+
+
+def instead(tool: OtherTool, source: Source) -> str:
+    """What to do with a document of a tool that unishard does not read."""
+    inner = block(source)
+    if inner is None:
+        return tool.instead(source.data)
+    return (
+        f"translate the config of DeepSpeed in it ({inner.key}) with `unishard translate --from {BLOCKS}`, or run "
+        "`unishard init`"
+    )
 
 
 def _or_as(source: Source) -> str:

@@ -114,16 +114,18 @@ _KEYS = {
 }
 """Top-level keys by tool; none is a field here. The formats themselves tell more (`unishard.formats.catalog`), in a
 room above."""
+_NOT_TRANSLATED = ("axolotl", "torchtitan")
 
 _ENOUGH = 2
 """Keys of one tool; one may be a slip."""
 
 
-def other_tool(data: Any) -> str:
+def other_tool(data: Any, file: str = "") -> str:
     """Which tool a document is for, and what to do; empty for a config of unishard.
 
     Args:
         data: The content of the document.
+        file: Where it stands, if it is in a file.
     """
     if not isinstance(data, Mapping) or "backend" in data:
         return ""
@@ -131,7 +133,10 @@ def other_tool(data: Any) -> str:
     tool = max(found, key=lambda name: len(found[name]))
     if len(found[tool]) < _ENOUGH:
         return ""
-    return f"is a config of {tool} ({', '.join(found[tool][:3])}), not of unishard; translate it:"
+    what = f"is a config of {tool} ({', '.join(found[tool][:3])}), not of unishard"
+    if tool in _NOT_TRANSLATED:
+        return f"{what}, and unishard does not translate it; run `unishard init`"
+    return f"{what}; translate it: unishard translate {file or 'FILE'} --to unishard -o train.yaml"
 
 
 def load(
@@ -161,11 +166,9 @@ def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Confi
         ConfigError: It has invalid values. Lists every problem.
     """
     document = without_own_sections(document)
-    if what := other_tool(document.data):
-        file = document.origins.of(()).source
-        raise ConfigError(
-            [Problem("", f"{what} unishard translate {file or 'FILE'} --to unishard -o train.yaml", file)]
-        )
+    file = document.origins.of(()).source
+    if what := other_tool(document.data, file):
+        raise ConfigError([Problem("", what, file)])
     document.data = current_names(document.data, document.origins)
     findings = list(document.findings)
     for text in map(current_change, _changes(overrides)):

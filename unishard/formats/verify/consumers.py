@@ -53,7 +53,7 @@ _CONSUMERS: Mapping[str, _Consumer] = {
         "transformers",
         lambda at, document, text, reading, ranks: at.settings_of(document, reading.source.folder),
     ),
-    **{name: _around_transformers(name) for name in ("llamafactory", "swift", "trl")},
+    **{name: _around_transformers(name) for name in ("llamafactory", "trl")},
 }
 
 
