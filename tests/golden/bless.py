@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import unishard
 from unishard.cli import app
-from unishard.config.loading import variables
+from unishard.config.loading.launched import variables
 from unishard.formats.documents import yaml_text
 from unishard.tools.launch.command import Script
 from unishard.tools.launch.jobs import batch_script, manifest

@@ -144,7 +144,7 @@ def _refuse_contradictions(
 
 
 def _local(request: LaunchRequest, node_rank: int | None, *, check: bool, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.command import Host, command_of, torchrun_program
 
     script, cfg = request.script, request.cfg
@@ -167,7 +167,7 @@ def _expect_script(script: Script) -> None:
 
 
 def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.running import plan_for_ray, run_on_ray
 
     _expect_script(request.script)
@@ -179,7 +179,7 @@ def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
 
 
 def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.command import torchrun_program
     from unishard.tools.launch.jobs import batch_script, submit, unheard_signal
 
@@ -197,7 +197,7 @@ def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_jso
 
 
 def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.formats.documents import yaml_text
     from unishard.tools.launch.jobs import manifest
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from unishard.config.topology import has_one_agent
+from unishard.config.launchers import has_one_agent
 from unishard.errors import ConfigError, Problem, RankMismatchError
 
 

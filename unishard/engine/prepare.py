@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.config import Communication, Config, Precision, expect_config, loading
+from unishard.config import Communication, Config, Precision, expect_config
 from unishard.config.hints import instead
+from unishard.config.loading import launched
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory
@@ -150,7 +151,7 @@ def prepare(
         EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
-    if said := loading.unused():
+    if said := launched.unused():
         warnings.warn(said, UserWarning, stacklevel=2)
     _require_module(model)
     with as_no_grad(), _group(cfg.communication) as topology:

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.config.topology import Topology, forgotten_srun, life, rendezvous, store_of_launcher
+from unishard.config.launchers import forgotten_srun, life
+from unishard.config.rendezvous import rendezvous, store_of_launcher
+from unishard.config.topology import Topology
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed import process_group, serving
 from unishard.distributed.process_group import TIMEOUT, forget_groups

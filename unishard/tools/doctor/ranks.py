@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from unishard.config.describe import count_of
-from unishard.config.topology import Topology, rendezvous, store_of_launcher
+from unishard.config.rendezvous import rendezvous, store_of_launcher
+from unishard.config.topology import Topology
 from unishard.distributed import process_group, serving
 from unishard.tools.doctor.check import Check, Status, one_line
 
