@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName, own_file, save
-from unishard.cli.script_runs import ScriptLast
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName
+from unishard.cli.foreign_file import own_file
+from unishard.cli.output import save
+from unishard.cli.script_last import ScriptLast
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError

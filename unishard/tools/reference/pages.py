@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 from unishard.checkpoint import manifest as manifests
 from unishard.config import Config, Section, items_of, leaves
 from unishard.config.describe import bare, expected
-from unishard.contract import checkpoint_format, registry
+from unishard.contract import registry, training_facts
 from unishard.contract.backend import Backend
-from unishard.contract.checkpoint_format import Facts
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.contract.rules import Fit, Rule
+from unishard.contract.training_facts import Facts
 from unishard.errors import UnishardError
 from unishard.formats import NAMES
 from unishard.tools.reference.format_page import code, formats_page, overview, table
@@ -125,7 +125,7 @@ A config is a YAML 1.2 file. Every field has a default, unknown fields are error
 
 _PARTS = {
     name: kind
-    for module in (manifests, checkpoint_format)
+    for module in (manifests, training_facts)
     for name, kind in vars(module).items()
     if inspect.isclass(kind) and issubclass(kind, Facts) and kind is not Facts
 }
@@ -261,6 +261,6 @@ def _facts(kind: type[BaseModel]) -> str:
 def _link(annotation: Any) -> str:
     """A type annotation, as a link if the type has its own table."""
     words = annotation.__name__ if inspect.isclass(annotation) and not get_args(annotation) else str(annotation)
-    words = re.sub(r"(?:typing|unishard\.checkpoint\.manifest|unishard\.contract\.checkpoint_format)\.", "", words)
+    words = re.sub(r"(?:typing|unishard\.checkpoint\.manifest|unishard\.contract\.training_facts)\.", "", words)
     inner = next((name for name in _PARTS if re.search(rf"\b{name}\b", words)), None)
     return f"[`{words}`](#{inner.lower()})" if inner else f"`{words}`"
