@@ -47,7 +47,6 @@ def test_explain_native(backend: str) -> None:
         ["explain", "configs/llama_tiny.yaml"],
         ["check", "configs/zero2_bf16.yaml"],
         ["schema"],
-        ["docs", "--check"],
         ["backends"],
         ["plan", "--help"],
     ],

@@ -30,7 +30,6 @@ COMMANDS = [
     ["diff", "examples/configs/ds_zero2.json", "examples/configs/lightning_cli.yaml"],
     ["migrate", "."],
     ["init", "--yes", "--from", "examples/configs/ds_auto.json", "--force", "-o", "out.yaml"],
-    ["docs", "--check"],
     ["schema", "-o", "s.json"],
     ["checkpoint", "list", "runs"],
     ["checkpoint", "inspect", "runs", "--tensors"],

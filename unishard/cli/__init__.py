@@ -33,7 +33,6 @@ _COMMANDS = (
     "init",
     "migrate",
     "schema",
-    "docs",
     "backends",
     "doctor",
     "launch",

@@ -18,7 +18,7 @@ def schema(output: Output = None) -> None:
 
     Example: unishard schema -o unishard.schema.json
     """
-    from unishard.tools.reference.json_schema import ATTACH, json_schema
+    from unishard.tools.json_schema import ATTACH, json_schema
 
     text = json.dumps(json_schema(), indent=2)
     if output is None:

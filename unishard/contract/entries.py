@@ -2,7 +2,7 @@
 document has.
 
 With the rules of `unishard.contract.rules` these rows describe a format as data: reading, writing, the report and
-docs/formats.md all come from them. Engines describe their own arguments so (`EngineArguments.keys`); formats that wrap
+docs/formats/ all come from them. Engines describe their own arguments so (`EngineArguments.keys`); formats that wrap
 an engine's arguments add theirs.
 """
 

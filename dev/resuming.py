@@ -1,7 +1,4 @@
-"""Measures every pair of runs and writes a page with the deviations of resumed runs.
-
-`python -m unishard.testing.resuming_page docs/resuming.md` takes a quarter of an hour or more.
-"""
+"""Resumes every kind of run by every other and writes docs/resuming.md: `make matrix`."""
 
 from __future__ import annotations
 
@@ -14,8 +11,10 @@ from pathlib import Path
 
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing.cells import BACKENDS, STRATEGIES
-from unishard.testing.resuming import AFTER, BEFORE, WORLDS, Pair, ResumedRun, Resumption, every_pair, holds, measure
+from unishard.testing.resuming import AFTER, BEFORE, Pair, ResumedRun, Resumption, holds, measure
 
+WORLDS = (1, 2, 4)
+"""Numbers of ranks."""
 _PRECISIONS = ("fp32", "bf16")
 
 
@@ -35,6 +34,15 @@ def write(path: Path) -> None:
     wrong = [f"{pair}: {resumption}" for pair, resumption in found.items() if not holds(pair, resumption)]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong))
+
+
+def every_pair(precision: str) -> list[Pair]:
+    """All pairs of strategies, engines and numbers of ranks."""
+    runs = [
+        ResumedRun(backend, strategy, world, precision)
+        for backend, strategy, world in product(BACKENDS, STRATEGIES, WORLDS)
+    ]
+    return [Pair(*pair) for pair in product(runs, runs)]
 
 
 def page(found: Mapping[Pair, Resumption]) -> str:
