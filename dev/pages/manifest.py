@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from dev.pages.markdown import code, generated, table
 from unishard.checkpoint import manifest as manifests
-from unishard.contract import checkpoint_format
-from unishard.contract.checkpoint_format import Facts
+from unishard.contract import training_facts
+from unishard.contract.training_facts import Facts
 
 _TOP = """\
 # The manifest of a checkpoint
@@ -21,7 +21,7 @@ unknown fields are rejected.
 """
 _PARTS = {
     name: kind
-    for module in (manifests, checkpoint_format)
+    for module in (manifests, training_facts)
     for name, kind in vars(module).items()
     if inspect.isclass(kind) and issubclass(kind, Facts) and kind is not Facts
 }
@@ -48,6 +48,6 @@ def _facts(kind: type[BaseModel]) -> str:
 def _link(annotation: Any) -> str:
     """A type annotation, as a link if the type has its own table."""
     words = annotation.__name__ if inspect.isclass(annotation) and not get_args(annotation) else str(annotation)
-    words = re.sub(r"(?:typing|unishard\.checkpoint\.manifest|unishard\.contract\.checkpoint_format)\.", "", words)
+    words = re.sub(r"(?:typing|unishard\.checkpoint\.manifest|unishard\.contract\.training_facts)\.", "", words)
     inner = next((name for name in _PARTS if re.search(rf"\b{name}\b", words)), None)
     return f"[`{words}`](#{inner.lower()})" if inner else f"`{words}`"

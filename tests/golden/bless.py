@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import unishard
 from unishard.cli import app
-from unishard.config.loading import variables
+from unishard.config.loading.launched import variables
 from unishard.tools.launch.command import Script
 from unishard.tools.launch.slurm import batch_script
 

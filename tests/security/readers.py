@@ -18,14 +18,14 @@ from test_hostile import plain
 import unishard
 from unishard.checkpoint import finding, manifest, verifying
 from unishard.checkpoint.convert import convert
-from unishard.checkpoint.export.assets import tokenizer_files as tokenizer_of
 from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.tokenizers import tokenizer_files as tokenizer_of
 from unishard.checkpoint.manifest import FileFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
 from unishard.config import Config
 from unishard.config.loading.hostfile import hosts_of
-from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
-from unishard.contract.footprint import ModelShape, ParameterShape
+from unishard.contract.model_shape import ModelShape, ParameterShape
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.engine.model import weight_files
 from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate

@@ -72,7 +72,7 @@ def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatc
 
 
 def test_a_terminal_gets_a_drawn_table() -> None:
-    from unishard.cli.wrapping import show
+    from unishard.cli.tables import show
 
     rows = [("training.seed", "3"), ("sharding.units", "[not markup]")]
     screen, pipe = Terminal(), io.StringIO()
@@ -177,21 +177,21 @@ def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.Monk
 
 
 def test_demo_is_called_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.tools.demo
+    import unishard.tools.demo.comparison
 
     calls: list[dict[str, object]] = []
-    monkeypatch.setattr(unishard.tools.demo, "run_demo", lambda **arguments: calls.append(arguments))
+    monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", lambda **arguments: calls.append(arguments))
     assert run("demo", "--out", "there", "--world-size", "3", "--steps", "5").exit_code == 0
     assert calls == [{"out": Path("there"), "world_size": 3, "steps": 5}]
 
 
 def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.tools.demo
+    import unishard.tools.demo.comparison
 
     def fail(**_: object) -> None:
         raise unishard.BackendError("the demo needs torch")
 
-    monkeypatch.setattr(unishard.tools.demo, "run_demo", fail)
+    monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", fail)
     result = run("demo")
     assert (result.exit_code, result.stderr) == (1, "the demo needs torch\n")
 

@@ -161,7 +161,7 @@ def test_one_line_stays_one_line_elsewhere(project: Path) -> None:
 
 
 def test_words_that_are_longer_than_a_line_stay_whole() -> None:
-    from unishard.cli.wrapping import show, show_blocks
+    from unishard.cli.tables import show, show_blocks
 
     screen = Terminal()
     show(("file", "note"), [("x" * 300, "short")], screen)

@@ -16,7 +16,7 @@ from dev.pages.schema import schema
 from unishard import Config
 from unishard.checkpoint import manifest
 from unishard.config import leaves
-from unishard.contract import checkpoint_format, registry
+from unishard.contract import registry, training_facts
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import UnishardError
 
@@ -167,9 +167,9 @@ def test_every_field_of_the_manifest_is_on_its_page_with_what_it_is() -> None:
     }
     kinds = {
         name: kind
-        for module in (manifest, checkpoint_format)
+        for module in (manifest, training_facts)
         for name, kind in vars(module).items()
-        if isinstance(kind, type(BaseModel)) and kind not in (BaseModel, checkpoint_format.Facts)
+        if isinstance(kind, type(BaseModel)) and kind not in (BaseModel, training_facts.Facts)
     }
     assert set(sections) == {*kinds}
     for name, kind in kinds.items():

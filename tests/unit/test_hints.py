@@ -10,7 +10,7 @@ import pytest
 import unishard
 from unishard import Config, ConfigError
 from unishard.config import hints, leaves
-from unishard.config.loading import other_tool
+from unishard.config.loading.other_tools import other_tool
 from unishard.contract import registry
 from unishard.engine.engine import Engine
 

@@ -20,7 +20,8 @@ from running import run
 import unishard
 from unishard import ConfigError
 from unishard.config import Config, LaunchSettings
-from unishard.config.loading import CONFIG, OVERRIDES, hostfile, variables
+from unishard.config.loading import hostfile
+from unishard.config.loading.launched import CONFIG, OVERRIDES, variables
 from unishard.tools.launch import running
 from unishard.tools.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
 from unishard.tools.launch.slurm import batch_script

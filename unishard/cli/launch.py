@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName, own_file, save
-from unishard.cli.script_runs import ScriptLast
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName
+from unishard.cli.foreign_file import own_file
+from unishard.cli.output import save
+from unishard.cli.script_last import ScriptLast
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
@@ -134,7 +136,7 @@ def _refuse_contradictions(
 
 
 def _local(request: LaunchRequest, node_rank: int | None, *, check: bool, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.command import Host, command_of, torchrun_program
 
     script, cfg = request.script, request.cfg
@@ -157,7 +159,7 @@ def _expect_script(script: Script) -> None:
 
 
 def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.running import plan_for_ray, run_on_ray
 
     _expect_script(request.script)
@@ -169,7 +171,7 @@ def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
 
 
 def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.command import torchrun_program
     from unishard.tools.launch.slurm import batch_script, submit, unheard_signal
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import written_formats as formats_like
+from unishard.cli.completion import written_formats as formats_like
 from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
 from unishard.contract.rules import Fit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from unishard.cli.arguments import Output, save
+from unishard.cli.arguments import Output
+from unishard.cli.output import save
 from unishard.cli.wrapping import echo, emit
 
 

@@ -21,7 +21,7 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed, Step
 from unishard.data.batches import Window, to_device
-from unishard.data.wrappers import WarnOnce
+from unishard.data.warn_once import WarnOnce
 from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_windows
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching, Passes
@@ -34,17 +34,19 @@ from unishard.engine.loop.reached_parameters import Trainable, reaches
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.other_names import OtherNames
-from unishard.engine.state import parameter_access
+from unishard.engine.state import gradient_access, parameter_access
 from unishard.engine.state.moving_average import MovingAverage, begin_average
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
 from unishard.engine.state.tensors import StateTensors
+from unishard.engine.state.unsharded import explain_sharded_read, naming_sharded_reads, unsharded
 from unishard.engine.state.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
 from unishard.failures.endings import names_causes
 from unishard.observe.expected_memory import ExpectedMemory
-from unishard.observe.observer import Observers, check_number
+from unishard.observe.observer import Observers
+from unishard.observe.one_number import check_number
 
 
 @names_causes
@@ -81,9 +83,7 @@ class Engine(OtherNames):
             self._accumulation = training_windows(
                 training, plan.optimizer, plan, order, self._observers, self._trainable, self._outside
             )
-            self._gradients = parameter_access.GradientAccess(
-                self._parameters, self._accumulation, order, self._tensors
-            )
+            self._gradients = gradient_access.GradientAccess(self._parameters, self._accumulation, order, self._tensors)
         run = Run(
             training=plan.loop,
             checkpoint=plan.checkpoint,
@@ -114,7 +114,7 @@ class Engine(OtherNames):
         Raises:
             ContractError: The model is in training mode inside a `lockstep` block.
         """
-        with parameter_access.naming_sharded_reads(self._adapter):
+        with naming_sharded_reads(self._adapter):
             self._order.require_open("forward")
             if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
                 args, kwargs = to_device((args, kwargs), self._adapter.device)
@@ -171,7 +171,7 @@ class Engine(OtherNames):
                 or `num_items` is not a count or is missing for some micro-batches of the window.
         """
         refuse_keywords(refused)
-        with parameter_access.naming_sharded_reads(self._adapter):
+        with naming_sharded_reads(self._adapter):
             self._training("backward").backward(loss, num_items, scaled=scaled)
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
@@ -462,7 +462,7 @@ class Engine(OtherNames):
             ContractError: There is no such parameter, a parameter was edited, the block ends before a backward that
                 needs it, or it is inside another one.
         """
-        return parameter_access.unsharded(self._parameters, self._adapter, self._order, names)
+        return unsharded(self._parameters, self._adapter, self._order, names)
 
     def state_dict(self, *, dtype: str | None = None, all_ranks: bool = False) -> dict[str, Tensor]:
         """Read all weights and persistent buffers into host memory, one at a time. Collective, at any time.
@@ -861,7 +861,7 @@ class Engine(OtherNames):
         if self._order.phase is Phase.CLOSED or lifetime.is_forked():
             return
         # From the script, outside the engine's calls.
-        if why is not None and (note := parameter_access.explain_sharded_read(self._adapter, why)):
+        if why is not None and (note := explain_sharded_read(self._adapter, why)):
             why.add_note(note)
         lifetime.ended_by(why)
         self._order.close(why)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import unishard
-from unishard.checkpoint import manifest
+from unishard.checkpoint import manifest, tensor_names
 from unishard.config import Config
 from unishard.config.nested import merge
 from unishard.contract.tolerances import TOLERANCES
@@ -191,7 +191,7 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path, after
     kept = [
         (name, facts.hash)
         for name, facts in tensors.items()
-        if name.startswith((manifest.PARAMETERS, manifest.OPTIMIZER))
+        if name.startswith((tensor_names.PARAMETERS, tensor_names.OPTIMIZER))
     ]
     return _Rest(losses, digest.hexdigest(), tuple(kept))
 

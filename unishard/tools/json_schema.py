@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.config import Config, Section
-from unishard.config.section import in_any_case
+from unishard.config.spellings import in_any_case
 from unishard.contract import registry
 
 ATTACH = """\

@@ -17,7 +17,8 @@ from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import full_tensor
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.state.tensors import AverageShards, StateTensors, resume_average
+from unishard.engine.state.average_shards import AverageShards, resume_average
+from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
 _logger = logging.getLogger("unishard")

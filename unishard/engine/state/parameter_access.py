@@ -9,19 +9,17 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.adapter import InferenceAdapter
-from unishard.distributed.shards import Shard, copy_dtype, full_tensor, norm_across, shard_norms, write_shard
-from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.distributed.shards import Shard, copy_dtype, full_tensor, shard_norms, write_shard
+from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.inference_mode import without_inference_mode
 from unishard.engine.state.tensors import StateTensors
-from unishard.errors import ContractError, ModelError, UnishardError
+from unishard.errors import ContractError
 
 
 class ParameterAccess:
@@ -127,87 +125,6 @@ class ParameterAccess:
         self._adapter.refresh(parameter, full)
 
 
-class GradientAccess:
-    """Reads and edits gradients at the end of a window.
-
-    Public methods implement those of `Engine` with the same names.
-    """
-
-    def __init__(
-        self, access: ParameterAccess, accumulation: Accumulation, order: CallOrder, tensors: StateTensors
-    ) -> None:
-        self._access = access
-        self._accumulation = accumulation
-        self._adapter = accumulation.adapter
-        self._device = self._adapter.device
-        self._order = order
-        self._tensors = tensors
-        self._adapter.read_gradient = self._read
-
-    def _read(self, parameter: nn.Parameter) -> Tensor | None:
-        """What a script sees as `parameter.grad`; an edit of it is refused in the step."""
-        if not (parameter.requires_grad and self._order.phase is Phase.BACKWARD_DONE and self._order.last):
-            return None
-        shown = self._accumulation.shown
-        if parameter not in shown:
-            gradient = self.grad(next(name for name, each in self._tensors.each() if each is parameter))
-            shown[parameter] = (gradient, 0 if gradient is None else gradient._version)
-        return shown[parameter][0]
-
-    @torch.no_grad()
-    def grad(self, name: str) -> Tensor | None:
-        """The gradient for the coming update: full, fp32, averaged, before clipping."""
-        parameter = self._access.find("grad", name)
-        divisor = self._finish("grad")
-        shard = self._adapter.grad_shard(parameter, create=False) if parameter.requires_grad else None
-        return None if shard is None else full_tensor(shard, self._device).div_(divisor)
-
-    @torch.no_grad()
-    def set_grad(self, name: str, value: Tensor) -> None:
-        """Replace the gradient before its norm is computed and it is clipped."""
-        parameter = self._access.find("set_grad", name)
-        if not parameter.requires_grad:
-            raise ContractError(
-                f"set_grad: {name} is frozen, so no update would use its gradient; unfreeze it with "
-                "engine.set_trainable"
-            )
-        divisor = self._finish("set_grad")
-        self._accumulation.shown.pop(parameter, None)
-        shard = self._adapter.grad_shard(parameter, create=True)
-        if shard is not None:
-            write_shard(shard, from_first_rank("set_grad", name, shard, value, self._device).mul_(divisor))
-
-    @torch.no_grad()
-    def grad_norm(self) -> Tensor:
-        """The norm of all gradients, for the coming update."""
-        self._order.require_end_of_window("grad_norm")
-        self._order.check_sampled("grad_norm")
-        divisor = self._finish("grad_norm")
-        norm = self._adapter.grad_norm()
-        return (norm_across(self._shards().values(), self._device) if norm is None else norm) / divisor
-
-    @torch.no_grad()
-    def grad_norms(self) -> dict[str, float]:
-        """The norm of each gradient by name."""
-        self._order.require_end_of_window("grad_norms")
-        self._order.check_now("grad_norms")
-        divisor = self._finish("grad_norms")
-        return {name: norm / divisor for name, norm in shard_norms(self._shards(), self._device).items()}
-
-    def _shards(self) -> dict[str, Shard]:
-        """Of all gradients."""
-        shards = {}
-        for name, parameter in self._tensors.each():
-            shard = self._adapter.grad_shard(parameter, create=False) if parameter.requires_grad else None
-            if shard is not None:
-                shards[name] = shard
-        return shards
-
-    def _finish(self, call: str) -> float:
-        self._order.require_end_of_window(call)
-        return self._accumulation.finish_gradients()
-
-
 def from_first_rank(call: str, name: str, shard: Shard, value: Tensor, device: torch.device) -> Tensor:
     """Broadcast rank 0's value as a new full tensor in `copy_dtype`. Collective.
 
@@ -227,72 +144,3 @@ def from_first_rank(call: str, name: str, shard: Shard, value: Tensor, device: t
     if dist.get_world_size() > 1:
         dist.broadcast(full, src=0)
     return full
-
-
-# -- Weights that are read outside the forward of their modules, as full tensors with a graph ------
-
-
-@contextmanager
-def unsharded(
-    access: ParameterAccess, adapter: InferenceAdapter, order: CallOrder, names: Iterable[str]
-) -> Iterator[dict[str, nn.Parameter]]:
-    """A block in which parameters are full; implements `Engine.unsharded`."""
-    if order.unsharded:
-        raise ContractError(
-            "engine.unsharded() was entered inside engine.unsharded(); name all parameters in one block"
-        )
-    found = list(access.find_all("unsharded", names))
-    trains = torch.is_grad_enabled() and adapter.training is not None and not order.frozen
-    parameters: dict[str, nn.Parameter] = {}
-    order.unsharded = order.gathered = True
-    try:
-        with adapter.unsharded(found):
-            parameters.update((name, attrgetter(name)(adapter.module)) for name in found)
-            versions = [parameter._version for parameter in parameters.values()]
-            yield parameters
-            if [parameter._version for parameter in parameters.values()] != versions:
-                raise ContractError(
-                    f"a parameter was edited inside engine.unsharded(), which holds copies: {', '.join(found[:3])}; "
-                    "edit weights inside `with engine.gathered(names):`, which writes them back"
-                )
-            if (
-                trains
-                and adapter.module.training
-                and (order.graph or not (order.phase is Phase.BACKWARD_DONE or order.discarded))
-            ):
-                raise ContractError(
-                    "engine.unsharded() ended without a backward, which needs the full weights; call "
-                    "engine.backward(loss) inside the block, or use torch.no_grad() around it if you only read weights"
-                )
-    finally:
-        order.unsharded = False
-        parameters.clear()  # their memory is freed: a read would end the process
-
-
-@contextmanager
-def naming_sharded_reads(adapter: InferenceAdapter) -> Iterator[None]:
-    """A block that runs the model, in which the error of an operation on a sharded weight becomes one that says what to
-    write.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        why = explain_sharded_read(adapter, error)
-        if why is None:
-            raise
-        raise ModelError(why) from error
-
-
-def explain_sharded_read(adapter: InferenceAdapter, error: BaseException | None) -> str | None:
-    """What to write where a weight was read outside its module; None for other errors."""
-    if isinstance(error, UnishardError) or not isinstance(error, RuntimeError):
-        return None
-    helps = adapter.reads_shard(error)
-    if helps is None:
-        return None
-    why = str(error).partition("\n")[0]
-    return (
-        f"a weight is used outside the forward of its module, where a rank has only a shard of it ({why}); put the "
-        "forward and the backward into a block `with engine.unsharded([name, ...]):` with the names of such weights, "
-        f"or read one with engine.parameter(name), and norms with engine.parameter_norms(){helps and f'; {helps}'}"
-    )

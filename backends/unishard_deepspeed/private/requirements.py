@@ -1,26 +1,14 @@
-"""The DeepSpeed optimizer that a config runs, and the patches that it needs."""
+"""The private names that a run needs, by the kind of its optimizer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from unishard.config import Config
-from unishard_deepspeed import fields
+from unishard_deepspeed.kind import Kind
 from unishard_deepspeed.private import PRIVATE_API
 
 if TYPE_CHECKING:
     from unishard_deepspeed.spec import ZeroSpec
-
-Kind = Literal["stage-0", "bf16-stage-1", "stages-1-2", "stage-3"]
-
-
-def kind_of(cfg: Config) -> Kind:
-    """Determine the kind from the config, not from attributes of the optimizer, which may be renamed."""
-    if fields.stage(cfg) == 0:
-        return "stage-0"
-    if fields.stage(cfg) == 3:
-        return "stage-3"
-    return "bf16-stage-1" if fields.bf16_optimizer(cfg) else "stages-1-2"
 
 
 def require(case: str, kind: Kind) -> None:
