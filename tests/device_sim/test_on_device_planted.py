@@ -80,7 +80,7 @@ IN_PIECES = (
         "the host steps an offloaded optimizer",
         ("host-optimizer",),
         "Stream.synchronize",
-        "unishard_fsdp/fsdp_adapter.py",
+        "unishard_fsdp/stepped_shards.py",
     ),
     Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/background.py"),
 )
