@@ -1,0 +1,53 @@
+"""Weights that are read outside the forward of their modules, as full tensors with a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from unishard.contract.adapter import InferenceAdapter
+from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.state.named_parameters import NamedParameters
+from unishard.errors import ContractError
+
+
+@contextmanager
+def unsharded(
+    parameters_of: NamedParameters, adapter: InferenceAdapter, order: CallOrder, names: Iterable[str]
+) -> Iterator[dict[str, nn.Parameter]]:
+    """A block in which parameters are full, see `Weights.unsharded`. Collective."""
+    if order.unsharded:
+        raise ContractError(
+            "engine.weights.unsharded() was entered inside engine.weights.unsharded(); name all parameters in one block"
+        )
+    found = list(parameters_of.find_all("weights.unsharded", names))
+    trains = torch.is_grad_enabled() and adapter.training is not None and not order.frozen
+    parameters: dict[str, nn.Parameter] = {}
+    order.unsharded = order.gathered = True
+    try:
+        with adapter.unsharded(found):
+            parameters.update((name, attrgetter(name)(adapter.module)) for name in found)
+            versions = [parameter._version for parameter in parameters.values()]
+            yield parameters
+            if [parameter._version for parameter in parameters.values()] != versions:
+                raise ContractError(
+                    f"a parameter was edited inside engine.weights.unsharded(), which holds copies: "
+                    f"{', '.join(found[:3])}; edit weights inside `with engine.weights.gathered(names):`, which writes "
+                    "them back"
+                )
+            if (
+                trains
+                and adapter.module.training
+                and (order.graph or not (order.phase is Phase.BACKWARD_DONE or order.discarded))
+            ):
+                raise ContractError(
+                    "engine.weights.unsharded() ended without a backward, which needs the full weights; call "
+                    "engine.backward(loss) inside the block, or use torch.no_grad() around it if you only read weights"
+                )
+    finally:
+        order.unsharded = False
+        parameters.clear()  # their memory is freed: a read would end the process
