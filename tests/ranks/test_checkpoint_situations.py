@@ -47,7 +47,7 @@ def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, ro
         told = refused(second.save, cfgs[0].checkpoint.dir)
         assert "another engine of this process saves in" in told
         first.save(f"{root}/c")
-        first.leave(f"{root}/c")
+        first.framework.leave(f"{root}/c")
         second.save(f"{root}/c")
         assert "another engine" in refused(first.save, f"{root}/c")
     with prepare(cfgs[0]) as again:
