@@ -43,7 +43,7 @@ type: $(READY) ## Check types (strict).
 	$(BIN)/mypy
 
 docs: $(READY) ## Write the generated pages anew.
-	$(BIN)/unishard docs
+	$(BIN)/python -m dev.pages
 
 site: $(READY) ## Build the guide and the API reference in site/, without a network; a link that leads nowhere is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -79,16 +79,16 @@ soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; not
 	MALLOC_ARENA_MAX=2 PYTHONPATH=tests/ranks $(BIN)/python -m soak.run $(if $(N),--updates $(N)) $(ARGS)
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
-	$(BIN)/python -m unishard.testing.parity docs/parity.md
+	$(BIN)/python -m dev.parity docs
 
 matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
-	$(BIN)/python -m unishard.testing.resuming_page docs/resuming.md
+	$(BIN)/python -m dev.resuming docs/resuming.md
 
 mistakes: $(READY) ## Make every mistake of docs/mistakes.md on both engines.
 	$(PYTEST) tests/ranks/test_mistakes.py --deep
 
-models: $(READY) ## Train every model of tests/ranks/models on both engines beside plain torch; writes docs/models-tested.md; ONLY="llama, t5" for some.
-	PYTHONPATH=tests/ranks $(BIN)/python -m models.sweep docs/models-tested.md $(if $(ONLY),--only '$(ONLY)') $(ARGS)
+models: $(READY) ## Train every model of tests/ranks/models on both engines beside plain torch; writes docs/models-tested.*; ONLY="llama, t5" for some.
+	PYTHONPATH=tests/ranks $(BIN)/python -m models.sweep docs $(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
 	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)

@@ -28,7 +28,7 @@ STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
 BLOCKS = (2, 6)
 WARM_UP = 12
 """Updates before the one that is counted: past the first, in which more is checked, and not a tenth."""
-_ELSEWHERE = ("unishard_fsdp/ddp_adapter.py", "<lambda>")
+_ELSEWHERE = ("unishard_fsdp/ddp.py", "<lambda>")
 """Runs when a reduction is through, in this thread or in one of the process group's."""
 _OWN = ("unishard", "unishard_fsdp", "unishard_deepspeed")
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import unishard
-from unishard.checkpoint.files import fsync
+from unishard.checkpoint.disk import fsync
 from unishard.config import Config
 from unishard.testing import run_ranks
 from unishard.testing.models import llama

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import unishard
-from unishard.distributed.process_group import device_of
+from unishard.distributed.devices import device_of
 from unishard.engine.model.units import find_units
 from unishard.engine.optim.optimizers import factory
 from unishard.engine.resolve import resolve

@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, Result
-from unishard.distributed import process_group
-from unishard.distributed.shards import LazyShard
-from unishard.failures import call_log
+from unishard.distributed.agreement import agree
+from unishard.distributed.lazy_shards import LazyShard
+from unishard.failures import digest_exchange
 from unishard.failures.monitor_server import MonitorServer, _Link
 from unishard.failures.verdict import Judgement
 
@@ -84,7 +84,7 @@ def agreement(world: int) -> Row:
     try:
         for name in COLLECTIVES:
             setattr(dist, name, counting(name))
-        process_group.agree(CONFIG, "configs")
+        agree(CONFIG, "configs")
     finally:
         for name, call in kept.items():
             setattr(dist, name, call)
@@ -127,7 +127,7 @@ def watch(world: int) -> Row:
         "arrive: bytes of the monitor": sent,
         "late rank: server, s": still,
         "late rank: judgements": len(judged),
-        "desync: messages a rank": sum(map(len, call_log._rounds(world))),
+        "desync: messages a rank": sum(map(len, digest_exchange._rounds(world))),
     }
 
 

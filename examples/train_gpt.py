@@ -5,8 +5,7 @@ sample at the end.
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                # two, on this host
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --set backend=deepspeed
     sbatch examples/train_gpt.sbatch                                              # Slurm
-    kubectl create -f examples/train_gpt.k8s.yaml                                 # Kubernetes, with Kubeflow's training
-    operator
+    kubectl create -f examples/train_gpt.k8s.yaml                                 # Kubernetes, Kubeflow's operator
 
 Every start resumes where the last one stopped. Nothing is downloaded: the text is Python's own documentation, or a file
 that `--text` names, and a token is a byte.

@@ -14,8 +14,9 @@ from unishard.config import Config, loading
 from unishard.config.hints import PACKAGE
 from unishard.config.topology import Topology
 from unishard.contract.registry import available
-from unishard.contract.report import Report, Translation, translate
+from unishard.contract.report import Report, Translation
 from unishard.contract.rules import Fit, Rule
+from unishard.contract.translate import translate
 from unishard.errors import (
     BackendError,
     CheckpointError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from unishard.data import dataloader
     from unishard.engine.engine import Engine
     from unishard.engine.model.from_pretrained import from_pretrained
-    from unishard.engine.model.materialization import init
+    from unishard.engine.model.initialization import init
     from unishard.engine.prepare import prepare
     from unishard.engine.state.moving_average import MovingAverage
     from unishard.failures.lifetime import shutdown
@@ -88,7 +89,7 @@ _ON_FIRST_USE = {
     "Step": "unishard.contract.results",
     "dataloader": "unishard.data",
     "from_pretrained": "unishard.engine.model.from_pretrained",
-    "init": "unishard.engine.model.materialization",
+    "init": "unishard.engine.model.initialization",
     "prepare": "unishard.engine.prepare",
     "shutdown": "unishard.failures.lifetime",
 }

@@ -20,19 +20,24 @@ from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
-from unishard_deepspeed.flat_master_weights import InnerOptimizer
-from unishard_deepspeed.gathering import ConditionalModules, explained, is_of_shard, keep_gathered
+from unishard_deepspeed.conditional import ConditionalModules
+from unishard_deepspeed.gathering import is_of_shard, keep_gathered
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.optimizer_state import ZeroOptimizerState
+from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.building import forget
-from unishard_deepspeed.private.optimizer_kind import require
 from unishard_deepspeed.private.reduction import gather
+from unishard_deepspeed.private.requirements import require
 from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.state import copy_masters, gather_after, relink_states, reshard_all
 from unishard_deepspeed.private.updates import clear_before_backward
-from unishard_deepspeed.shards import MasterWeights, Shards, ZeroOptimizerState, parameter_bytes, units
+from unishard_deepspeed.replaced_parameters import explained
+from unishard_deepspeed.shards import Shards
 from unishard_deepspeed.spec import ZeroSpec
-from unishard_deepspeed.unused_parameters import StaleGradients, UnusedParameters
+from unishard_deepspeed.stale_gradients import StaleGradients
+from unishard_deepspeed.unused_parameters import UnusedParameters
 
 _requires_grad = attrgetter("requires_grad")
 

@@ -10,8 +10,9 @@ from unishard.config.nested import flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard.errors import ConfigError
-from unishard_deepspeed import fields
-from unishard_deepspeed.keys import CONSTANTS, check, fit
+from unishard_deepspeed import second_copy
+from unishard_deepspeed.keys import CONSTANTS
+from unishard_deepspeed.native import check, fit
 from unishard_deepspeed.rules import RULES
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
     from unishard.contract.adapter import InferenceAdapter
     from unishard.contract.checkpoint_format import CheckpointFormat
-    from unishard.contract.footprint import Footprint, ModelShape
+    from unishard.contract.footprint import Footprint
+    from unishard.contract.model_shape import ModelShape
     from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
@@ -50,7 +52,7 @@ class DeepSpeedBackend:
         """
         own = cfg.native.get(self.name, {})
         problems = check(own)
-        if problems := problems or [*fields.second_copy_problems(cfg, own, topology)]:
+        if problems := problems or [*second_copy.second_copy_problems(cfg, own, topology)]:
             raise ConfigError(problems)
         native, report = apply(RULES, cfg, topology)
         fixed = nested({key: value for key, (value, _) in CONSTANTS.items()})

@@ -17,22 +17,22 @@ from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.plan import RunPlan
 from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
-from unishard.distributed.process_group import device_of
+from unishard.distributed.devices import device_of
 from unishard.engine.model import materialization
-from unishard.engine.model.dtypes import is_kept
 from unishard.engine.model.input_casts import cast_inputs
-from unishard_deepspeed import fp32_weights, sharding, start
+from unishard.engine.model.kept_fp32 import is_kept
+from unishard_deepspeed import kept_fp32, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
-from unishard_deepspeed.flat_master_weights import InnerOptimizer
+from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
-from unishard_deepspeed.gathering import ConditionalModules
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
-from unishard_deepspeed.private.optimizer_kind import require_for
 from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter
+from unishard_deepspeed.private.requirements import require_for
 from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
 from unishard_deepspeed.private.updates import average_between_groups
-from unishard_deepspeed.sharding import Replicas, replicas_of
+from unishard_deepspeed.replicas import Replicas, replicas_of
 from unishard_deepspeed.spec import ZeroSpec
 from unishard_deepspeed.unit_outputs import ListedOutputs
 
@@ -45,7 +45,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         plan: Its units are the leaf modules of stage 3. Without an optimizer it is inference at stage 3.
     """
     spec, units = cast(ZeroSpec, plan.engine), plan.model.units
-    fp32_weights.check(model, spec)
+    kept_fp32.check(model, spec)
     deepspeed = start.load(plan.topology)
     if spec.params_in_files:
         start.require_files(spec.precision.compute)
@@ -101,7 +101,7 @@ def _build(
             [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
         )
     client, keeps = (
-        fp32_weights.after_cast(model, inner.optimizer),
+        kept_fp32.after_cast(model, inner.optimizer),
         any(is_kept(parameter) for parameter in inner.trained),
     )
     listed = ListedOutputs(model, units.gathered) if kind == "stage-3" else None

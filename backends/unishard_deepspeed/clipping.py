@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from unishard.distributed.host_read import HostRead
-from unishard.engine.optim.grad_norm import DeviceSkip, divide, norm_of
-from unishard_deepspeed.flat_master_weights import InnerOptimizer
+from unishard.engine.optim.grad_norm import divide, norm_of
+from unishard.engine.optim.skipping import DeviceSkip
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
-from unishard_deepspeed.private.optimizer_kind import require
+from unishard_deepspeed.private.requirements import require
 from unishard_deepspeed.private.updates import clip_to, divide_gradients, without_overflow_check
 from unishard_deepspeed.shards import give_gradients
 from unishard_deepspeed.spec import ZeroSpec

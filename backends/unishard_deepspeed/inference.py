@@ -13,14 +13,15 @@ from torch.utils.hooks import RemovableHandle
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.gathering import explained, is_of_shard, keep_gathered
+from unishard_deepspeed.gathering import is_of_shard, keep_gathered
+from unishard_deepspeed.placement import parameter_bytes, units
 from unishard_deepspeed.private import shards
 from unishard_deepspeed.private.building import forget
-from unishard_deepspeed.private.optimizer_kind import require
+from unishard_deepspeed.private.requirements import require
 from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.state import gather_after
-from unishard_deepspeed.shards import parameter_bytes, units
+from unishard_deepspeed.replaced_parameters import explained
 
 
 class DeepSpeedInferenceAdapter(InferenceAdapter):

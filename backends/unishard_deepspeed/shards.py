@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unishard.contract.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
-from unishard.distributed.dtypes import name_of
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard, InnerOptimizer
-from unishard_deepspeed.private import shards
-from unishard_deepspeed.private.optimizer_kind import Kind, require
-from unishard_deepspeed.private.second_copy import second_shard
-from unishard_deepspeed.private.state import gather_after, groups_of_masters, unlink_states
+from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.private import shards, window
+from unishard_deepspeed.private.requirements import require
+from unishard_deepspeed.private.state import gather_after
 from unishard_deepspeed.spec import ZeroSpec
 
 
@@ -56,7 +52,7 @@ class Shards:
             self._required = True
         if self._kind == "stage-0":
             give_gradients(self._inner.trained)
-        shards.reduce_gradients(self._engine)
+        window.reduce_gradients(self._engine)
         self._finish_copies()
         self._gradients = shards.gradient_shards(self._engine, self._inner, self._kind)
 
@@ -87,7 +83,7 @@ class Shards:
         self._gradients = None
         if self._offloads:
             shards.measure_offloaded(self._engine.optimizer, self._inner, self._kind)
-        with shards.already_reduced(self._engine):
+        with window.already_reduced(self._engine):
             yield
 
     @torch.no_grad()
@@ -100,7 +96,7 @@ class Shards:
         require("discard", self._kind)
         self._gradients = None
         self._finish_copies()
-        shards.drop_gradients(self._engine, self._kind)
+        window.drop_gradients(self._engine, self._kind)
 
     def _finish_copies(self) -> None:
         """Wait for gradients that DeepSpeed copies to pinned host memory asynchronously.
@@ -110,120 +106,3 @@ class Shards:
         """
         if self._offloads and torch.cuda.is_available():
             torch.cuda.synchronize()
-
-
-# -- What a DeepSpeed engine holds, from its live tensors ------------------------------------------
-
-
-class MasterWeights:
-    """Dtypes and number of elements of the master weights on this rank, which do not change."""
-
-    def __init__(self, kind: Kind, inner: InnerOptimizer) -> None:
-        masters = _local_shards(inner.trained) if kind == "stage-3" else inner.masters
-        self.dtypes = frozenset(name_of(master.dtype) for master in masters)
-        self.numel = sum(master.numel() for master in masters)
-
-
-def _local_shards(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    from deepspeed.utils import safe_get_local_fp32_param
-
-    return [torch.empty_like(safe_get_local_fp32_param(parameter), device="meta") for parameter in parameters]
-
-
-def units(engine: Any) -> tuple[str, ...]:
-    """Names of the modules whose parameters stage 3 gathers together; no other stage reads the flag
-    (utils/z3_leaf_module.py).
-    """
-    if engine.zero_optimization_stage() != 3:
-        return ()
-    from deepspeed.utils import get_z3_leaf_modules
-
-    leaves = set(get_z3_leaf_modules(engine.module))
-    return tuple(name for name, module in engine.module.named_modules() if module in leaves)
-
-
-def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of parameters on this rank: gathered ones, its shard, `ds_tensor` (DeepSpeed's page on ZeRO), and of a
-    second copy.
-    """
-    return sum(tensor.numel() * tensor.element_size() for parameter in parameters for tensor in _held(parameter))
-
-
-def _held(parameter: nn.Parameter) -> Iterator[Tensor]:
-    yield parameter.data
-    if hasattr(parameter, "ds_tensor"):
-        yield parameter.ds_tensor
-    if (copy := second_shard(parameter)) is not None:
-        yield copy
-
-
-# -- Optimizer state by model parameter, although it is stored by flat master weight ---------------
-
-
-class ZeroOptimizerState:
-    """Reads optimizer state as shards, and recreates it."""
-
-    def __init__(
-        self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind
-    ) -> None:
-        """Hold the optimizers.
-
-        Args:
-            optimizer: DeepSpeed's optimizer.
-            inner: The torch optimizer inside it.
-            masters: The flat master weights of the torch optimizer, and how they are split.
-            access: Returns this rank's shard of a master weight.
-            kind: The kind of DeepSpeed optimizer.
-        """
-        self._optimizer = optimizer
-        self._inner = inner
-        self._torch = inner.optimizer
-        self._masters = masters
-        self._access = access
-        self._kind = kind
-
-    @cached_property
-    def _groups(self) -> dict[Tensor, dict[str, Any]]:
-        return groups_of_masters(self._optimizer, self._inner, self._kind)
-
-    @cached_property
-    def _places(self) -> dict[nn.Parameter, tuple[Tensor, FlatShard]]:
-        """The flat master weight and the shard of each parameter."""
-        return {shard.parameter: (master, shard) for master, shards in self._masters.shards.items() for shard in shards}
-
-    def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds
-        nothing.
-        """
-        held = self._access.master(parameter)
-        if parameter not in self._places or not held.values.numel():
-            return {}
-        master, shard = self._places[parameter]
-        tensor, start = self._masters.stepped_tensor(master, shard)
-        tensors, numbers = tensors_and_numbers(
-            self._torch, self._groups[master], tensor, self._torch.state.get(tensor, {})
-        )
-        # At stage 3 a shard ends in padding, which does not belong to the parameter.
-        intervals = {
-            key: value if held.group is None else value.narrow(0, start, held.values.numel())
-            for key, value in tensors.items()
-        }
-        found = {key: held._replace(values=values) for key, values in intervals.items()}
-        return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
-
-    def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Clear all state and create it for some parameters; the others have none, as before their first update."""
-        unlink_states(self._inner, self._kind)
-        self._masters.forget()
-        for master, parts in self._masters.shards.items():
-            wanted = [specs.get(shard.parameter) for shard in parts]
-            if any(spec != wanted[0] for spec in wanted):
-                self._make_split(master, wanted)
-            elif wanted[0] is not None:
-                self._torch.state[master] = fresh_state(self._torch, self._groups[master], master, wanted[0])
-
-    def _make_split(self, master: Tensor, wanted: list[StateSpec | None]) -> None:
-        for view, spec in zip(self._masters.split(master), wanted, strict=True):
-            if spec is not None:
-                self._torch.state[view] = fresh_state(self._torch, self._groups[master], view, spec)
-        self._masters.gather_state(master)

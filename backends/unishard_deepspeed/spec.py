@@ -10,10 +10,11 @@ from unishard.config import Config, Precision
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import ModelShape
+from unishard.contract.model_shape import ModelShape
 from unishard.contract.report import Translation
-from unishard_deepspeed.fields import UNLIMITED, group_of
-from unishard_deepspeed.private.optimizer_kind import Kind, kind_of
+from unishard_deepspeed.fields import UNLIMITED
+from unishard_deepspeed.kind import Kind, kind_of
+from unishard_deepspeed.second_copy import group_of
 
 if TYPE_CHECKING:
     from unishard.contract.units import ModelUnits

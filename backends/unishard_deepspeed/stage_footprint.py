@@ -10,16 +10,8 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import (
-    ITEMSIZE,
-    Bytes,
-    Collective,
-    Footprint,
-    ModelShape,
-    ParameterShape,
-    itemsize,
-    optimizer_tensors,
-)
+from unishard.contract.footprint import Bytes, Collective, Footprint, optimizer_tensors
+from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard_deepspeed import fields
 
 RESERVED = (1.05, 1.4)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from unishard.config.topology import Topology
-from unishard.distributed.process_group import device_of
+from unishard.distributed.devices import device_of
 from unishard.errors import BackendError
 from unishard_deepspeed.oldest import require_version
 from unishard_deepspeed.private.building import compile_nothing, leave_process_group

@@ -19,9 +19,10 @@ from unishard.contract.results import Placement
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard.engine.optim.grad_norm import DeviceSkip
-from unishard_fsdp.options import FSDPSpec
-from unishard_fsdp.shards import local, scale, shard_of, total_norm
+from unishard.engine.optim.skipping import DeviceSkip
+from unishard_fsdp.clipping import scale, total_norm
+from unishard_fsdp.shards import local, shard_of
+from unishard_fsdp.spec import FSDPSpec
 
 _grad = attrgetter("grad")
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from unishard.contract.adapter import InferenceAdapter
     from unishard.contract.checkpoint_format import CheckpointFormat
-    from unishard.contract.footprint import Footprint, ModelShape
+    from unishard.contract.footprint import Footprint
+    from unishard.contract.model_shape import ModelShape
     from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
@@ -114,7 +115,7 @@ class FSDPBackend:
         self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits
     ) -> EngineSpec:
         """The arguments, checked. Pure."""
-        from unishard_fsdp.options import spec_of
+        from unishard_fsdp.spec import spec_of
 
         return spec_of(cfg, translation)
 

@@ -15,16 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.plan import RunPlan
-from unishard.distributed import process_group
-from unishard.engine.model.dtypes import is_kept
+from unishard.distributed import devices
+from unishard.engine.model.kept_fp32 import is_kept
 from unishard.errors import BackendError
 from unishard_fsdp import collective_settings, options, sharding
-from unishard_fsdp.ddp_adapter import AveragingHook, DDPAdapter, wrap_ddp
+from unishard_fsdp.conditional import ConditionalParameters
+from unishard_fsdp.ddp import AveragingHook, wrap_ddp
+from unishard_fsdp.ddp_adapter import DDPAdapter
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
-from unishard_fsdp.options import FSDPSpec
-from unishard_fsdp.parameter_usage import ConditionalParameters
 from unishard_fsdp.private import PRIVATE_API, numbers
+from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.unit_forwards import UnitForwards
 
 _SYNCS_BUFFERS = (
@@ -42,7 +43,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     """
     spec, optimizer = cast(FSDPSpec, plan.engine), plan.optimizer
     native, precision, units = spec.options, plan.model.precision, plan.model.units
-    device = process_group.device_of(plan.topology)
+    device = devices.device_of(plan.topology)
     collective_settings.require(vars(native))
     collective_settings.require_device(vars(native), device)
     if any(is_kept(parameter) for parameter in model.parameters()):

@@ -18,13 +18,15 @@ from unishard.distributed.host_read import HostRead
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.optim.optimizers import is_element_wise
 from unishard.errors import ContractError
-from unishard_fsdp import gathering, options
+from unishard_fsdp import gathering, generation, options, root_first
 from unishard_fsdp.adapter import TorchAdapter
-from unishard_fsdp.options import FSDPSpec
-from unishard_fsdp.parameter_usage import ConditionalParameters, ToggledParameters
+from unishard_fsdp.conditional import ConditionalParameters
+from unishard_fsdp.embeddings import UngatheredEmbeddings
 from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.private.groups import forget_states
+from unishard_fsdp.private.released import forget_states
+from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.stepped_shards import HostCopies, ShardViews, SteppedShards
+from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.unit_forwards import UnitForwards
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
@@ -79,13 +81,13 @@ class FSDPAdapter(TorchAdapter):
         )
         self._conditional = conditional
         self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
-        self._embeddings = gathering.UngatheredEmbeddings(embeddings)
+        self._embeddings = UngatheredEmbeddings(embeddings)
         if conditional.parameters:
-            from unishard_fsdp.private.groups import fill_unused
+            from unishard_fsdp.private.conditional import fill_unused
 
             self._unreduced.patch_all()
             fill_unused(self._modules(), set(conditional.parameters), conditional.used)
-        self._root_first = gathering.RootFirst(module, self._look_at_frozen)
+        self._root_first = root_first.RootFirst(module, self._look_at_frozen)
         self._unsharded = gathering.UnshardedModules(module)
         # At the root FSDP2 casts too, but not inside a UserDict such as a BatchEncoding (torch 2.13,
         # _fully_shard/_fsdp_state.py).
@@ -157,7 +159,7 @@ class FSDPAdapter(TorchAdapter):
         """Run `generate` with the root's parameters gathered."""
         self._look_at_frozen()
         self._root_first.forget()
-        with gathering.gathering_in_generate(self.module):
+        with generation.gathering_in_generate(self.module):
             return super().generate(*args, **kwargs)
 
     def _look_at_frozen(self) -> None:
@@ -215,7 +217,7 @@ class FSDPAdapter(TorchAdapter):
                 self._unsharded.set_reshard_after_backward(self._last or not self._reshards_late)
 
     def _refresh_trainable(self) -> None:
-        from unishard_fsdp.private.groups import refresh_trainable
+        from unishard_fsdp.private.leaves import refresh_trainable
 
         if _DTYPES.needed:
             refresh_trainable(self._modules())
@@ -254,7 +256,7 @@ class FSDPAdapter(TorchAdapter):
             self._root.reset_iter_state()
         self.reshard_all()
         if _DISCARD.needed and _DISCARD.works:
-            from unishard_fsdp.private.groups import drop_unreduced
+            from unishard_fsdp.private.leaves import drop_unreduced
 
             drop_unreduced(self._modules())
 

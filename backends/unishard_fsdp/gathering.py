@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from unishard_fsdp.dimensionless import parameter_named
+from unishard_fsdp.forward_methods import run_as_forward
 from unishard_fsdp.parameter_usage import own_names
-from unishard_fsdp.shards import parameter_named
-
-# -- Run a function as a forward of a sharded module, with FSDP2's work before and after it, by public API --
-
-_NAME = "_unishard_forward"
-
-
-def run_as_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a function of tensors in place of the module's forward.
-
-    Args:
-        module: What `fully_shard` was called on.
-        function: A method of the module for the length of the call.
-        inputs: For the function.
-    """
-    vars(module)[_NAME] = function
-    try:
-        register_fsdp_forward_method(module, _NAME)
-        return getattr(module, _NAME)(*inputs)
-    finally:
-        vars(module).pop(_NAME)
-
 
 _OF_DTENSOR = (
     "mixed torch.Tensor and DTensor",
@@ -140,87 +120,3 @@ def reduce_late(module: nn.Module, leaves: Iterable[Tensor]) -> None:
     if late is not None:
         empty = torch.zeros((), device=late.device, requires_grad=True)
         run_as_forward(module, torch.clone, empty).backward()
-
-
-# -- Gather a sharded model's root parameters for `generate` ---------------------------------------
-
-
-@contextmanager
-def gathering_in_generate(module: nn.Module) -> Iterator[None]:
-    """Gather parameters outside units: `generate` may run an encoder, or the model inside an adapter, without the
-    root's forward.
-    """
-    before = vars(module).get("generate")
-    register_fsdp_forward_method(module, "generate")
-    try:
-        yield
-    finally:
-        if before is None:
-            vars(module).pop("generate", None)
-        else:
-            vars(module)["generate"] = before
-
-
-# -- Let a unit of a sharded model run before the model itself has run -----------------------------
-
-
-class RootFirst:
-    """Initializes FSDP2 from the root when a unit is called first, as in `engine.module.encoder(...)` before any
-    `engine(...)`.
-
-    FSDP2 takes the first module that runs for the root: the unit's forward ends in an AttributeError, and the root is
-    refused later (torch 2.13, _fsdp_state.py `_lazy_init`). An empty method, registered as a forward of the root,
-    initializes it by public API.
-
-    Args:
-        module: The prepared model.
-        before: Called before a unit initializes FSDP2.
-    """
-
-    def __init__(self, module: nn.Module, before: Callable[[], None] = lambda: None) -> None:
-        units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not module]
-        self._module, self._before = module, before
-        self._hooks = []
-        if isinstance(module, FSDPModule):
-            self._hooks = [module.register_forward_pre_hook(self.forget, prepend=True)]
-            self._hooks += [unit.register_forward_pre_hook(self._run_root, prepend=True) for unit in units]
-
-    def forget(self, *forward: object) -> None:
-        """Remove the hooks: the root runs, or does not matter any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def run(self) -> None:
-        """Initialize FSDP2 from the root, if nothing has."""
-        if self._hooks:
-            self._run_root()
-
-    def _run_root(self, *forward: object) -> None:
-        self.forget()
-        self._before()
-        run_as_forward(self._module, lambda: None)
-
-
-# -- Embeddings whose weights are not gathered in backward -----------------------------------------
-
-
-class UngatheredEmbeddings:
-    """Gathers them again once the user registers a hook on one, which may compute with its weight.
-
-    Its backward then needs the weight, whose memory FSDP2 has freed: torch 2.13 would end in a segmentation fault.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Hold the sharded embeddings."""
-        self._modules = list(modules)
-
-    def look(self) -> None:
-        """Look at the hooks before a backward. A hook after the forward finds only a shard of the weight."""
-        for module in [module for module in self._modules if any(map(_is_foreign, module._forward_pre_hooks.values()))]:
-            cast(FSDPModule, module).set_unshard_in_backward(True)
-            self._modules.remove(module)
-
-
-def _is_foreign(hook: object) -> bool:
-    return not str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "unishard"))

@@ -16,9 +16,11 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
 from unishard.engine.model.input_casts import cast_inputs
-from unishard_fsdp.gathering import RootFirst, UnshardedModules, gathering_in_generate, sharded_read
+from unishard_fsdp.gathering import UnshardedModules, sharded_read
+from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.private.groups import forget_states
+from unishard_fsdp.private.released import forget_states
+from unishard_fsdp.root_first import RootFirst
 from unishard_fsdp.shards import local, shard_of
 from unishard_fsdp.unit_forwards import UnitForwards
 

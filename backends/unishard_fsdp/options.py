@@ -5,15 +5,12 @@ as data. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from unishard.config import Config
 from unishard.config.nested import Native
-from unishard.contract.report import Translation
 
 Timing = Literal["every_micro_batch", "last_micro_batch"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -199,28 +196,3 @@ def parse(native: Native) -> Options:
 @cache
 def _parser() -> TypeAdapter[Options]:
     return TypeAdapter(Annotated[Options, Field(discriminator="data_parallel")])
-
-
-@dataclass(frozen=True, slots=True)
-class FSDPSpec:
-    """An `EngineSpec`."""
-
-    engine: str
-    native: Native
-    options: Options
-    """The same, checked."""
-    strategy: str
-    """`sharding.strategy`, for messages."""
-    steps_always: bool
-    """Whether an update with a gradient that is not finite is made, too."""
-
-
-def spec_of(cfg: Config, translation: Translation) -> FSDPSpec:
-    """The spec of a config."""
-    return FSDPSpec(
-        engine=translation.engine,
-        native=translation.native,
-        options=parse(translation.native),
-        strategy=cfg.sharding.strategy,
-        steps_always=cfg.training.nonfinite == "ignore",
-    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from unishard.contract.field_rows import exact, row
 from unishard.contract.loop_rules import NOT_FP16, complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
-from unishard_fsdp import settings
+from unishard_fsdp import fields
 
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
 _NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
@@ -32,41 +32,41 @@ _OWN: Mapping[str, Rule] = {
         ),
         unless(
             "shard_optimizer with native.fsdp.zero_redundancy_optimizer",
-            settings.zero_redundancy,
+            fields.zero_redundancy,
             "ZeroRedundancyOptimizer: each rank steps some full parameters and broadcasts them",
         ),
         When(
             "shard_optimizer",
-            settings.has_strategy("shard_optimizer"),
+            fields.has_strategy("shard_optimizer"),
             Fit.EQUIVALENT,
             "parameters are sharded between steps and gathered once a step; reduce-scatter on the last micro-batch",
         ),
         When(
             "shard_grad_op",
-            settings.has_strategy("shard_grad_op"),
+            fields.has_strategy("shard_grad_op"),
             Fit.EQUIVALENT,
             "parameters are sharded between steps and gathered once a step; reduce-scatter every micro-batch; "
             "FSDP's SHARD_GRAD_OP is full_shard with reshard_after_forward: false",
         ),
         unless(
             "hybrid_shard",
-            settings.has_strategy("hybrid_shard"),
+            fields.has_strategy("hybrid_shard"),
             "full_shard in each group; gradient shards are all-reduced over the groups on the last micro-batch",
         ),
         When(
             "hybrid_shard_grad_op",
-            settings.has_strategy("hybrid_shard_grad_op"),
+            fields.has_strategy("hybrid_shard_grad_op"),
             Fit.EQUIVALENT,
             "shard_grad_op in each group; gradient shards are all-reduced over the groups on the last micro-batch",
         ),
-        to=settings.timing,
+        to=fields.timing,
     ),
     "sharding.group_size": row(
         Fit.EXACT,
         "fully_shard(mesh=...)",
         "ranks in a row form a group; where one group holds all ranks, the mesh has one axis as without groups",
         unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),
-        to=settings.mesh,
+        to=fields.mesh,
     ),
     "sharding.reshard_after_forward": row(
         Fit.EXACT,
@@ -74,10 +74,10 @@ _OWN: Mapping[str, Rule] = {
         "of the units; the root and, with prefetching, the last unit are kept from forward to backward",
         unless(
             "strategy is not full_shard",
-            lambda cfg: not settings.within_group("full_shard")(cfg),
+            lambda cfg: not fields.within_group("full_shard")(cfg),
             "only full_shard gathers twice",
         ),
-        to=lambda cfg, topology: settings.gathering(cfg, topology) if settings.form_of(cfg) == "fully_shard" else {},
+        to=lambda cfg, topology: fields.gathering(cfg, topology) if fields.form_of(cfg) == "fully_shard" else {},
     ),
     "sharding.units": row(
         Fit.EXACT,
@@ -85,17 +85,17 @@ _OWN: Mapping[str, Rule] = {
         "one all-gather and one reduce-scatter a unit; the rest is the root's",
         unless(
             "DistributedDataParallel",
-            settings.is_form("DistributedDataParallel"),
+            fields.is_form("DistributedDataParallel"),
             "nothing is gathered; DDP reduces in buckets",
         ),
         unless(
-            "replicate", settings.is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"
+            "replicate", fields.is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"
         ),
-        to=settings.for_forms(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
+        to=fields.for_forms(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
     ),
     "sharding.min_unit_params": exact(
         "which modules fully_shard is called on",
-        to=settings.for_forms(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
+        to=fields.for_forms(("fully_shard",), lambda cfg: {"min_unit_params": cfg.sharding.min_unit_params}),
     ),
     "sharding.conditional_modules": row(
         Fit.EXACT,
@@ -104,13 +104,13 @@ _OWN: Mapping[str, Rule] = {
         unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
         When(
             "DistributedDataParallel",
-            settings.is_form("DistributedDataParallel"),
+            fields.is_form("DistributedDataParallel"),
             Fit.EQUIVALENT,
             "find_unused_parameters is on, and gradients are all-reduced on every micro-batch, since DDP forgets "
             "which parameters the earlier ones used",
         ),
         unless(
-            "replicate", settings.is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"
+            "replicate", fields.is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"
         ),
         to=lambda cfg, topology: {"conditional_modules": cfg.sharding.conditional_modules},
     ),
@@ -118,7 +118,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "MixedPrecisionPolicy(param_dtype=...)",
         "the optimizer steps the master weights; gathering makes copies in this dtype",
-        to=settings.for_forms(settings.MIXED, settings.compute_dtypes),
+        to=fields.for_forms(fields.MIXED, fields.compute_dtypes),
     ),
     "precision.master": Rule(
         Fit.EXACT,
@@ -131,11 +131,11 @@ _OWN: Mapping[str, Rule] = {
         "the sum over the ranks is taken in this dtype",
         When(
             "another dtype than accumulate with no_shard or shard_optimizer",
-            lambda cfg: settings.may_wait(cfg) and not settings.waits(cfg),
+            lambda cfg: fields.may_wait(cfg) and not fields.waits(cfg),
             Fit.EQUIVALENT,
             "reduced every micro-batch, because FSDP2 accumulates unreduced gradients in this dtype",
         ),
-        to=settings.for_forms(settings.MIXED, settings.reduce_dtypes),
+        to=fields.for_forms(fields.MIXED, fields.reduce_dtypes),
     ),
     "precision.accumulate": row(
         Fit.EXACT,
@@ -143,7 +143,7 @@ _OWN: Mapping[str, Rule] = {
         "a gradient has the dtype of its parameter, the master weight",
         unless(
             "not that of master, with no_shard or shard_optimizer and reduce in the same",
-            lambda cfg: cfg.precision.accumulate != cfg.precision.master and settings.waits(cfg),
+            lambda cfg: cfg.precision.accumulate != cfg.precision.master and fields.waits(cfg),
             "FSDP2 accumulates in the reduce dtype until the last micro-batch (torch 2.13)",
         ),
         When(
@@ -157,7 +157,7 @@ _OWN: Mapping[str, Rule] = {
     "precision.cast_inputs": done_by_unishard(
         "hooks cast; MixedPrecisionPolicy(cast_forward_inputs=True) only for the root, and only if all of its inputs "
         "are cast"
-    )._replace(to=settings.for_forms(settings.MIXED, settings.casts_inputs)),
+    )._replace(to=fields.for_forms(fields.MIXED, fields.casts_inputs)),
     "precision.keep_fp32": done_by_unishard(
         "kept units have their own policy; other kept parameters are gathered in fp32 beside those of their unit"
     ),
@@ -187,7 +187,7 @@ _OWN: Mapping[str, Rule] = {
         When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
         When(
             "cpu with native.fsdp.zero_redundancy_optimizer",
-            settings.zero_redundancy,
+            fields.zero_redundancy,
             Fit.UNSUPPORTED,
             "DistributedDataParallel has no offload; remove native.fsdp.zero_redundancy_optimizer",
         ),
@@ -199,7 +199,7 @@ _OWN: Mapping[str, Rule] = {
         ),
         When(
             "cpu without offload.params: cpu",
-            settings.only_optimizer,
+            fields.only_optimizer,
             Fit.EQUIVALENT,
             "unishard lets the torch optimizer step host copies of each rank's part and copies them back; state "
             "lies in host memory, the fp32 parts lie on the device as well",
@@ -210,7 +210,7 @@ _OWN: Mapping[str, Rule] = {
         "CPUOffloadPolicy(pin_memory=...), or of the host copies",
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
         unless("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none"),
-        to=settings.for_forms(("fully_shard",), settings.offload),
+        to=fields.for_forms(("fully_shard",), fields.offload),
     ),
     "offload.nvme_path": exact(
         "none",
@@ -224,11 +224,11 @@ _OWN: Mapping[str, Rule] = {
         "4 bytes an element; DDP's first bucket has 1 MiB",
         When(
             "fully_shard or replicate",
-            settings.is_form(*settings.MIXED),
+            fields.is_form(*fields.MIXED),
             Fit.EQUIVALENT,
             "the gradients of a unit are reduced together, whatever its size",
         ),
-        to=settings.for_forms(
+        to=fields.for_forms(
             ("DistributedDataParallel",),
             lambda cfg: {"bucket_cap_mb": cfg.communication.reduce_bucket_size * 4 / 2**20},
         ),
@@ -240,10 +240,10 @@ _OWN: Mapping[str, Rule] = {
         "unit remains",
         unless(
             "strategy is not full_shard",
-            lambda cfg: not settings.within_group("full_shard")(cfg),
+            lambda cfg: not fields.within_group("full_shard")(cfg),
             "only full_shard gathers unit by unit",
         ),
-        to=settings.for_forms(("fully_shard",), settings.prefetch),
+        to=fields.for_forms(("fully_shard",), fields.prefetch),
     ),
     "communication.overlap": row(
         Fit.EXACT,

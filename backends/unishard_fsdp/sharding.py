@@ -17,11 +17,12 @@ from unishard.contract.units import Unit
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.engine.model.compilation import Compiled
-from unishard.engine.model.dtypes import all_kept, cast_to_compute, is_kept
+from unishard.engine.model.dtypes import cast_to_compute
+from unishard.engine.model.kept_fp32 import all_kept, is_kept
 from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard_fsdp import collective_settings
+from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
-from unishard_fsdp.shards import add_dimension
 from unishard_fsdp.unit_forwards import UnitForwards
 
 Apply = Callable[[nn.Module], object]
@@ -229,7 +230,7 @@ def apply_replicate(
 def _keep_fp32(model: nn.Module) -> None:
     """Gather and reduce marked parameters in fp32 beside the 16-bit ones of the same unit."""
     if any(is_kept(parameter) for parameter in model.parameters()):
-        from unishard_fsdp.private.groups import keep_fp32
+        from unishard_fsdp.private.kept_fp32 import keep_fp32
 
         keep_fp32((module for module in model.modules() if isinstance(module, FSDPModule)), is_kept)
 

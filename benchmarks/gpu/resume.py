@@ -6,6 +6,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import full_size
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import resuming
+from unishard.testing.cells import BACKENDS
 from unishard.testing.resuming import Pair, ResumedRun
 
 
@@ -17,8 +18,8 @@ def pairs(device: str) -> list[Pair]:
     """
     found = []
     for precision in ("fp32", "bf16", "fp16") if full_size(device) else ("bf16",):
-        full = [ResumedRun(backend, "full_shard", 1, precision) for backend in resuming.BACKENDS]
-        part = [ResumedRun(backend, "shard_grad_op", 1, precision) for backend in resuming.BACKENDS]
+        full = [ResumedRun(backend, "full_shard", 1, precision) for backend in BACKENDS]
+        part = [ResumedRun(backend, "shard_grad_op", 1, precision) for backend in BACKENDS]
         found += [Pair(full[0], full[1]), Pair(full[1], full[0])]
         if full_size(device):
             found += [Pair(part[0], full[1]), Pair(part[1], full[0]), *(Pair(run, run) for run in full)]

@@ -23,8 +23,9 @@ from benchmarks.peers.cell import Cell
 from benchmarks.peers.loops import config, loop_of
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.footprint import Collective, itemsize
-from unishard.engine.model.units import shape_of
+from unishard.contract.footprint import Collective
+from unishard.contract.model_shape import itemsize
+from unishard.engine.model.shape import shape_of
 from unishard.testing import run_ranks
 
 # --------------------------------------------------------------------------------------------------

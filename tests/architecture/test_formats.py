@@ -22,7 +22,7 @@ FOLDER = ROOT / "unishard" / "formats"
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
 FIELDS = [path for path, _ in leaves(Config)]
 SAID_OTHERWISE = (Fit.APPROXIMATE, Fit.IGNORED, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
-BUILDS_ON = dict.fromkeys(("axolotl", "llamafactory", "swift", "trl"), "hf")
+BUILDS_ON = dict.fromkeys(("llamafactory", "trl"), "hf")
 """They hand their file to TrainingArguments, whose keys and words they have beside their own; no other format may build
 on another."""
 

@@ -47,7 +47,6 @@ def test_explain_native(backend: str) -> None:
         ["explain", "configs/llama_tiny.yaml"],
         ["check", "configs/zero2_bf16.yaml"],
         ["schema"],
-        ["docs", "--check"],
         ["backends"],
         ["plan", "--help"],
     ],
@@ -85,7 +84,7 @@ def test_a_table_that_is_not_drawn_needs_no_rich() -> None:
     "arguments",
     [
         ["examples/configs/ds_zero2.json", "--to", "unishard"],
-        ["examples/configs/accelerate_fsdp.yaml", "--to", "axolotl"],
+        ["examples/configs/accelerate_fsdp.yaml", "--to", "hf"],
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -105,7 +104,7 @@ def test_a_translation_imports_the_tables_that_it_uses(arguments: list[str]) -> 
             "unishard_deepspeed.private",
             "unishard.formats.lightning.format",
         ),
-        *("unishard.formats.torchtitan.format", "unishard.formats.composer.format", "tomllib", "rich"),
+        *("unishard.formats.llamafactory.format", "unishard.formats.trl.format", "tomllib", "rich"),
     ]
     assert imported(command("translate", *arguments), unused) == []
 

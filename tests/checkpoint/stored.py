@@ -13,7 +13,8 @@ from unishard.checkpoint import directory, finding
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.manifest import FileFacts, Manifest, ModelRecord, TensorFacts
 from unishard.checkpoint.writing import write
-from unishard.distributed.shards import Shard, lazy_shard_of
+from unishard.distributed.lazy_shards import lazy_shard_of
+from unishard.distributed.shards import Shard
 
 MODEL = ModelRecord(class_name="Tiny", fingerprint="0" * 16, numel=81)
 

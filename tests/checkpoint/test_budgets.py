@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from unishard.checkpoint import budgets, metadata
+from unishard.checkpoint import budgets, index_classes, metadata
 from unishard.checkpoint.archives import require_bounded
 from unishard.checkpoint.files import path_of
 from unishard.checkpoint.user_state import once, pack, unpack
@@ -35,7 +35,8 @@ def index(chunks: int, *, shared: bool, dims: int = 1) -> bytes:
     size = torch.Size([0] * dims if shared else [chunks] * dims)
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, parts)
     places = {
-        MetadataIndex("a", part.offsets, at): metadata.place(f"__{at}_0.distcp", 0, 4) for at, part in enumerate(parts)
+        MetadataIndex("a", part.offsets, at): index_classes.place(f"__{at}_0.distcp", 0, 4)
+        for at, part in enumerate(parts)
     }
     return pickle.dumps(Metadata({"a": entry}, {"a": ("a",)}, places))
 

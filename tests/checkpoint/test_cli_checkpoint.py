@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 
 from unishard.cli import app
 from unishard.cli import checkpoint as commands
-from unishard.cli.checkpoint import bar
+from unishard.cli.bar import bar
 from unishard.cli.checkpoint_facts import size
-from unishard.contract.checkpoint_format import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
+from unishard.contract.training_facts import GroupRecord, LossScaleFacts, OptimizerFacts, ScheduleFacts
 
 DATA = "__0_0.distcp"
 

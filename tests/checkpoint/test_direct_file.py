@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from unishard.checkpoint import files
-from unishard.checkpoint.files import BUFFER, DirectFile
+from unishard.checkpoint import direct_file
+from unishard.checkpoint.direct_file import BUFFER, DirectFile
 
 LENGTHS = [[0], [1], [4095, 1], [4096], [4097], [BUFFER], [BUFFER - 1, 2], [7, 3 * BUFFER, 5 * BUFFER + 4096, 1]]
 
@@ -43,7 +43,7 @@ def test_a_file_system_that_does_not_open_files_past_the_cache(tmp_path: Path, m
     def refused(path: str, flags: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr(files, "_open_direct", refused)
+    monkeypatch.setattr(direct_file, "_open_direct", refused)
     assert written(tmp_path / "file", [BUFFER, 17]) == (tmp_path / "file").read_bytes()
 
 
@@ -73,8 +73,8 @@ class Refusing:
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, error: int, after: int) -> None:
-    opened = files._open
-    monkeypatch.setattr(files, "_open", lambda path: Refusing(opened(path), error, after))
+    opened = direct_file._open
+    monkeypatch.setattr(direct_file, "_open", lambda path: Refusing(opened(path), error, after))
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
@@ -109,7 +109,7 @@ def test_what_stops_the_writing_is_not_hidden_by_what_was_under_way(
 
 AT_THE_END = """
 import sys, threading, time
-from unishard.checkpoint.files import BUFFER, DirectFile
+from unishard.checkpoint.direct_file import BUFFER, DirectFile
 
 def late():
     threading.main_thread().join()

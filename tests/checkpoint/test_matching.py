@@ -6,7 +6,7 @@ import pytest
 
 from unishard.checkpoint.manifest import Manifest, ModelRecord, TensorFacts
 from unishard.checkpoint.matching import Wanted, fit
-from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.errors import CheckpointError
 
 ADAM = Wanted(frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"step"}))

@@ -21,12 +21,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from unishard.checkpoint import index_file, metadata, planning, writing
-from unishard.checkpoint.assignment import Assignment, held_of, packed
-from unishard.checkpoint.intervals import box_table, boxes
+from unishard.checkpoint import index_classes, index_file, metadata, planning, writing
+from unishard.checkpoint.assignment import Assignment
+from unishard.checkpoint.box_tables import box_table
+from unishard.checkpoint.holdings import held_of, packed
+from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.distributed.shards import LazyShard, Shard, lazy_shard_of
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 
 
@@ -140,7 +143,7 @@ def test_the_index_is_the_one_that_torch_would_pickle(large: bool) -> None:
         ):
             ((offsets, sizes),) = boxes(tensor.shape, first, last)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            expected.storage_data[MetadataIndex(name, offsets, row)] = metadata.place(files[rank], at, size)
+            expected.storage_data[MetadataIndex(name, offsets, row)] = index_classes.place(files[rank], at, size)
         expected.state_dict_metadata[name] = TensorStorageMetadata(
             TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks
         )

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from unishard.checkpoint import plan_cache, planning_process
-from unishard.checkpoint.assignment import held_of, packed
+from unishard.checkpoint.holdings import held_of, packed
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Packed, Planning, Result
 from unishard.checkpoint.planning_process import PlanningProcess
-from unishard.distributed.shards import LazyShard
+from unishard.distributed.lazy_shards import LazyShard
 
 
 def rank(begin: int, end: int) -> tuple[Packed, Packed]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unishard.checkpoint.archives import envelope_of
+from unishard.checkpoint.records import envelope_of
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from unishard.checkpoint import metadata, shard_index, writing
-from unishard.checkpoint.shard_index import Chunk, ChunkTable, ListedChunks, ShardIndex, open_index
+from unishard.checkpoint.chunks import Chunk, ChunkTable, ListedChunks
+from unishard.checkpoint.shard_index import ShardIndex, open_index
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
-from unishard.distributed.shards import Shard, lazy_shard_of
+from unishard.distributed.lazy_shards import lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 
 WHOLE = {

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from unishard.checkpoint import ownership
-from unishard.checkpoint.ownership import require_complete
+from unishard.checkpoint import shared_folder
+from unishard.checkpoint.shared_folder import require_complete
 from unishard.errors import CheckpointError
 
 FILES = {"__0_0.distcp": (3, 0), "__1_0.distcp": (5, 0)}
 
 
 def test_a_missing_or_short_file_of_another_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "_PATIENCE", 0)
+    monkeypatch.setattr(shared_folder, "_PATIENCE", 0)
     (tmp_path / "__0_0.distcp").write_bytes(b"abc")
     with pytest.raises(
         CheckpointError, match=r"__1_0\.distcp: cannot be found \(No such file.* one disk that all nodes share"

@@ -26,7 +26,7 @@ from unishard.checkpoint.hashing import hash_of, hexadecimal
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import pack, unpack
 from unishard.checkpoint.verifying import damaged, hashes_of
-from unishard.distributed.nested_tensors import STORABLE
+from unishard.distributed.storable import STORABLE
 from unishard.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from stored import store, tensors
 
 from unishard.checkpoint import directory, manifest, writing
+from unishard.checkpoint.comparing import compare, to_read
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.checkpoint.verifying import blocks_of, compare, damaged, hashes_of, to_read
+from unishard.checkpoint.verifying import blocks_of, damaged, hashes_of
 from unishard.errors import CheckpointError
 
 DATA = "__0_0.distcp"

@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from unishard.checkpoint import writing
 from unishard.checkpoint.hashing import hash_of
-from unishard.checkpoint.saving import summary_of
+from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
-from unishard.distributed.shards import LazyShard, Shard, lazy_shard_of
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 
 WHOLE = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from unishard.data.position import of_dataset, of_value
+from unishard.data.digest import of_dataset, of_value
 
 
 class Own(Dataset):

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import unishard
 from unishard.config import Config
-from unishard.data.position import Epochs
+from unishard.data.epochs import Epochs
 from unishard.errors import DataError
 
 DATA = list(range(12))

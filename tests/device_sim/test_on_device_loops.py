@@ -15,7 +15,7 @@ from cells import BACKENDS, races
 from harness import config, curve, my_rank, own_share, prepare, train
 
 import unishard
-from unishard.distributed import process_group
+from unishard.distributed import agreement, devices
 from unishard.testing import run_ranks
 from unishard.testing.models import MODELS, batch
 
@@ -59,11 +59,11 @@ def in_a_thread() -> str:
     """Ranks compare a fact in a background thread, whose current device is 0."""
     from concurrent.futures import ThreadPoolExecutor
 
-    process_group.use(int(os.environ["LOCAL_RANK"]))
+    devices.use(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(process_group.agree, {"fact": 1}, "facts").result()
-        return pool.submit(lambda: str(process_group.of_numbers())).result()
+        pool.submit(agreement.agree, {"fact": 1}, "facts").result()
+        return pool.submit(lambda: str(devices.of_numbers())).result()
 
 
 def test_ranks_agree_in_a_background_thread_on_their_own_devices():

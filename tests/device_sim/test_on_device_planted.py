@@ -13,7 +13,7 @@ from cells import OFFLOADS, WINDOWS
 from harness import config, own_share, prepare, train
 from planting import noticed, without
 
-from unishard.checkpoint.saving import Background
+from unishard.checkpoint.background import Background
 from unishard.data import batches
 from unishard.distributed.host_read import HostRead
 from unishard.testing import run_ranks
@@ -82,7 +82,7 @@ IN_PIECES = (
         "Stream.synchronize",
         "unishard_fsdp/fsdp_adapter.py",
     ),
-    Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/saving.py"),
+    Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/background.py"),
 )
 
 

@@ -382,7 +382,7 @@ def test_every_file_that_uses_the_environment_is_named():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_that_is_named_exists(page):
     named = re.findall(
-        r"`((?:unishard|backends|configs|examples|benchmarks|tests|unishard_fsdp|unishard_deepspeed)/[\w./-]*)`",
+        r"`((?:unishard|backends|configs|dev|examples|benchmarks|tests|unishard_fsdp|unishard_deepspeed)/[\w./-]*)`",
         page.read_text(),
     )
     roots = [ROOT, ROOT / "backends"]

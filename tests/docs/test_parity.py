@@ -1,4 +1,5 @@
-"""docs/parity.md lists every cell that the conformance suite has now, and no figure beyond its bound."""
+"""docs/parity.csv has every cell that the conformance suite has now and no figure beyond its bound, and docs/parity.md
+and README say what it has."""
 
 from __future__ import annotations
 
@@ -7,49 +8,56 @@ from pathlib import Path
 
 import pytest
 
-from unishard.contract.tolerances import TOLERANCES, Tolerance
-from unishard.testing import conformance, parity
-from unishard.testing.conformance import Deviation, Refusal
+from dev.parity import __main__ as command
+from dev.parity.page import largest, page
+from dev.parity.rows import FAILED, REFUSED, ParityRow, read
+from unishard.contract.tolerances import Tolerance
+from unishard.testing import conformance
+from unishard.testing.cells import BACKENDS
 from unishard.testing.features import FEATURES
 
-PAGE = Path(__file__).parents[2] / "docs/parity.md"
+ROOT = Path(__file__).parents[2]
+ROWS = read(ROOT / "docs/parity.csv")
 CELLS = {str(cell): cell for cell in conformance.cells()}
 
 
-def rows() -> dict[str, list[str]]:
-    """What the page says of each cell, by backend."""
-    table = PAGE.read_text(encoding="utf-8").partition("## Every cell")[2]
-    found = {}
-    for line in table.splitlines():
-        if line.startswith("| ") and "ranks |" in line:
-            name, *answers = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
-            assert name not in found
-            found[name] = answers
-    return found
-
-
-def test_every_cell_of_the_suite_has_a_row_and_no_other():
-    assert rows().keys() == CELLS.keys(), "run make parity"
+def test_every_cell_of_the_suite_has_a_row_for_each_engine_and_no_other():
+    assert [(row.engine, row.cell) for row in ROWS] == [(engine, cell) for engine in BACKENDS for cell in CELLS], (
+        "run make parity"
+    )
 
 
 def test_every_figure_is_within_its_bound_and_every_refusal_declared():
-    for name, answers in rows().items():
-        for backend, answer in zip(parity.BACKENDS, answers, strict=True):
-            cell = CELLS[name]
-            assert answer != "FAILED"
-            assert answer.startswith("refused: ") is FEATURES[cell.feature].refuses(backend, cell), (
-                f"{backend} {name}: run make parity"
-            )
-            if not answer.startswith("refused: "):
-                bound = conformance.tolerance(backend, cell)
-                bounds = (bound.first_losses, bound.losses, bound.first_norm, bound.norms)
-                assert all(float(figure) <= most for figure, most in zip(answer.split(" / "), bounds, strict=True)), (
-                    f"{backend} {name}"
-                )
+    for row in ROWS:
+        cell = CELLS[row.cell]
+        if FEATURES[cell.feature].refuses(row.engine, cell):
+            assert row.error.startswith(REFUSED), f"{row.engine} {row.cell}: run make parity"
+        else:
+            bound = conformance.tolerance(row.engine, cell)
+            bounds = (bound.first_losses, bound.losses, bound.first_norm, bound.norms)
+            assert not row.error
+            assert all(figure <= most for figure, most in zip(row.figures, bounds, strict=True)), row
+
+
+def test_the_page_says_what_the_data_says():
+    text = (ROOT / "docs/parity.md").read_text(encoding="utf-8")
+    (environment,) = re.findall(r"^`make parity`: (.*)\.$", text, re.MULTILINE)
+    assert text == page(ROWS, environment), "run make parity"
+
+
+def test_readme_has_the_largest_deviations():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = {
+        (engine, precision): [float(figure) for figure in figures.split("|")]
+        for engine, precision, figures in re.findall(
+            r"^\| (\w+), (\w+\d) \|([^|]+(?:\|[^|]+){3})\|$", readme, re.MULTILINE
+        )
+    }
+    assert table == {(engine, precision): [*map(float, figures)] for engine, precision, *figures in largest(ROWS)}
 
 
 def test_readme_and_contributing_say_how_many_cells_there_are():
-    pages = [PAGE.parents[1] / name for name in ("README.md", "CONTRIBUTING.md")]
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
     readme, contributing = (" ".join(page.read_text(encoding="utf-8").split()) for page in pages)
     suite, plain = conformance.suite(), FEATURES.keys() & {"plain"}
     assert f"with each of {len(FEATURES.keys() - plain)} features" in readme
@@ -59,56 +67,42 @@ def test_readme_and_contributing_say_how_many_cells_there_are():
 
 
 @pytest.fixture
-def figures():
-    """Of every cell, each larger than the last."""
-    given = {}
-    for number, (backend, cell) in enumerate((backend, cell) for backend in parity.BACKENDS for cell in CELLS.values()):
-        refused = FEATURES[cell.feature].refuses(backend, cell)
-        given[backend, cell] = (
-            Refusal("ConfigError: a | b: c") if refused else Deviation(*(number * 1e-9 for _ in range(4)), 0.0)
-        )
-    return given
+def rows():
+    """A row for every cell, each with larger figures than the last."""
+    names = [(engine, name) for engine in BACKENDS for name in CELLS]
+    return [ParityRow(*name, (number * 1e-9,) * 4) for number, name in enumerate(names)]
 
 
-def test_a_cell_that_breaks_is_shown_and_raised_and_the_others_are_kept(figures, monkeypatch, tmp_path):
-    broken, *_ = figures
-    monkeypatch.setattr(
-        parity, "_measured", lambda: iter((figures | {broken: parity.Failure("rank 1 failed")}).items())
-    )
-    with pytest.raises(AssertionError, match="rank 1 failed"):
-        parity.main([str(tmp_path / "parity.md")])
+def test_a_cell_that_fails_is_written_and_named_and_the_others_are_kept(rows, monkeypatch, tmp_path, capsys):
+    broken = rows[0]._replace(figures=(), error=f"{FAILED}rank 1 failed, with | and\n, in it")
+    refused = rows[1]._replace(figures=(), error=f"{REFUSED}no such strategy")
+    monkeypatch.setattr(command, "measured", lambda: iter([broken, refused, *rows[2:]]))
+    assert command.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"{broken.engine}, {broken.cell}: {broken.error}\n"
+    written = read(tmp_path / "parity.csv")
+    assert written[:2] == [broken, refused]
+    assert len(written) == len(rows)
+    assert "1 are refused, and 1 failed" in (tmp_path / "parity.md").read_text(encoding="utf-8")
+
+
+def test_the_page_is_made_of_the_rows(rows, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "measured", lambda: iter(rows))
+    assert command.main([str(tmp_path)]) == 0
     text = (tmp_path / "parity.md").read_text(encoding="utf-8")
-    assert text.count("FAILED") == 1
-    assert text.count("ranks |") > len(CELLS)
-
-
-def test_the_page_is_made_of_the_figures(figures, monkeypatch, tmp_path):
-    monkeypatch.setattr(parity, "_measured", lambda: iter(figures.items()))
-    parity.main([str(tmp_path / "parity.md")])
-    text = (tmp_path / "parity.md").read_text(encoding="utf-8")
-    last = list(CELLS.values())[-1]
-    within = [
-        cell
-        for cell in CELLS.values()
-        if cell.precision == "fp32" and conformance.tolerance("fsdp", cell) is TOLERANCES["fp32"]
-    ]
-    worst = max(within, key=lambda cell: getattr(figures["fsdp", cell], "losses", -1.0))
-    assert f"| fsdp | fp32 | losses | {figures['fsdp', worst].losses:.1e} | {worst} |" in text
-    assert f"| {last} | " in text
+    near = [row for row in rows if CELLS[row.cell].precision != "fp16"][-10:]
+    shown = re.findall(rf"^\| (?:{'|'.join(BACKENDS)}) \| (\S+ranks) \| ", text, re.MULTILINE)
+    assert shown == [row.cell for row in reversed(near)], "the bounds of fp16 are wider"
+    last = rows[-1]
+    assert f"| {last.engine} | {CELLS[last.cell].precision} | {' | '.join([f'{last.figures[0]:.1e}'] * 4)} |" in text
     assert "their own bounds.\n\nNone.\n" in text
 
 
-def test_a_declared_gap_has_a_row_with_its_bounds_and_what_was_measured(figures, monkeypatch):
+def test_a_declared_gap_has_a_row_with_its_bounds_and_what_was_measured(rows, monkeypatch):
     wide = Tolerance(1e-3, 2e-3, 3e-3, 4e-3, "upstream rounds twice")
     gap = conformance.KnownGap("deepspeed", "mlp", "no_shard", "bf16", wide, "https://example.org/issue")
     monkeypatch.setattr(conformance, "GAPS", (gap,))
-    inside = [
-        cell for backend, cell in figures if backend == "deepspeed" and conformance.tolerance(backend, cell) is wide
-    ]
-    worst = max(figures["deepspeed", cell].losses for cell in inside)
-    row = next(
-        line for line in parity.page(figures).splitlines() if line.startswith("| deepspeed | mlp, no_shard, bf16 |")
-    )
-    assert "| 1e-03 / 2e-03 / 3e-03 / 4e-03 |" in row
-    assert f"{worst:.1e}" in row
-    assert "upstream rounds twice ([source](https://example.org/issue))" in row
+    inside = [row for row in rows if conformance.tolerance(row.engine, CELLS[row.cell]) is wide]
+    (line,) = [line for line in page(rows, "").splitlines() if line.startswith("| deepspeed | mlp, no_shard, bf16 |")]
+    assert "| 1e-03 / 2e-03 / 3e-03 / 4e-03 |" in line
+    assert f"{inside[-1].figures[0]:.1e}" in line
+    assert "upstream rounds twice ([source](https://example.org/issue))" in line

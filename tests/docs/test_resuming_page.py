@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dev import resuming
+from dev.resuming import every_pair
 from unishard.contract.tolerances import TOLERANCES
-from unishard.testing import resuming_page
 from unishard.testing.cells import BACKENDS, STRATEGIES
-from unishard.testing.resuming import Resumption, every_pair
+from unishard.testing.resuming import Resumption
 
 PAGE = Path(__file__).parents[2] / "docs/resuming.md"
 KINDS = [f"{backend} {strategy}" for backend, strategy in product(BACKENDS, STRATEGIES)]
@@ -60,8 +61,8 @@ def figures():
 
 
 def written(figures, monkeypatch, path):
-    monkeypatch.setattr(resuming_page, "measure", lambda pairs: {pair: figures[pair] for pair in pairs})
-    resuming_page.main([str(path)])
+    monkeypatch.setattr(resuming, "measure", lambda pairs: {pair: figures[pair] for pair in pairs})
+    resuming.main([str(path)])
 
 
 def test_the_page_is_made_of_the_figures(figures, monkeypatch, tmp_path):

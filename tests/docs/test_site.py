@@ -53,8 +53,9 @@ def entries(nav: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation_once(hooks: ModuleType) -> None:
-    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | set(hooks.OUTSIDE.values())
-    assert sorted(entries(SITE["nav"])) == sorted(pages)
+    pages = {path for path in DOCS.rglob("*.md") if not path.match(SITE["not_in_nav"].strip())}
+    names = {str(path.relative_to(DOCS)) for path in pages} | set(hooks.OUTSIDE.values())
+    assert sorted(entries(SITE["nav"])) == sorted(names)
 
 
 def test_a_newcomer_reads_start_concepts_how_to_reference() -> None:
@@ -129,7 +130,7 @@ def test_the_site_has_all_braces_of_a_page() -> None:
     """Extensions such as `attr_list` take them for attributes, and drop what is between them."""
     named = [each if isinstance(each, str) else next(iter(each)) for each in SITE["markdown_extensions"]]
     given = {name: each[name] for name, each in zip(named, SITE["markdown_extensions"], strict=True) if name != each}
-    for page in (*DOCS.glob("*.md"), *(ROOT / page for page in ("README.md", "MAPPING.md", "CHANGELOG.md"))):
+    for page in (*DOCS.rglob("*.md"), *(ROOT / page for page in ("README.md", "MAPPING.md", "CHANGELOG.md"))):
         source = page.read_text(encoding="utf-8")
         if "{" in source:
             built = markdown.markdown(source, extensions=named, extension_configs=given)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from unishard import Topology
-from unishard.engine.model.facts import name_synchronized
+from unishard.engine.model.batch_norm import name_synchronized
 
 
 def lines(caplog, model, device="cpu", **topology):

@@ -12,9 +12,9 @@ import torch
 
 from unishard.failures import collective_check, watchdog
 from unishard.failures.call_log import CallLog
+from unishard.failures.device_wait import DeviceWait
 from unishard.failures.rank_locations import Location
 from unishard.failures.verdict import BUSY, WAITS
-from unishard.failures.watchdog import DeviceWait
 
 
 class Stream:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from unishard import ConfigError, Topology
 from unishard.config import Offload
-from unishard.distributed import process_group
+from unishard.distributed import devices
 
 
 @pytest.fixture
@@ -43,15 +43,15 @@ def rank(local: int, launcher: str = "torchrun") -> Topology:
 )
 def test_the_device_of_a_rank(machine, count, current, topology, chosen):
     machine(count, current)
-    assert process_group.choose(topology, shared=False) == process_group.choose(topology, shared=True) == chosen
+    assert devices.choose(topology, shared=False) == devices.choose(topology, shared=True) == chosen
 
 
 def test_fewer_devices_than_ranks_are_one_clear_error_unless_ranks_may_share(machine):
     machine(2)
-    assert [process_group.choose(rank(local), shared=True) for local in range(4)] == [0, 1, 0, 1]
-    assert process_group.choose(rank(1), shared=False) == 1
+    assert [devices.choose(rank(local), shared=True) for local in range(4)] == [0, 1, 0, 1]
+    assert devices.choose(rank(1), shared=False) == 1
     with pytest.raises(ConfigError) as refused:
-        process_group.choose(rank(2), shared=False)
+        devices.choose(rank(2), shared=False)
     assert "local rank 2 has no CUDA device: the node shows only 2" in str(refused.value)
     assert "torchrun --nproc-per-node=2" in str(refused.value)
     assert 'init_process_group("gloo")' in str(refused.value)
@@ -62,19 +62,19 @@ def test_two_ranks_on_one_device_are_named(monkeypatch, shared):
     found = [("one", "a"), ("two", "a"), ("one", "b"), ("one", "a" if shared else "c")]
 
     def gather(into, mine):
-        assert mine == (process_group.socket.gethostname(), "GPU-1")
+        assert mine == (devices.socket.gethostname(), "GPU-1")
         into[:] = found
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}"))
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     if not shared:
-        process_group.refuse_shared(1)
+        devices.refuse_shared(1)
         return
     with pytest.raises(
         ConfigError, match="ranks 0 and 3 use the same CUDA device of one, which NCCL does not support; start one rank"
     ):
-        process_group.refuse_shared(1)
+        devices.refuse_shared(1)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,5 @@ def test_an_offloaded_optimizer_gets_the_cores_that_torchrun_takes_from_it(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(18)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    process_group.use_host_cores(Offload.model_validate(offload), rank(0))
+    devices.use_host_cores(Offload.model_validate(offload), rank(0))
     assert chosen == wanted

@@ -8,10 +8,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from unishard.config import Precision, Sharding
-from unishard.engine.model import dtypes
+from unishard.engine.model import kept_fp32
 from unishard.engine.model.dtypes import cast_model, cast_to_compute
-from unishard.engine.model.units import shape_of
-from unishard.engine.optim.builder import separate
+from unishard.engine.model.shape import shape_of
+from unishard.engine.optim.compute_groups import separate
 from unishard.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ class Around(nn.Module):
 
 
 def names(model: nn.Module, **precision: object) -> tuple[set[str], set[str]]:
-    found = dtypes.find_kept(model, Precision.model_validate(precision))
+    found = kept_fp32.find_kept(model, Precision.model_validate(precision))
     return set(found.parameters), set(found.buffers)
 
 
@@ -70,17 +70,17 @@ def test_a_pattern_keeps_a_weight_under_all_its_names_and_the_buffers_of_its_mod
 def test_what_is_kept_is_cast_up_and_nothing_else() -> None:
     model = Around().to(torch.bfloat16)
     cfg = Precision(compute="bf16", buffers="bf16")
-    dtypes.mark_kept(model, dtypes.find_kept(model, cfg).names)
+    kept_fp32.mark_kept(model, kept_fp32.find_kept(model, cfg).names)
     cast_model(model, cfg, train=False)
     cast_to_compute(model.parameters(), cfg)
     full = {name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.dtype == torch.float32}
     assert full == NORM | STATISTICS | {"inner.gate.score_bias"}
-    assert [*dtypes.modules_kept(model)] == [model.inner.norm]
+    assert [*kept_fp32.modules_kept(model)] == [model.inner.norm]
 
 
 def test_groups_of_an_optimizer_hold_one_dtype_and_the_16_bit_ones_come_first() -> None:
     model = Listed()
-    dtypes.mark_kept(model, dtypes.find_kept(model, Precision(compute="fp16")).names)
+    kept_fp32.mark_kept(model, kept_fp32.find_kept(model, Precision(compute="fp16")).names)
     parts = ([*model.norm.parameters()], [*model.wo.parameters(), *model.other.parameters()], [model.gate.weight])
     optimizer = torch.optim.SGD(
         [{"params": part, "lr": rate} for part, rate in zip(parts, (1.0, 2.0, 3.0), strict=True)]

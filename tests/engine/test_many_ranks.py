@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unishard.distributed import process_group
-from unishard.failures import lifetime
+from unishard.distributed import agreement, descriptors
 from unishard.failures.monitor_server import MonitorServer, _Link
 from unishard.failures.verdict import Judgement
 
@@ -42,25 +41,25 @@ def test_ranks_that_agree_send_64_bytes_in_one_collective(world: int, monkeypatc
     ):
         monkeypatch.setattr(dist, name, lambda tensor, *rest, name=name, **more: sent.append((name, tensor.nbytes)))
     with ranks(world):
-        process_group.agree({"config": "x" * 50_000}, "configs")
+        agreement.agree({"config": "x" * 50_000}, "configs")
     assert sent == [("all_reduce", 64)]
 
 
 def test_a_difference_names_the_ranks_that_differ_from_rank_0() -> None:
     others: list[dict[str, str]] = [{} for _ in range(1000)]
     others[700] = {"lr": "0.2", "own": "1"}
-    assert process_group._described({"seed": "1", "lr": "0.1"}, others).splitlines() == [
+    assert agreement._described({"seed": "1", "lr": "0.1"}, others).splitlines() == [
         "lr: rank 0 has 0.1, rank 700 has 0.2",
         "own: rank 0 has nothing, rank 700 has 1",
     ]
     for rank in range(1, 1000):
         others[rank] = {"lr": str(rank)}
-    assert process_group._described({"lr": "0.1"}, others).endswith("rank 7 has 7 and 992 more ranks have other values")
+    assert agreement._described({"lr": "0.1"}, others).endswith("rank 7 has 7 and 992 more ranks have other values")
 
 
 def test_few_ranks_are_all_named() -> None:
     assert (
-        process_group._described({"lr": "0.1"}, [{}, {"lr": "0.2"}, {}])
+        agreement._described({"lr": "0.1"}, [{}, {"lr": "0.2"}, {}])
         == "lr: rank 0 has 0.1, rank 1 has 0.2, rank 2 has 0.1"
     )
 
@@ -120,12 +119,12 @@ def test_a_large_run_has_room_for_its_connections(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 100_000))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limit: limits.append(limit))
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    lifetime.make_room(64)
+    descriptors.make_room(64)
     assert limits == []
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
-    lifetime.make_room(2048)
+    descriptors.make_room(2048)
     assert limits == [(3 * 2047 + 512, 100_000)]
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
-    lifetime.make_room(100_000)
+    descriptors.make_room(100_000)
     assert limits[-1] == (100_000, 100_000)
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unishard.config.loading import variables
+from unishard.config.loading.launched import variables
 
 RANK = {
     "RANK": "1",

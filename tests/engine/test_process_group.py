@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from unishard import ConfigError, Topology
-from unishard.distributed import process_group
+from unishard.distributed import devices, process_group
 from unishard.failures import lifetime
 
 
@@ -18,13 +18,13 @@ from unishard.failures import lifetime
 def torch_calls(monkeypatch):
     """What is asked of torch, on a node that shows four CUDA devices."""
     calls: list[tuple[str, object]] = []
-    monkeypatch.setattr(process_group, "_own", None)
+    monkeypatch.setattr(devices, "_own", None)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)  # whatever ran in this process before
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(("set_device", index)))
-    monkeypatch.setattr(process_group, "refuse_shared", lambda index: calls.append(("refuse_shared", index)))
+    monkeypatch.setattr(devices, "refuse_shared", lambda index: calls.append(("refuse_shared", index)))
     monkeypatch.setattr(
         dist, "init_process_group", lambda *backend, **options: calls.append(("init", (*backend, options)))
     )
@@ -45,7 +45,7 @@ def test_a_cuda_rank_takes_its_device_and_starts_nccl_with_a_timeout(torch_calls
     assert options["timeout"] == process_group.TIMEOUT
     assert "device_id" not in options
     assert torch_calls[2:] == [("refuse_shared", 0)]
-    assert process_group.device_of(RANK) == torch.device("cuda", 2)
+    assert devices.device_of(RANK) == torch.device("cuda", 2)
 
 
 @pytest.fixture
@@ -82,9 +82,7 @@ def test_ranks_share_devices_only_in_a_gloo_group_of_the_callers(torch_calls, ca
 def test_small_numbers_travel_where_the_group_carries_them(torch_calls, callers_group, backends, device):
     callers_group(backends)
     lifetime.ensure(RANK)
-    assert process_group.of_numbers() == torch.device(
-        device
-    )  # in a background thread too, where torch's current device is 0
+    assert devices.of_numbers() == torch.device(device)  # in a background thread too, where torch's current device is 0
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from unishard.engine.state import snapshot
+from unishard.engine.state import random_state
 from unishard.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -27,28 +27,28 @@ def draw() -> list[float]:
 
 def test_every_generator_goes_on_where_it_was():
     draw()
-    states = snapshot.capture_random(CPU)
+    states = random_state.capture_random(CPU)
     assert set(states) == {"torch", "python", "numpy"}
     assert {state.dtype for state in states.values()} == {torch.uint8}
     drawn = [draw(), draw()]
-    snapshot.reseed(1, 2, 3)
+    random_state.reseed(1, 2, 3)
     assert draw() != drawn[0]
-    snapshot.restore_random(states, CPU)
+    random_state.restore_random(states, CPU)
     assert [draw(), draw()] == drawn
 
 
 def test_a_generator_that_was_not_captured_stays():
-    states = snapshot.capture_random(CPU)
+    states = random_state.capture_random(CPU)
     del states["torch"]
     drawn, state = draw(), torch.get_rng_state()
-    snapshot.restore_random(states, CPU)
+    random_state.restore_random(states, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert draw()[4:] == drawn[4:]
 
 
 def test_new_streams_differ_by_rank_and_step_and_can_be_repeated():
     def of(*numbers: int) -> tuple[float, ...]:
-        snapshot.reseed(*numbers)
+        random_state.reseed(*numbers)
         return tuple(draw())
 
     streams = [of(seed, step, rank) for seed in range(3) for step in range(3) for rank in range(3)]
@@ -61,4 +61,4 @@ def test_new_streams_differ_by_rank_and_step_and_can_be_repeated():
 @pytest.mark.parametrize("state", [b"", b"{}", b"[3, [1], null]", b"\xff\xfe"])
 def test_a_state_that_does_not_fit_is_refused(kind, state):
     with pytest.raises(CheckpointError, match=f"{kind} random state does not fit"):
-        snapshot.restore_random({kind: torch.tensor(bytearray(state), dtype=torch.uint8)}, CPU)
+        random_state.restore_random({kind: torch.tensor(bytearray(state), dtype=torch.uint8)}, CPU)

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from unishard.config import Scheduler
-from unishard.engine.optim.schedulers import Schedule
+from unishard.engine.optim.schedule import Schedule
 from unishard_deepspeed.start import quiet
 
 

@@ -9,8 +9,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from unishard.config import Config
-from unishard.contract.checkpoint_format import ScheduleFacts
-from unishard.engine.optim.schedulers import TorchSchedule, build_scheduler, check
+from unishard.contract.training_facts import ScheduleFacts
+from unishard.engine.optim.schedulers import build_scheduler, check
+from unishard.engine.optim.torch_schedule import TorchSchedule
 from unishard.engine.resolve import setup_of
 from unishard.errors import CheckpointError, ConfigError
 

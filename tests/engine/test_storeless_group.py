@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from unishard.failures import lifetime, monitor_client
+from unishard.failures import arrival, monitor_client
 
 
 class InPython(dist.ProcessGroup):
@@ -28,13 +28,13 @@ def joined(monkeypatch):
 
     def join(kind):
         lines, group = [], kind(dist.HashStore())
-        monkeypatch.setattr(lifetime, "_world", None)
+        monkeypatch.setattr(arrival, "_world", None)
         monkeypatch.setattr(monitor_client, "current", lambda: None)
-        monkeypatch.setattr(lifetime.second_signal, "install", lambda: None)
-        monkeypatch.setattr(lifetime, "_line", lambda store, *_: lines.append(store))
+        monkeypatch.setattr(arrival.second_signal, "install", lambda: None)
+        monkeypatch.setattr(arrival, "_line", lambda store, *_: lines.append(store))
         started = SimpleNamespace(group=SimpleNamespace(WORLD=group), get_world_size=group.size, get_rank=group.rank)
-        monkeypatch.setattr(lifetime, "dist", started)
-        lifetime.join_group(timedelta(seconds=1), 1.0)
+        monkeypatch.setattr(arrival, "dist", started)
+        arrival.join_group(timedelta(seconds=1), 1.0)
         return group, lines
 
     return join

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unishard.observe import recorder
-from unishard.observe.recorder import Work, flops_per_token, peak_flops, work_of
+from unishard.observe.throughput import Work, flops_per_token, peak_flops, work_of
 
 CUDA = torch.device("cuda", 0)
 

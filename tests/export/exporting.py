@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.checkpoint import manifest, writing
-from unishard.checkpoint.export.pretrained import stored_assets
+from unishard.checkpoint import manifest, tensor_names, writing
+from unishard.checkpoint.export.models import stored_assets
 from unishard.checkpoint.export.sources import tensors_of
 from unishard.checkpoint.hashing import hexadecimal
-from unishard.distributed.shards import LazyShard, Shard, lazy_shard_of
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.shards import Shard
 
 
 def stretches_of(module: nn.Module) -> dict[str, LazyShard]:
@@ -45,7 +46,7 @@ def cut(tensors: Mapping[str, LazyShard], rank: int, world: int, whole: tuple[st
 
 def checkpoint(folder: Path, module: nn.Module, assets: bool = True) -> Path:
     """A complete checkpoint of a model, as one process writes it."""
-    tensors = {manifest.PARAMETERS + name: stretch for name, stretch in stretches_of(module).items()}
+    tensors = {tensor_names.PARAMETERS + name: stretch for name, stretch in stretches_of(module).items()}
     written = writing.write(folder, tensors)
     assert written is not None
     files = dict(written.files)

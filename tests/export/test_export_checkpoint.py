@@ -14,7 +14,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import unishard
-from unishard.checkpoint.export.offline import export, export_checkpoint
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.online import export
 from unishard.cli import app
 from unishard.engine.model.weight_files import files_of
 from unishard.errors import CheckpointError, ModelError
@@ -131,7 +132,7 @@ def test_what_was_loaded_in_bf16_is_exported_in_bf16_with_its_tokenizer(tmp_path
 def test_what_unishard_loads_for_training_keeps_its_format_and_tokenizer_too(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
-    from unishard.checkpoint.export.pretrained import assets_of
+    from unishard.checkpoint.export.models import assets_of
 
     cfg = unishard.Config(backend="fsdp", training={"micro_batch_size": 1})
     model = unishard.from_pretrained(LlamaForCausalLM, original(tmp_path / "first"), cfg)

@@ -14,8 +14,9 @@ from exporting import adapted, checkpoint, contents, stretches_of, tensors_in, t
 from torch import nn
 
 from unishard.checkpoint.export.assets import Assets
-from unishard.checkpoint.export.offline import export, export_checkpoint
-from unishard.checkpoint.export.pretrained import assets_of
+from unishard.checkpoint.export.models import assets_of
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.online import export
 from unishard.checkpoint.export.sources import persistent_buffers, tensors_of
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed.dtypes import DTYPES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from unishard.checkpoint.export.plan import ExportedTensor, File, bytes_of, index_of, plan
-from unishard.checkpoint.export.writing import missing, share
+from unishard.checkpoint.export.shares import missing, share
 from unishard.errors import CheckpointError
 
 _DTYPES = (

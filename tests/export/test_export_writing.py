@@ -18,10 +18,11 @@ import torch
 from exporting import adapted, checkpoint, contents, cut, stretches_of, tensors_in, tiny
 from torch import nn
 
-from unishard.checkpoint.export import offline, writing
-from unishard.checkpoint.export.offline import export, export_checkpoint
+from unishard.checkpoint.export import online, writing
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.online import export
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
-from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError, RankMismatchError
 
 
@@ -36,7 +37,7 @@ def together(monkeypatch: pytest.MonkeyPatch, world: int, work: Callable[[int], 
         barrier.wait()
         return everyone
 
-    monkeypatch.setattr(offline, "ranks_of", lambda group: Ranks(mine.rank, world, gather))
+    monkeypatch.setattr(online, "ranks_of", lambda group: Ranks(mine.rank, world, gather))
     results: list[Any] = [None] * world
 
     def run(rank: int) -> None:

@@ -46,9 +46,10 @@ class Cause(NamedTuple):
 
 CAUSES: Mapping[str, Cause] = {
     "the file's own tool refuses it too: a key that it does not know": Cause(
-        r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0) does not know this key; (remove it$|did you mean '\S+'\?$)",
+        r"^\S+: (DeepSpeed 0\.19\.8|Accelerate 1\.15\.0|Lightning 2\.6\.6) does not know this key"
+        r"( beside class_path)?; (remove it$|did you mean '\S+'\?$|write it below init_args$)",
         "DeepSpeed 0.19.8, runtime/config_utils.py (extra fields are forbidden); Accelerate 1.15.0, "
-        "commands/config/config_args.py",
+        "commands/config/config_args.py; Lightning 2.6.6, pytorch/cli.py (jsonargparse)",
     ),
     "the file's own tool refuses it too: keys that exclude each other or are missing": Cause(
         r"^(deepspeed_config\.\S+|mixed_precision): Accelerate 1\.15\.0 refuses this beside deepspeed_config_file"
@@ -65,6 +66,14 @@ CAUSES: Mapping[str, Cause] = {
     "was removed in DeepSpeed 0.19.8": Cause(
         r"^\S+: (\w+ sends compressed gradients, and )?was removed in DeepSpeed 0\.19\.8[ ;]",
         "DeepSpeed 0.19.8, runtime/config.py: _REMOVED_TOP_LEVEL_CONFIG_KEYS; DeepSpeed issue 8489",
+    ),
+    "the file's own tool refuses it too: an argument or a strategy of Lightning 1": Cause(
+        r"^\S+: (must be a strategy that is supported: )?Lightning 2 (has removed|has renamed|no longer takes)",
+        "Lightning 2.6.6, pytorch/trainer/trainer.py and pytorch/strategies",
+    ),
+    "a class that Hydra builds, or files that it adds": Cause(
+        r"^\S+: (_target_ of Hydra is not read|Hydra adds what other files say)",
+        "LightningCLI reads class_path and init_args, never _target_ and defaults (Lightning 2.6.6, pytorch/cli.py)",
     ),
     "an optimizer that shards do not see whole (LAMB, Muon)": Cause(
         r"optimizer\.type: \S+ (needs the norm of each whole tensor|needs whole matrices), which (is|are) sharded",
@@ -129,6 +138,10 @@ class Tally:
     """What was found."""
 
     files: int = 0
+    other_tools: Counter[str] = field(default_factory=Counter)
+    """Files of tools that are not read, by tool."""
+    helpless: list[str] = field(default_factory=list)
+    """Those whose error does not say what to do."""
     unreadable: list[str] = field(default_factory=list)
     formats: Counter[str] = field(default_factory=Counter)
     translations: int = 0
@@ -167,7 +180,7 @@ def check(folder: Path) -> Tally:
         try:
             outcome = translate(path, "unishard")
         except ConfigError as error:
-            tally.unreadable.append(str(error).partition("\n")[0])
+            _note_refusal(str(error).partition("\n")[0], tally)
         except Exception:
             tally.tracebacks.append(f"{path}\n{traceback.format_exc(limit=-4)}")
         else:
@@ -177,6 +190,20 @@ def check(folder: Path) -> Tally:
             continue
         tally.plain_seconds += time.process_time() - start
     return tally
+
+
+_OTHER_TOOL = re.compile(r": is a config of ([^(]+) \(.+\), which unishard does not read; (.*)")
+_WHAT_TO_DO = re.compile(r"`unishard (init|translate --from \w+)`")
+
+
+def _note_refusal(error: str, tally: Tally) -> None:
+    """A file of a tool that is not read must say what to do with it."""
+    named = _OTHER_TOOL.search(error)
+    if named is None:
+        tally.unreadable.append(error)
+        return
+    tally.other_tools[named[1]] += 1
+    tally.helpless += [] if _WHAT_TO_DO.search(named[2]) else [error]
 
 
 def _judge_everywhere(path: Path, source: Source, name: str, tally: Tally) -> None:
@@ -240,6 +267,8 @@ def report(tally: Tally) -> str:
     lines = [
         f"{tally.files} files, {sum(tally.formats.values())} read "
         f"({', '.join(f'{n} {name}' for name, n in tally.formats.most_common())})",
+        f"{tally.other_tools.total()} of tools that are not read "
+        f"({', '.join(f'{n} {name}' for name, n in tally.other_tools.most_common())})",
         f"{len(tally.unreadable)} refused whole:",
         *(f"  {what[-220:]}" for what in tally.unreadable),
         f"{tally.translations} translations, {len(tally.tracebacks)} exceptions, {len(tally.faults)} faults of reports",
@@ -269,6 +298,8 @@ def fit(tally: Tally) -> list[str]:
     wrong = []
     if not tally.files:
         wrong.append("the folder holds no files")
+    if tally.helpless:
+        wrong.append(f"{len(tally.helpless)} errors about files of tools that are not read do not say what to do")
     if tally.tracebacks:
         wrong.append(f"{len(tally.tracebacks)} exceptions")
     if tally.faults:

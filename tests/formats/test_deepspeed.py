@@ -52,7 +52,7 @@ def test_a_setting_of_deepspeed_alone_is_kept_for_it():
 # -- precision -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["hf", "lightning", "accelerate", "axolotl", "deepspeed"])
+@pytest.mark.parametrize("to", ["hf", "accelerate", "deepspeed"])
 def test_a_default_of_deepspeed_is_the_same_under_another_tool(to):
     document = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
     document["gradient_accumulation_steps"] = 4

@@ -61,8 +61,8 @@ def test_keys_of_a_file_that_the_document_names(tmp_path):
 
 def test_dropping_the_name_of_a_file_drops_what_is_in_it(tmp_path):
     path = tmp_path / "a.yaml"
-    path.write_text("base_model: m\nadapter: qlora\nmicro_batch_size: 1\ndeepspeed: deepspeed_configs/zero2.json\n")
-    outcome = translate(path, "unishard", from_="axolotl", drop=["deepspeed"])
+    path.write_text("per_device_train_batch_size: 1\nlearning_rate: 1e-4\ndeepspeed: no_such_file.json\n")
+    outcome = translate(path, "unishard", from_="hf", drop=["deepspeed"])
     assert not [entry.key for entry in outcome.reading.entries if entry.path[0] == "deepspeed" and entry.effect.fields]
 
 
@@ -139,7 +139,7 @@ def test_what_is_proposed_works(tool, document, only_drop):
         ("unishard", ["backend=fsdp"]),
         ("unishard", ["backend=deepspeed"]),
         ("accelerate", []),
-        ("lightning", []),
+        ("hf", []),
     ):
         source = open_source(document)
         if translate(source, to, from_=tool, overrides=overrides).status(strict=False) != 1:

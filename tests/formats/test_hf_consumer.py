@@ -114,7 +114,7 @@ def test_schedules_are_the_same_curve(arguments: Any) -> None:
     from transformers import get_scheduler
 
     from unishard.config import Scheduler
-    from unishard.engine.optim.schedulers import factor
+    from unishard.engine.optim.schedule import factor
 
     for name, end in [
         ("constant", 0.0),

@@ -39,7 +39,7 @@ def arguments(text: str) -> dict[str, Any]:
         ("CUDA_VISIBLE_DEVICES=0 python train.py --a 1", "python"),
         ("if [ -z $X ]; then torchrun train.py --a 1; fi", "torchrun"),
         ("llamafactory-cli train --a 1", "llamafactory-cli"),
-        ("swift sft --a 1 || exit 1", "swift"),
+        ("llamafactory-cli train --a 1 || exit 1", "llamafactory-cli"),
         ("trl sft --a 1 | tee log", "trl"),
         ("$PYTHON train.py --a 1", "python"),
         ("torchrun $RANKS $ROOT/train.py --a 1", "torchrun"),
@@ -187,7 +187,7 @@ def test_a_variable_that_is_set_in_two_places_stays() -> None:
         ("accelerate launch --num_processes 8 --num_machines 2 train.py", Topology(8, 4), None),
         ("accelerate launch --num_processes $N train.py", None, None),
         ("mpirun -np 4 python train.py", Topology(4, 4), None),
-        ("NPROC_PER_NODE=4 swift sft --model x", Topology(4, 4), None),
+        ("NPROC_PER_NODE=4 llamafactory-cli train --stage sft", Topology(4, 4), None),
     ],
 )
 def test_ranks(line: str, ranks: Topology | None, torchrun: str | None) -> None:

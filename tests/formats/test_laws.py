@@ -19,7 +19,7 @@ from unishard.formats.readback import differences, read_back
 from unishard.formats.verify import read_settings
 
 EIGHT = Topology(world_size=8, local_world_size=4)
-ASKED = ("deepspeed", "hf", "accelerate", "lightning")
+ASKED = ("deepspeed", "hf", "accelerate")
 """Formats whose tools say what they make of a file."""
 IMPLIED = {
     "sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"),

@@ -22,7 +22,7 @@ def fit(outcome: Outcome) -> Fit:
 @pytest.mark.parametrize(
     "sections", [{"backend": "fsdp"}, {"backend": "fsdp", "sharding": "no_shard"}, {"backend": "deepspeed"}]
 )
-@pytest.mark.parametrize("to", ["hf", "axolotl", "swift", "llamafactory", "trl"])
+@pytest.mark.parametrize("to", ["hf", "llamafactory", "trl"])
 @pytest.mark.parametrize("matmul", ["tf32", "fp32"])
 def test_training_arguments_have_a_key_with_and_without_deepspeed(
     to: str, sections: dict[str, Any], matmul: str
@@ -33,7 +33,7 @@ def test_training_arguments_have_a_key_with_and_without_deepspeed(
     assert translate(outcome.document, "unishard", from_=to).reading.config.precision.matmul == matmul
 
 
-@pytest.mark.parametrize("to", ["deepspeed", "lightning", "accelerate"])
+@pytest.mark.parametrize("to", ["deepspeed", "accelerate"])
 def test_elsewhere_the_training_script_must_say_it(to: str) -> None:
     sections = {"backend": "deepspeed" if to == "deepspeed" else "fsdp"}
     assert fit(written(to, {**sections, "precision": {"matmul": "tf32"}})) is Fit.NEEDS_INPUT

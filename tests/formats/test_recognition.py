@@ -12,7 +12,7 @@ from documents import SEEDS
 
 from unishard.contract import registry
 from unishard.errors import ConfigError
-from unishard.formats import catalog, read
+from unishard.formats import catalog, read, translate
 from unishard.formats.hf.dialects import DIALECT
 from unishard.formats.other_tools import tools
 from unishard.formats.signs import by_entries
@@ -54,9 +54,61 @@ def test_what_names_a_tool_is_no_key_of_a_format_that_is_read() -> None:
         assert not telling & keys, tool.name
 
 
-def test_a_tool_that_is_not_read_comes_with_the_format_that_its_keys_speak_for() -> None:
-    with pytest.raises(ConfigError, match="or read it with `unishard translate --from deepspeed`"):
-        recognized({"pipe_parallel_size": 1, "model_parallel_size": 2, "zero_optimization": {"stage": 1}})
+AXOLOTL = {"base_model": "m", "sequence_len": 8, "micro_batch_size": 1, "optimizer": "adamw_torch"}
+SWIFT = {"model": "m", "tuner_type": "lora", "per_device_train_batch_size": 1}
+COMPOSER = {"max_duration": "1ep", "train_batch_size": 8, "schedulers": []}
+ZERO = {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("document", "instead"),
+    [
+        (AXOLOTL | {"deepspeed": ZERO}, "translate the config of DeepSpeed in it (deepspeed) with `unishard translate"),
+        (COMPOSER | {"deepspeed_config": ZERO}, "translate the config of DeepSpeed in it (deepspeed_config) with"),
+        (AXOLOTL | {"deepspeed": "a/z.json"}, "translate the DeepSpeed JSON that it names (a/z.json) with `unishard"),
+        (AXOLOTL | {"fsdp_config": {"fsdp_offload_params": True}}, "put it and `distributed_type: FSDP` into a file"),
+        (SWIFT | {"deepspeed": "zero3"}, "that it names (zero3) with `unishard translate --from deepspeed`"),
+        (SWIFT | {"fsdp": "fsdp2"}, "that it names (fsdp2) with `unishard translate --from hf`"),
+    ],
+)
+def test_a_tool_that_is_not_read_comes_with_what_can_be_translated(document: dict[str, Any], instead: str) -> None:
+    with pytest.raises(
+        ConfigError, match="if it is not one, name its format with `unishard translate --from`"
+    ) as caught:
+        recognized(document)
+    assert instead in str(caught.value)
+    assert "or run `unishard init`" in str(caught.value)
+
+
+def test_what_an_error_says_to_translate_can_be_translated(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    path = tmp_path / "axolotl.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL | {"deepspeed": "ds.json", "gradient_accumulation_steps": 2}))
+    with pytest.raises(
+        ConfigError, match=r"DeepSpeed in it \(deepspeed: ds.json\) with `unishard translate --from deep"
+    ):
+        recognized(path)
+    assert translate(path, "unishard", from_="deepspeed").reading.config.sharding.strategy == "shard_grad_op"
+    config = {"fsdp_version": 2, "offload_params": True, "transformer_layer_cls_to_wrap": "Block"}
+    assert read({"distributed_type": "FSDP", "fsdp_config": config}).config.offload.params == "cpu"
+
+
+def test_read_as_another_format_a_file_of_a_known_tool_comes_with_a_warning() -> None:
+    assert any("has keys of ms-swift (tuner_type" in text for text in translate(SWIFT, "unishard", from_="hf").warnings)
+
+
+@pytest.mark.parametrize("name", ["axolotl", "composer", "swift", "torchtitan"])
+def test_a_format_that_once_was_says_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"are not translated any more; .* leave --from out; .* write --to hf$"):
+        translate({"zero_optimization": {"stage": 1}}, name)
+
+
+def test_files_that_only_resemble_those_of_another_tool_are_read() -> None:
+    arguments = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "output_dir": "o", "num_train_epochs": 1}
+    assert recognized(arguments | {"base_model": "m", "val_set_size": 0, "sequence_len": 8, "bf16": True}) == "hf"
+    assert recognized(arguments | {"model": "m", "dataset": "d", "padding_free": True}) == "hf"
+    with pytest.raises(ConfigError, match="matches no known format"):
+        recognized({"model": {"name": "m"}, "training": {"iterations": 2}, "job": {"name": "x"}, "lr_scheduler": {}})
 
 
 def test_the_manifest_of_a_checkpoint_is_no_config() -> None:
@@ -87,16 +139,6 @@ OWN = {f"my_{index}": index for index in range(12)}
             "DeepSpeed",
         ),
         ({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", **OWN}, "Accelerate"),
-        ({"base_model": "m", "datasets": [], "sequence_len": 8, "micro_batch_size": 1, **OWN}, "axolotl"),
-        (
-            {
-                "model": {"layers": 2},
-                "optimizer": {"kind": "adamw"},
-                "training": {"iterations": 9},
-                "lr_scheduler": {"kind": "x"},
-            },
-            "torchtitan",
-        ),
         (
             {
                 "trainer": {"devices": 2, "max_epochs": 1, "actor": 1, "critic": 2, "rollout": 3, "envs": 4},
@@ -104,7 +146,6 @@ OWN = {f"my_{index}": index for index in range(12)}
             },
             "Lightning",
         ),
-        ({"max_duration": "1ba", "train_loader": {}, **OWN}, "Composer"),
         ({"training": {"micro_batch_size": 1}, "sharding": "full_shard", **OWN}, "unishard"),
         ({"learning_rate": 1e-4, "num_train_epochs": 1, "output_dir": "o", **OWN}, "transformers"),
     ],
@@ -146,8 +187,11 @@ def test_a_scripts_own_keys_around_training_arguments_do_not_matter() -> None:
 
 
 def test_of_two_formats_that_a_file_speaks_for_as_much_the_one_that_knows_more_counts() -> None:
-    document = {"adapter": "lora", "loggers": {}, "lora_r": 8, "lora_alpha": 16}
-    assert recognized(document) == "axolotl"
+    assert recognized({"accelerator": "gpu", "num_processes": 2}) == "lightning"
+    with pytest.raises(
+        ConfigError, match=r"matches several formats: llamafactory, trl \(its keys: .*\); name one with"
+    ):
+        recognized({"assistant_only_loss": True, "cutoff_len": 8})
 
 
 @pytest.mark.parametrize("name", SEEDS)
@@ -167,7 +211,7 @@ def test_a_reading_that_knows_nothing_explains_nothing() -> None:
     [
         (
             "from torchtitan.trainer import Trainer\n\ndef debug() -> Trainer.Config:\n    return Trainer.Config()\n",
-            "torchtitan 0.3 or later",
+            "is a Python config of torchtitan, which unishard does not run; run `unishard init`",
         ),
         ("config = {}\n", "is Python, which unishard does not run; name a YAML, JSON or TOML file"),
     ],

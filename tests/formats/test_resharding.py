@@ -27,7 +27,6 @@ def written(to: str, **sections: Any) -> tuple[Outcome, Fit]:
     ("to", "keys", "value"),
     [
         ("hf", ("fsdp_config", "reshard_after_forward"), True),
-        ("axolotl", ("fsdp_config", "reshard_after_forward"), True),
         ("accelerate", ("fsdp_config", "fsdp_reshard_after_forward"), True),
     ],
 )

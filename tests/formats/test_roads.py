@@ -15,7 +15,7 @@ from unishard.contract.rules import Fit
 from unishard.formats import Outcome, translate
 
 RANKS = Topology(world_size=8, local_world_size=8)
-TARGETS = ("accelerate", "hf", "axolotl", "lightning")
+TARGETS = ("accelerate", "hf")
 SHARDED = {
     *(
         "version",
@@ -61,10 +61,6 @@ def test_every_road_shards_alike(name: str, target: str, data: st.DataObject) ->
 
 def test_fsdp_under_accelerate_gathers_block_by_block() -> None:
     zero = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-    for target, block in (
-        ("accelerate", "fsdp_auto_wrap_policy"),
-        ("hf", "auto_wrap_policy"),
-        ("axolotl", "auto_wrap_policy"),
-    ):
+    for target, block in (("accelerate", "fsdp_auto_wrap_policy"), ("hf", "auto_wrap_policy")):
         found = translate(zero, target, from_="deepspeed", overrides=["backend=fsdp"], topology=RANKS).document
         assert found["fsdp_config"][block] == "TRANSFORMER_BASED_WRAP"

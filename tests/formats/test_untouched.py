@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounting import WRITTEN
 from documents import SEEDS, put
 
 from unishard.config.nested import flat
@@ -52,16 +53,6 @@ WRAPPED: list[tuple[str, dict[str, Any]]] = [
             "num_processes": 2,
         },
     ),
-    (
-        "lightning",
-        {
-            "trainer": {
-                "strategy": {"class_path": "DeepSpeedStrategy", "init_args": {"config": ZERO3}},
-                "precision": "16-mixed",
-                "accelerator": "gpu",
-            }
-        },
-    ),
 ]
 
 
@@ -73,7 +64,7 @@ def again(document: Any, name: str, *overrides: str) -> Outcome:
     ("name", "document"),
     [
         *WRAPPED,
-        *((name, one) for name in SEEDS if name not in ("unishard", "composer", "torchtitan") for one in SEEDS[name]),
+        *((name, one) for name in WRITTEN if name != "unishard" for one in SEEDS.get(name, ())),
     ],
 )
 def test_nothing_is_asked_for(name: str, document: dict[str, Any]) -> None:
@@ -99,12 +90,6 @@ def test_a_file_that_does_not_change_keeps_every_character(tmp_path: Path) -> No
         ("deepspeed", "training.gradient_clipping=0.5", "gradient_clipping", 0.5),
         ("deepspeed", "sharding.strategy=shard_grad_op", "zero_optimization.stage", 2),
         ("hf", "communication.reduce_bucket_size=1000", "deepspeed.zero_optimization.reduce_bucket_size", 1000),
-        (
-            "lightning",
-            "communication.reduce_bucket_size=7",
-            "trainer.strategy.init_args.config.zero_optimization.reduce_bucket_size",
-            7,
-        ),
     ],
 )
 def test_one_thing_is_asked_for(name: str, override: str, key: str, value: Any) -> None:

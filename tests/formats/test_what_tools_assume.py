@@ -109,7 +109,7 @@ OF_THE_FILE = [
 ]
 
 
-@pytest.mark.parametrize("to", ["accelerate", "lightning", "hf", "unishard"])
+@pytest.mark.parametrize("to", ["accelerate", "hf", "unishard"])
 def test_the_strategy_alone_does_not_make_it_train_in_fp32(to: str) -> None:
     outcome = translate(ABSENT, to, overrides=["sharding.strategy=full_shard"])
     open_ = [field for field in OF_THE_FILE if field in outcome.reading.undecided]

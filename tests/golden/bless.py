@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 
 import unishard
 from unishard.cli import app
-from unishard.config.loading import variables
-from unishard.formats.documents import yaml_text
+from unishard.config.loading.launched import variables
 from unishard.tools.launch.command import Script
-from unishard.tools.launch.jobs import batch_script, manifest
+from unishard.tools.launch.slurm import batch_script
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -47,7 +46,6 @@ CLUSTER = {
             "signal": "USR1@300",
             "setup": "module load cuda",
         },
-        "kubernetes": {"image": "registry/train:1", "namespace": "ml", "volume_claim": "data", "mount_path": "/data"},
     },
 }
 
@@ -71,9 +69,6 @@ def _jobs() -> Iterator[tuple[Path, str]]:
     cfg, script = unishard.load(CLUSTER), Script("train.py", ("--epochs", "3"))
     told = variables("/data/cfg.yaml", ["training.seed=1"])
     yield HERE / "launch" / "slurm.sh", batch_script(cfg, script, told, "train")
-    yield HERE / "launch" / "pytorchjob.yaml", yaml_text(manifest(cfg, script, told, "train"))
-    fixed = cfg.override("launch.nodes=2", "launch.kubernetes.kind=TrainJob")
-    yield HERE / "launch" / "trainjob.yaml", yaml_text(manifest(fixed, script, told, "train"))
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def test_both_backends_are_found(core):
     assert "deepspeed" in listed
 
 
-@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf", "lightning", "axolotl"])
+@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf"])
 def test_every_format_is_there_and_needs_no_engine(core, to):
     path = core.folder / "ds.json"
     path.write_text(

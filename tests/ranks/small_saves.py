@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 import unishard
-from unishard.checkpoint import directory, files, finding, manifest, writing
+from unishard.checkpoint import direct_file, directory, finding, manifest, writing
+from unishard.checkpoint.background import Background
 from unishard.checkpoint.manifest import ModelRecord
-from unishard.checkpoint.saving import Background, Retention, Snapshot, save
+from unishard.checkpoint.saving import Retention, Snapshot, save
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.verifying import damaged
 from unishard.distributed import process_group
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import on_first
-from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard.failures import lifetime
 
@@ -132,7 +133,7 @@ def content_of(folder: Path) -> int:
 
 def start() -> tuple[dist.ProcessGroup, int]:
     writing.CHUNK = 128  # several records of each divided tensor
-    files.BUFFER = 4096  # several writes of each file
+    direct_file.BUFFER = 4096  # several writes of each file
     lifetime.ensure(unishard.Topology.from_environment())
     return process_group.host_group(), dist.get_rank()
 

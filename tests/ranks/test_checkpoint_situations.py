@@ -20,10 +20,11 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 import unishard
 from unishard.checkpoint import manifest
+from unishard.checkpoint.comparing import compare
 from unishard.checkpoint.convert import convert
 from unishard.checkpoint.export.offline import export_checkpoint
 from unishard.checkpoint.hashing import hash_of
-from unishard.checkpoint.verifying import compare, damaged, hashes_of
+from unishard.checkpoint.verifying import damaged, hashes_of
 from unishard.engine.state import snapshot
 from unishard.testing.models import MlpOutput, mlp
 

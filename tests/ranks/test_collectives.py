@@ -23,7 +23,7 @@ from recording import TABLE as TABLE_OF_EMBEDDINGS
 
 from unishard import Topology
 from unishard.contract import registry
-from unishard.engine.model.units import shape_of
+from unishard.engine.model.shape import shape_of
 
 NO_PREFETCH = {"communication": {"prefetch_bucket_size": 0}}
 ALL_AHEAD = {"communication": {"prefetch_bucket_size": 50_000_000}}

@@ -16,7 +16,7 @@ from torch.nn import functional
 import unishard
 from unishard.contract.optimizer_state import StateSpec
 from unishard.testing.models import MlpOutput, mlp
-from unishard_deepspeed.private.state import master_tensors
+from unishard_deepspeed.private.master_weights import master_tensors
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 BEFORE, AFTER = 3, 3

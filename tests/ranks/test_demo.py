@@ -24,8 +24,10 @@ from rich.status import Status
 
 from unishard.errors import BackendError
 from unishard.testing import run_ranks
-from unishard.tools import demo
-from unishard.tools.demo import CurveGap, DemoError, TrainingCurve, run_demo
+from unishard.tools.demo import comparison, training
+from unishard.tools.demo.comparison import run_demo
+from unishard.tools.demo.curves import CurveGap, TrainingCurve
+from unishard.tools.demo.training import DemoError
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -96,7 +98,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, curves: dict[str, list[float]]) -> Non
     def train(backend: str, *_: Any, **__: Any) -> TrainingCurve:
         return run(backend, curves[backend])
 
-    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(comparison, "train", train)
 
 
 @pytest.mark.parametrize("last", [3.0003, float("nan")])
@@ -116,7 +118,7 @@ def test_equal_curves_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        demo, "find_spec", lambda name: None if name in ("deepspeed", "matplotlib") else find_spec(name)
+        comparison, "find_spec", lambda name: None if name in ("deepspeed", "matplotlib") else find_spec(name)
     )
     with pytest.raises(BackendError, match=r"needs deepspeed, matplotlib, .*pip install 'unishard\[demo\]'"):
         run_demo(out=tmp_path)
@@ -126,7 +128,7 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch:
 def trained(folder: Path, text: str) -> tuple[str, list[str]]:
     """The error of a run of another script on one rank, and what the status said."""
     (folder / "script.py").write_text(text, encoding="utf-8")
-    demo._find = lambda path: folder / "script.py"
+    training._find = lambda path: folder / "script.py"
     said: list[str] = []
 
     class Screen(Console):
@@ -137,7 +139,7 @@ def trained(folder: Path, text: str) -> tuple[str, list[str]]:
             return status
 
     try:
-        demo.train("fsdp", folder / "fsdp.json", world_size=1, steps=1, console=Screen(file=io.StringIO()))
+        training.train("fsdp", folder / "fsdp.json", world_size=1, steps=1, console=Screen(file=io.StringIO()))
     except DemoError as error:
         return str(error), said
     return "", said
@@ -162,9 +164,9 @@ STOPPED = """
 import signal
 from pathlib import Path
 from unishard.cli import main
-from unishard.tools import demo
+from unishard.tools.demo import training
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-demo._find = lambda path: Path({script!r})
+training._find = lambda path: Path({script!r})
 main()
 """
 
@@ -236,7 +238,7 @@ def test_an_old_curve_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
 
 def test_a_missing_script_is_told_with_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DemoError, match=r"cannot find nothing.py, looked in .*examples, .*share/unishard"):
-        demo._find("examples/nothing.py")
+        training._find("examples/nothing.py")
 
 
 def test_the_gap_is_the_largest_relative_one() -> None:

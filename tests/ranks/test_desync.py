@@ -13,7 +13,7 @@ from harness import BACKENDS, heard, own_share, play, prepare, train
 from harness import checked as config
 
 from unishard.failures import collective_check
-from unishard.failures.call_log import DigestExchange
+from unishard.failures.digest_exchange import DigestExchange
 from unishard.testing import RankFailure, run_ranks
 
 LIMIT = 10.0

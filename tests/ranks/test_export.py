@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import unishard
-from unishard.checkpoint.export.offline import export, export_checkpoint
+from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.online import export
 from unishard.checkpoint.export.sources import sources_of, tensors_of
-from unishard.distributed.shards import Shard, lazy_shard_of
+from unishard.distributed.lazy_shards import lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.testing.features.lora import lora
 from unishard.testing.models import llama
 

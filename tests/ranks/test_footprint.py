@@ -19,7 +19,7 @@ import unishard
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.engine.model.units import shape_of
+from unishard.engine.model.shape import shape_of
 from unishard.testing.features.lora import lora
 from unishard.testing.models import MODELS, batch, llama
 from unishard.tools.plan.candidates import candidate_of

@@ -17,7 +17,7 @@ from harness import refused as refused_by
 from safetensors.torch import load_file, save_file
 
 import unishard
-from unishard.engine.model.from_pretrained import sources_of
+from unishard.engine.model.weight_sources import sources_of
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
 

@@ -19,7 +19,7 @@ import unishard
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
-from unishard_deepspeed.private.state import master_tensors
+from unishard_deepspeed.private.master_weights import master_tensors
 
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in HYBRID)

@@ -15,9 +15,9 @@ from harness import BACKENDS, config, in_ranks, in_turn, my_rank, own_share, pre
 
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.engine.model.units import shape_of
+from unishard.engine.model.shape import shape_of
 from unishard.observe.destinations import table
-from unishard.observe.recorder import flops_per_token
+from unishard.observe.throughput import flops_per_token
 from unishard.testing.models import MODELS
 
 everywhere = pytest.mark.parametrize("backend", BACKENDS)

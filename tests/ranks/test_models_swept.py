@@ -1,4 +1,5 @@
-"""Some of the models that `make models` trains, with a part of their runs; and its page, docs/models-tested.md."""
+"""Some of the models that `make models` trains, with a part of their runs; and what it writes, docs/models-tested.csv
+and docs/models-tested.md."""
 
 from __future__ import annotations
 
@@ -9,14 +10,18 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from harness import DEEP
-from models import CASES
-from models.page import beyond
-from models.runs import Run
+from models import CASES, KINDS
+from models.exporting import EQUAL
+from models.figures import BOUNDS, beyond
+from models.page import page, summary
+from models.rows import read, rows_of, write
+from models.runs import Run, runs_of
 from models.sweep import attempt
 
 from unishard.testing.cells import BACKENDS
 
-PAGE = Path(__file__).parents[2] / "docs/models-tested.md"
+DOCS = Path(__file__).parents[2] / "docs"
+ROWS = read(DOCS / "models-tested.csv")
 SOME = (
     *("gpt2", "mixtral", "lfm2", "bart", "swin", "clip", "BatchNorm", "weights tied across units"),
     *("a block that is used three times", "blocks in another order in each update"),
@@ -48,16 +53,46 @@ def test_a_model_trains_as_in_plain_torch_and_is_exported_as_transformers_saves_
         assert beyond(record) is None, f"{record['run']}: {beyond(record)}"
 
 
-def test_the_page_has_most_models_and_none_is_beyond_its_bounds_without_a_cause():
-    rows = [
-        re.split(r" (?<!\\)\| ", line.strip("| "))
-        for line in PAGE.read_text(encoding="utf-8").splitlines()
-        if line.startswith("| ")
-    ]
-    names = [name for name, *_ in rows if name != "Model"]
+def test_most_models_have_a_row_and_none_is_beyond_its_bounds_without_a_cause():
+    names = [row.name for row in ROWS]
     assert names == [name for name in CASES if name in names], "run make models"
     assert len(names) > len(CASES) // 2
-    for name, *cells in rows:
-        assert any(cells), f"{name} has no figures"
-        known = name == "Model" or CASES[name].known
-        assert known or not any("**" in cell for cell in cells), f"{name}: {cells}"
+    for row in ROWS:
+        assert row.fp32 or row.bf16 or row.errors, f"{row.name} has no figures"
+        within = all(
+            figure <= bound
+            for precision, bounds in BOUNDS.items()
+            for figure, bound in zip(getattr(row, precision), bounds.values(), strict=False)
+        )
+        held = within and row.export in ("", EQUAL) and not row.failures
+        assert held or CASES[row.name].known, row
+
+
+def test_the_page_says_what_the_data_says():
+    text = (DOCS / "models-tested.md").read_text(encoding="utf-8")
+    (environment,) = re.findall(r"Written by `make models`: (.*)\.$", text, re.MULTILINE)
+    (summary,) = re.findall(r"^\d+ of \d+ models, .*$", text, re.MULTILINE)
+    assert text == page(ROWS, environment, summary), "run make models"
+    assert summary.startswith(f"{len(ROWS)} of ")
+    assert f" {sum(bool(row.errors or row.failures) for row in ROWS)} models have runs that end" in summary
+    assert f"[{len(ROWS)} models](docs/models-tested.md)" in " ".join((DOCS.parent / "README.md").read_text().split())
+
+
+def test_a_row_says_what_came_of_the_runs_of_a_model(tmp_path):
+    name = next(iter(CASES))
+    first, second, third, *_ = map(str, runs_of(0))
+    records = [
+        {"case": name, "run": first, "losses": [1e-8, 2e-8], "norms": [3e-7], "parameters": 4e-9, "export": EQUAL},
+        {"case": name, "run": second, "error": "ModelError: no, not so. More of it", "ours": True},
+        {"case": name, "run": third, "error": "hangs", "ours": False},
+    ]
+    (row,) = rows_of(records)
+    assert row[:5] == (next(iter(KINDS)).title, name, (2e-8, 3e-7, 4e-9), (), EQUAL)
+    assert row.errors.endswith(": ModelError: no, not so")
+    assert row.failures.endswith(": hangs")
+    write(tmp_path / "rows.csv", [row])
+    assert read(tmp_path / "rows.csv") == [row]
+    assert summary(records) == (
+        f"1 of {len(CASES)} models, 1 runs: 1 within the bounds. 1 of 1 exports are equal. "
+        "1 models have runs that end with an error."
+    )

@@ -16,7 +16,7 @@ from torch import nn
 import unishard
 from unishard.testing import oracle
 from unishard.testing.models import MlpOutput, mlp
-from unishard_deepspeed.private.state import master_tensors
+from unishard_deepspeed.private.master_weights import master_tensors
 
 BOTH, ALONE = {"params": "cpu", "optimizer": "cpu"}, {"params": "none", "optimizer": "cpu"}
 PLACES = {

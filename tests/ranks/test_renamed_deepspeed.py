@@ -19,7 +19,8 @@ from torch.nn import functional
 import unishard
 from unishard.contract import registry
 from unishard.engine.loop.call_order import Phase
-from unishard.engine.model.units import shape_of, units_of
+from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import units_of
 from unishard.failures import lifetime
 from unishard.testing.models import MlpOutput
 from unishard_deepspeed.private import PRIVATE_API
@@ -92,7 +93,7 @@ def saves_by_itself(strategy, precision="fp32"):
 
 def keeps_files(strategy):
     """Only what is asked before anything is changed: files need an op that is built here or not."""
-    from unishard_deepspeed.private.optimizer_kind import require_for
+    from unishard_deepspeed.private.requirements import require_for
 
     cfg = config("deepspeed", strategy, offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
     model, backend, topology = Branching(), registry.get("deepspeed"), unishard.Topology()

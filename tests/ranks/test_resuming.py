@@ -9,12 +9,15 @@ from itertools import product
 
 import pytest
 from harness import STRATEGIES, config, own_share, play, train, values
+from resumed_pairs import spanning_pairs
 
 import unishard
+from dev.resuming import WORLDS
 from unishard.engine.state import restore
 from unishard.testing import resuming
+from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
-from unishard.testing.resuming import Pair, spanning_pairs
+from unishard.testing.resuming import Pair
 
 PLAIN = [*product(["plain"], ["fp32", "bf16"])]
 PAIRS = spanning_pairs()
@@ -26,7 +29,7 @@ def few(moved: list[Pair]) -> list[Pair]:
     """From each number of ranks to each, the pair whose strategies, each of its engine, are seen the least so far."""
     chosen: list[Pair] = []
     seen: Counter[tuple[str, ...]] = Counter()
-    for worlds in product(resuming.WORLDS, resuming.WORLDS):
+    for worlds in product(WORLDS, WORLDS):
         here = [pair for pair in moved if (pair.saved.world, pair.resumed.world) == worlds]
         chosen.append(min(here, key=lambda pair: sum(seen[kind] for kind in kinds(pair))))
         seen.update(kinds(chosen[-1]))
@@ -65,13 +68,13 @@ def test_the_loss_curve_does_not_show_where_the_run_moved(pair: Pair, deep: bool
 
 
 def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ranks_and_goes_on_as_itself():
-    kinds = list(product(resuming.BACKENDS, STRATEGIES))
+    kinds = list(product(BACKENDS, STRATEGIES))
     plain = [pair for pair in PAIRS if (pair.saved.feature, pair.saved.precision) in PLAIN]
     for runs in zip(*plain, strict=True):
         assert {(run.backend, run.strategy, run.world) for run in runs} >= {
-            (*kind, world) for kind in kinds for world in resuming.WORLDS
+            (*kind, world) for kind in kinds for world in WORLDS
         }
-    assert {(one.world, other.world) for one, other in plain} == set(product(resuming.WORLDS, resuming.WORLDS))
+    assert {(one.world, other.world) for one, other in plain} == set(product(WORLDS, WORLDS))
     same = [pair.saved for pair in plain if pair.saved == pair.resumed]
     assert {(run.backend, run.strategy) for run in same} == set(kinds)
     assert {(run.strategy, run.world) for run in same} >= set(product(STRATEGIES, (2, 4)))
@@ -79,12 +82,12 @@ def test_every_strategy_of_every_engine_saves_and_resumes_at_every_number_of_ran
 
 
 def test_without_deep_every_strategy_of_every_engine_saves_and_resumes_and_every_number_of_ranks_follows_every_other():
-    strategies = set(product(resuming.BACKENDS, STRATEGIES))
+    strategies = set(product(BACKENDS, STRATEGIES))
     played = [pair for pair in PAIRS if pair not in DEEP]
     for runs in zip(*played, strict=True):
         assert {(run.backend, run.strategy) for run in runs} >= strategies
     assert {(run.backend, run.strategy) for _, run in FEW} == strategies, "not only as themselves"
-    assert {(one.world, other.world) for one, other in FEW} == set(product(resuming.WORLDS, resuming.WORLDS))
+    assert {(one.world, other.world) for one, other in FEW} == set(product(WORLDS, WORLDS))
     assert {one.precision for one, _ in FEW} == {"fp32", "bf16"}
     assert {run.feature for pair in played for run in pair} == {*resuming.FEATURES}
 

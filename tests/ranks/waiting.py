@@ -30,7 +30,7 @@ _READS = (
     "unique_consecutive",
 )
 _METHODS = ("tolist", "cpu", "numpy")
-_ON_THE_HOST = ("unishard/failures/call_log.py", "unishard/distributed/host_numbers.py")
+_ON_THE_HOST = ("unishard/failures/digest_exchange.py", "unishard/distributed/host_numbers.py")
 DEFERRED = "unishard/distributed/host_read.py"
 """Waits there for what was copied to pinned memory earlier, behind which the device has more to do."""
 

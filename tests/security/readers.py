@@ -18,14 +18,14 @@ from test_hostile import plain
 import unishard
 from unishard.checkpoint import finding, manifest, verifying
 from unishard.checkpoint.convert import convert
-from unishard.checkpoint.export.assets import tokenizer_files as tokenizer_of
 from unishard.checkpoint.export.offline import export_checkpoint
+from unishard.checkpoint.export.tokenizers import tokenizer_files as tokenizer_of
 from unishard.checkpoint.manifest import FileFacts
 from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of
 from unishard.config import Config
 from unishard.config.loading.hostfile import hosts_of
-from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
-from unishard.contract.footprint import ModelShape, ParameterShape
+from unishard.contract.model_shape import ModelShape, ParameterShape
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.engine.model import weight_files
 from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate
@@ -75,7 +75,7 @@ def _file(name: str, content: str | bytes, **others: str) -> Callable[[Path], Pa
 
 
 def _document(name: str) -> Reader:
-    as_it_is = name == "lightning" or name not in catalog.written()
+    as_it_is = name not in catalog.written()
     content = json.dumps(SEEDS[name][0]) if as_it_is else translate(SEEDS[name][0], name, from_=name).text
     suffix = ".json" if as_it_is else catalog.get(name).suffix
     return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard"))
@@ -88,13 +88,9 @@ def _script(path: Path) -> None:
 
 
 def _named(path: Path) -> None:
-    for name, data in (
-        ("hf", {"deepspeed": path.name, "bf16": True}),
-        ("axolotl", {"deepspeed": path.name, "base_model": "x"}),
-    ):
-        beside = path.with_name(f"{name}.yaml")
-        beside.write_text(json.dumps(data))
-        translate(beside, "unishard", from_=name)
+    beside = path.with_name("arguments.yaml")
+    beside.write_text(json.dumps({"deepspeed": path.name, "bf16": True}))
+    translate(beside, "unishard", from_="hf")
     beside.write_text(
         json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": path.name}})
     )

@@ -17,7 +17,7 @@ import unishard
 from unishard.cli import app
 from unishard.cli import wrapping as tables
 from unishard.cli.wrapping import echo
-from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.errors import CheckpointError, ConfigError
 
 NASTY = "w\x1b]0;owned\x07\x1b[2J\x9b1m\r\u202e\u2028\x7f"
@@ -91,7 +91,7 @@ def test_no_control_character_is_printed(
     lay_out, command = COMMANDS[name]
     if terminal:
         monkeypatch.setattr("typer.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
-        monkeypatch.setattr("unishard.cli.checkpoint.bar", lambda what, total: nullcontext(lambda done: None))
+        monkeypatch.setattr("unishard.cli.bar.bar", lambda what, total: nullcontext(lambda done: None))
     result = CliRunner().invoke(app, [*command, str(lay_out(tmp_path))], prog_name="unishard")
     shown = STYLE.sub("", result.output)
     assert shown

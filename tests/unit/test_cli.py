@@ -11,7 +11,6 @@ import pytest
 from running import TINY, Terminal, run
 
 import unishard
-from unishard.tools.reference.pages import BEGIN, END
 
 
 def test_usage_errors_are_short() -> None:
@@ -53,54 +52,15 @@ def test_backends_that_miss_their_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines[1].endswith("missing  pip install 'unishard[torch]'")
 
 
-def test_docs_check_and_write(config: Path) -> None:
-    stale = run("docs", "--check")
-    assert stale.exit_code == 1
-    assert stale.stderr.splitlines() == [
-        "MAPPING.md: is out of date; run `unishard docs` and commit it",
-        "docs/manifest.md: is out of date; run `unishard docs` and commit it",
-        "docs/formats.md: is out of date; run `unishard docs` and commit it",
-        "docs/schema.md: is out of date; run `unishard docs` and commit it",
-    ]
-    assert list(config.parent.iterdir()) == [], "--check writes nothing"
-    assert (
-        run("docs").stdout
-        == "MAPPING.md: written\ndocs/manifest.md: written\ndocs/formats.md: written\ndocs/schema.md: written\n"
-    )
-    assert run("docs", "--check").exit_code == 0
-    assert run("docs").stdout == "up to date\n"
-
-
-def test_docs_writes_the_generated_part_of_a_page_and_nothing_else_of_it(config: Path) -> None:
-    run("docs")
-    page = Path("docs/engines.md")
-    page.write_text("By hand.\n", encoding="utf-8")
-    refused = run("docs")
-    assert (refused.exit_code, refused.stderr.partition(";")[0]) == (1, "docs/engines.md: no generated section")
-    page.write_text(f"By hand.\n{BEGIN}\n{END}\nThe rest.\n", encoding="utf-8")
-    assert run("docs", "--check").stderr == "docs/engines.md: is out of date; run `unishard docs` and commit it\n"
-    assert run("docs").stdout == "docs/engines.md: written\n"
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("By hand.\n")
-    assert text.endswith("The rest.\n")
-    assert "### Private names: fsdp" in text
-    assert run("docs", "--check").exit_code == 0
-
-
-def test_docs_with_a_page_that_is_not_text(config: Path) -> None:
-    Path("MAPPING.md").write_bytes(b"\xff\xfe")
-    result = run("docs", "--check")
-    assert result.exit_code == 1
-    assert "MAPPING.md: is out of date; run `unishard docs` and commit it" in result.stderr.splitlines()
-
-
 def test_what_the_operating_system_refuses_is_one_message(config: Path) -> None:
-    Path("file").touch()
-    result = run("docs", "--root", "file")
-    assert (result.exit_code, result.stderr) == (
-        1,
-        "file: cannot be opened (File exists); name another file or directory\n",
-    )
+    config.write_text("backend: fsdp\n", encoding="utf-8")
+    for name in ("file", "train.py"):
+        Path(name).touch()
+    result = run("compare", str(config), "--out", "file", "train.py")
+    (message,) = [line for line in result.stderr.splitlines() if "cannot be opened" in line]
+    assert result.exit_code == 1
+    assert message.startswith(str(config.with_name("file")))
+    assert message.endswith(": cannot be opened (Not a directory); name another file or directory")
 
 
 def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +72,7 @@ def test_an_error_of_the_operating_system_that_is_a_bug_is_not_hidden(monkeypatc
 
 
 def test_a_terminal_gets_a_drawn_table() -> None:
-    from unishard.cli.wrapping import show
+    from unishard.cli.tables import show
 
     rows = [("training.seed", "3"), ("sharding.units", "[not markup]")]
     screen, pipe = Terminal(), io.StringIO()
@@ -217,21 +177,21 @@ def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.Monk
 
 
 def test_demo_is_called_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.tools.demo
+    import unishard.tools.demo.comparison
 
     calls: list[dict[str, object]] = []
-    monkeypatch.setattr(unishard.tools.demo, "run_demo", lambda **arguments: calls.append(arguments))
+    monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", lambda **arguments: calls.append(arguments))
     assert run("demo", "--out", "there", "--world-size", "3", "--steps", "5").exit_code == 0
     assert calls == [{"out": Path("there"), "world_size": 3, "steps": 5}]
 
 
 def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.tools.demo
+    import unishard.tools.demo.comparison
 
     def fail(**_: object) -> None:
         raise unishard.BackendError("the demo needs torch")
 
-    monkeypatch.setattr(unishard.tools.demo, "run_demo", fail)
+    monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", fail)
     result = run("demo")
     assert (result.exit_code, result.stderr) == (1, "the demo needs torch\n")
 

@@ -71,8 +71,8 @@ def test_commands() -> None:
 def test_backends_and_formats() -> None:
     assert offered("unishard explain c.yaml ") == list(unishard.available())
     assert offered("unishard explain c.yaml d") == ["deepspeed"]
-    assert offered("unishard translate c.yaml --from to") == ["torchtitan"]
-    assert offered("unishard translate c.yaml --to to") == []
+    assert offered("unishard translate c.yaml --from ll") == ["llamafactory"]
+    assert offered("unishard translate c.yaml --to ll") == ["llamafactory"]
     assert offered("unishard migrate . --to unis") == ["unishard"]
 
 

@@ -207,17 +207,25 @@ def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:
         "pipe-parallel-size: 1\nmodel-parallel-size: 2\nzero_optimization: {stage: 1}\nnum-layers: 2\n"
     )
     (project / "tulu.yaml").write_text("with_tracking: true\nper_device_train_batch_size: 1\n")
+    (project / "trainer.yaml").write_text("defaults: [default]\nstrategy: ddp\naccelerator: gpu\ndevices: 4\n")
+    (project / "axo.yaml").write_text("base_model: m\nsequence_len: 8\ndeepspeed: none_such.json\n")
     (project / "config.json").write_text(
         '{"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8, "num_attention_heads": 2}'
     )
     shown = one_line(run("migrate", "project").stdout)
     assert "project/neox.yml not read: a GPT-NeoX config" in shown
-    assert "project/tulu.yaml not read: an open-instruct config" in shown
-    assert " 13 files: 1 translates to unishard, 1 refused, 2 of other tools, 1 cannot be read, 8 skipped" in shown
+    assert "project/tulu.yaml not read: an open-instruct config; run `unishard init`;" in shown
+    assert "project/trainer.yaml not read: a Hydra config" in shown
+    assert (
+        "project/axo.yaml not read: an axolotl config; translate the DeepSpeed JSON that it names (none_such" in shown
+    )
+    assert " 15 files: 1 translates to unishard, 1 refused, 4 of other tools, 1 cannot be read, 8 skipped" in shown
     said = json.loads(run("migrate", "project", "--report", "json").stdout)
-    assert said["other_tools"] == [
-        {"path": "project/neox.yml", "tool": "GPT-NeoX"},
-        {"path": "project/tulu.yaml", "tool": "open-instruct"},
+    assert [(one["path"], one["tool"], "`unishard init`" in one["instead"]) for one in said["other_tools"]] == [
+        ("project/axo.yaml", "axolotl", True),
+        ("project/neox.yml", "GPT-NeoX", True),
+        ("project/trainer.yaml", "Hydra", True),
+        ("project/tulu.yaml", "open-instruct", True),
     ]
     assert said["counts"]["files"] == sum(said["counts"].values()) - said["counts"]["files"]
 

@@ -352,7 +352,7 @@ def test_unknown_format() -> None:
     result = run("translate", TINY, "--to", "unishrd")
     assert result.exit_code == 1
     assert result.stderr.startswith(
-        "no format named 'unishrd'; did you mean 'unishard'? installed: accelerate, axolotl, "
+        "no format named 'unishrd'; did you mean 'unishard'? installed: accelerate, deepspeed, "
     )
 
 

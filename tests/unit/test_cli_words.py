@@ -26,11 +26,10 @@ COMMANDS = [
     ["check", "bad.yaml"],
     ["check", "refused.yaml", "--world-size", "7"],
     ["translate", "examples/configs/ds_zero2.json", "--to", "accelerate", "--report", "full"],
-    ["translate", "examples/configs/axolotl_lora.yaml", "--to", "deepspeed"],
+    ["translate", "examples/configs/training_arguments.yaml", "--to", "deepspeed"],
     ["diff", "examples/configs/ds_zero2.json", "examples/configs/lightning_cli.yaml"],
     ["migrate", "."],
     ["init", "--yes", "--from", "examples/configs/ds_auto.json", "--force", "-o", "out.yaml"],
-    ["docs", "--check"],
     ["schema", "-o", "s.json"],
     ["checkpoint", "list", "runs"],
     ["checkpoint", "inspect", "runs", "--tensors"],
@@ -162,7 +161,7 @@ def test_one_line_stays_one_line_elsewhere(project: Path) -> None:
 
 
 def test_words_that_are_longer_than_a_line_stay_whole() -> None:
-    from unishard.cli.wrapping import show, show_blocks
+    from unishard.cli.tables import show, show_blocks
 
     screen = Terminal()
     show(("file", "note"), [("x" * 300, "short")], screen)

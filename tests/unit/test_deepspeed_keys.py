@@ -17,7 +17,8 @@ from unishard.errors import ConfigError
 from unishard.formats import translate as convert
 from unishard_deepspeed import backend
 from unishard_deepspeed.arguments import ARGUMENTS
-from unishard_deepspeed.keys import CONSTANTS, ROWS, Row, Use, check, fit, spellings, used
+from unishard_deepspeed.keys import CONSTANTS, ROWS, Row, Use, spellings, used
+from unishard_deepspeed.native import check, fit
 
 TAKEN = {key: row for key, row in used(Use.LOG, Use.SAME, Use.OTHER).items() if key != "timers.throughput.enabled"}
 SAMPLES = {bool: True, int: 3, float: 2.0, str: "error", list: ["norm"], dict: {}}

@@ -10,7 +10,7 @@ import pytest
 import unishard
 from unishard import Config, ConfigError
 from unishard.config import hints, leaves
-from unishard.config.loading import other_tool
+from unishard.config.loading.other_tools import other_tool
 from unishard.contract import registry
 from unishard.engine.engine import Engine
 from unishard.engine.framework import Framework
@@ -66,7 +66,6 @@ def test_a_name_of_another_package(name: str) -> None:
             "output_dir: out\nper_device_train_batch_size: 4\nlearning_rate: 1e-4\nbf16: true\n",
             "transformers' TrainingArguments",
         ),
-        ("base_model: llama\nsequence_len: 4096\nmicro_batch_size: 2\nlearning_rate: 1e-4\n", "axolotl"),
     ],
 )
 def test_a_config_of_another_tool_is_one_error_with_the_command(text: str, tool: str, tmp_path: Path) -> None:
@@ -78,6 +77,13 @@ def test_a_config_of_another_tool_is_one_error_with_the_command(text: str, tool:
     assert message.startswith(f"{file}: is a config of {tool} (")
     assert message.endswith(f"not of unishard; translate it: unishard translate {file} --to unishard -o train.yaml")
     assert "\n" not in message
+
+
+def test_a_config_of_a_tool_that_is_not_translated_is_one_error_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("base_model: llama\nsequence_len: 4096\nmicro_batch_size: 2\nlearning_rate: 1e-4\n")
+    with pytest.raises(ConfigError, match=r"is a config of axolotl \(.*\), not of unishard, .*; run `unishard init`$"):
+        unishard.load(file)
 
 
 def test_keys_of_other_tools_beside_backend_have_a_hint_each() -> None:

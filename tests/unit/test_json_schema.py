@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import unishard
 from unishard.cli import app
-from unishard.tools.reference.json_schema import json_schema
+from unishard.tools.json_schema import json_schema
 
 SCHEMA = json_schema()
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))

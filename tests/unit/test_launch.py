@@ -14,16 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 from running import run
 
 import unishard
 from unishard import ConfigError
 from unishard.config import Config, LaunchSettings
-from unishard.config.loading import CONFIG, OVERRIDES, hostfile, variables
+from unishard.config.loading import hostfile
+from unishard.config.loading.launched import CONFIG, OVERRIDES, variables
 from unishard.tools.launch import running
 from unishard.tools.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
-from unishard.tools.launch.jobs import batch_script, manifest
+from unishard.tools.launch.slurm import batch_script
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Script("train.py", ("--log", "3"))
 
 
@@ -45,11 +48,6 @@ def test_it_says_how_many_nodes() -> None:
         (2, 4),
         (5, 5),
     ]
-
-
-def test_names_of_kubernetes_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"launch.kubernetes: 'img' is unknown; known are image, name, namespace"):
-        config(kubernetes={"img": "x"})
 
 
 def test_training_does_not_depend_on_it() -> None:
@@ -229,48 +227,6 @@ def test_what_no_hostfile_is(project: Path, text: str, message: str) -> None:
     assert (result.exit_code, result.stderr) == (1, message)
 
 
-def test_a_hostfile_is_written_as_deepspeed_reads_it(project: Path) -> None:
-    asked = ("launch", "c.yaml", "--nodes", "2", "--processes-per-node", "8", "--endpoint", "head:7")
-    text = run(*asked, "--to-hostfile", "head, node-2", "train.py", "--lr", "3").stdout
-    command = "deepspeed --hostfile hostfile --master_port 7 --no_local_rank train.py --lr 3"
-    assert text == f"# {command}\nhead slots=8\nnode-2 slots=8\n"
-    assert run(*asked, "--to-hostfile", "head,node-2", "-o", "hosts", "train.py").stdout.startswith(
-        "hosts: written; start it with: deepspeed "
-    )
-    again = run(
-        "launch", "c.yaml", "--hostfile", "hosts", "--set", "launch.endpoint=head:7", "--dry-run", "train.py"
-    ).stdout
-    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head:7" in again
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--to-hostfile", "a,b", "train.py"],
-            "launch.nodes: is 1, but 2 hosts are named; make them equal (--nodes 2)",
-        ),
-        (["--to-hostfile", "a,a", "--nodes", "2", "train.py"], "names a host twice: a, a; write each once"),
-        (
-            ["--to-hostfile", "a slots", "train.py"],
-            "'a slots' is no name of a host; write it as head or node-1.cluster",
-        ),
-        (
-            ["--to-hostfile", "a,b", "--nodes", "2", "--endpoint", "b", "train.py"],
-            "launch.endpoint: is on b, and DeepSpeed's hosts meet at the first one; name b first",
-        ),
-        (
-            ["--to-hostfile", "a", "--set", "launch.processes_per_node=null", "train.py"],
-            "launch.processes_per_node: is the number of slots of each host; write a number",
-        ),
-        (["--to-hostfile", "a", "--ray", "train.py"], "--to-hostfile and --ray are ways to start the ranks; give one"),
-    ],
-)
-def test_hosts_that_cannot_be_written(project: Path, arguments: list[str], message: str) -> None:
-    result = run("launch", "c.yaml", *arguments)
-    assert (result.exit_code, message in result.stderr) == (1, True), result.stderr
-
-
 # -- jobs ------------------------------------------------------------------------------------------
 
 
@@ -389,24 +345,6 @@ def test_submitting_prints_the_job(project: Path, tmp_path: Path, monkeypatch: p
     )
 
 
-def test_a_manifest_needs_what_kubernetes_needs() -> None:
-    cfg = config(
-        nodes="1:2", endpoint="a", kubernetes={"kind": "TrainJob", "volume_claim": "data", "working_dir": "/w"}
-    )
-    with pytest.raises(ConfigError) as raised:
-        manifest(cfg, SCRIPT, {}, "train")
-    assert [problem.path for problem in raised.value.problems] == [
-        *(
-            "launch.kubernetes",
-            "launch.processes_per_node",
-            "launch.endpoint",
-            "launch.kubernetes",
-            "launch.nodes",
-            "launch.kubernetes",
-        )
-    ]
-
-
 def test_what_ray_is_asked_for(project: Path) -> None:
     result = run(
         "launch",
@@ -429,10 +367,19 @@ def test_what_ray_is_asked_for(project: Path) -> None:
     )
 
 
-def test_a_job_has_a_name_that_kubernetes_takes() -> None:
-    cfg = config(processes_per_node=1, kubernetes={"image": "x"})
-    assert manifest(cfg, SCRIPT, {}, "My_Train.v2")["metadata"]["name"] == "my-train-v2"
-    assert manifest(cfg, SCRIPT, {}, "___")["metadata"]["name"] == "train"
+def test_the_manifest_of_the_example_starts_torchrun_in_each_pod() -> None:
+    job = YAML(typ="safe").load((ROOT / "examples" / "train_gpt.k8s.yaml").read_text(encoding="utf-8"))
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    for name, role in replicas.items():
+        (container,) = role["template"]["spec"]["containers"]
+        program, script, *arguments = container["command"]
+        assert (name, program) in (("Master", "torchrun"), ("Worker", "torchrun"))
+        assert (ROOT / script).is_file()
+        assert arguments[::2] == ["--set"] * len(arguments[::2])
+        assert unishard.load({}, arguments[1::2]).precision.compute == "bf16"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in role["template"]["spec"]["volumes"]}
 
 
 def test_a_command_is_quoted_for_a_shell() -> None:

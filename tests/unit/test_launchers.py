@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unishard import ConfigError, Topology
-from unishard.config.topology import first_host, forgotten_srun, rendezvous, store_of_launcher
+from unishard.config.launchers import forgotten_srun
+from unishard.config.rendezvous import first_host, rendezvous, store_of_launcher
 
 Environ = dict[str, str]
 

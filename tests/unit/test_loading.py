@@ -12,8 +12,7 @@ from ruamel.yaml import YAML
 
 import unishard
 from unishard import Config, ConfigError
-from unishard.config import loading
-from unishard.config.loading import document
+from unishard.config.loading import document, launched
 from unishard.errors import Problem
 
 BAD: list[dict[str, Any]] = YAML(typ="safe", pure=True).load(Path(__file__).with_name("bad_configs.yaml"))
@@ -228,10 +227,10 @@ def test_a_script_that_does_not_read_the_config_of_the_launcher_is_told(
     monkeypatch.chdir(tmp_path)
     Path("given.yaml").write_text("launch: {nodes: 1}\n" + (f"training: {{{given}}}\n" if given else ""))
     Path("other.yaml").write_text("training: {seed: 2}\n")
-    for name, value in loading.variables(str(tmp_path / "given.yaml"), changes).items():
+    for name, value in launched.variables(str(tmp_path / "given.yaml"), changes).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(loading, "_used", False)
-    monkeypatch.setattr(loading, "_read", set())
+    monkeypatch.setattr(launched, "_used", False)
+    monkeypatch.setattr(launched, "_read", set())
     unishard.load(reads)
-    assert said in loading.unused()
-    assert bool(said) == bool(loading.unused())
+    assert said in launched.unused()
+    assert bool(said) == bool(launched.unused())

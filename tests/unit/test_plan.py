@@ -8,7 +8,8 @@ import pytest
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Collective, ModelShape, ParameterShape
+from unishard.contract.footprint import Collective
+from unishard.contract.model_shape import ModelShape, ParameterShape
 from unishard.errors import ConfigError
 from unishard.tools.plan.activations import Activations, Segment
 from unishard.tools.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy

@@ -9,7 +9,7 @@ import pytest
 
 import unishard
 from unishard.config import Config, leaves
-from unishard.contract.explain import unused
+from unishard.contract.unused import unused
 
 ANOTHER: dict[str, Any] = {
     "sharding.group_size": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def made(from_: str, to: str, *overrides: str) -> Outcome:
 
 
 @pytest.mark.parametrize("from_", SOURCES)
-@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf", "lightning"])
+@pytest.mark.parametrize("to", ["unishard", "deepspeed", "accelerate", "hf"])
 def test_what_is_right_is_clean(from_: str, to: str) -> None:
     found = verify(made(from_, to))
     assert (found.unreported, found.effective.refused, found.effective.missing) == ([], "", "")
@@ -120,8 +121,8 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "another schedule": ("hf", "hf", {"lr_scheduler_type": "linear"}, "scheduler.name"),
     "another window": (
         "deepspeed",
-        "lightning",
-        {"trainer": {"accumulate_grad_batches": 2}},
+        "hf",
+        {"gradient_accumulation_steps": 2},
         "training.gradient_accumulation_steps",
     ),
     "other betas": ("deepspeed", "unishard", {"optimizer": {"betas": [0.9, 0.999]}}, "optimizer.betas"),
@@ -174,23 +175,22 @@ def test_a_tool_that_is_not_installed_is_said_plainly(monkeypatch: pytest.Monkey
     assert found.clean
 
 
-def test_a_tool_that_cannot_be_asked_is_said_plainly() -> None:
-    said = verify(made("hf", "axolotl")).effective.missing
-    assert (
-        said == f"{catalog.get('axolotl').tool} cannot be verified here: unishard cannot ask it what it makes of a file"
-    )
+def test_a_tool_that_cannot_be_asked_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = made("hf", "accelerate")._replace(to="theirs")
+    monkeypatch.setattr(catalog, "get", lambda name: SimpleNamespace(tool="Theirs 1"))
+    said = verify(outcome).effective.missing
+    assert said == "Theirs 1 cannot be verified here: unishard cannot ask it what it makes of a file"
 
 
 AROUND = {"model_name_or_path": "m", **ARGUMENTS}
 TOOLS: dict[str, dict[str, Any]] = {
     "llamafactory": {**AROUND, "stage": "sft", "finetuning_type": "full", "template": "default", "dataset": "d"},
-    "swift": {**ARGUMENTS, "model": "m", "tuner_type": "full", "split_dataset_ratio": 0.1, "deepspeed": "zero3"},
     "trl": {**AROUND, "dataset_name": "d", "assistant_only_loss": True, "warmup_steps": 0, "warmup_ratio": 0.1},
 }
 
 
 @pytest.mark.parametrize("from_", TOOLS)
-@pytest.mark.parametrize("to", ["hf", "llamafactory", "swift", "trl", "deepspeed"])
+@pytest.mark.parametrize("to", ["hf", "llamafactory", "trl", "deepspeed"])
 def test_tools_around_transformers_are_asked_through_it(from_: str, to: str) -> None:
     found = verify(translate(TOOLS[from_], to, from_=from_, topology=FOUR))
     assert (found.unreported, found.effective.refused, found.effective.missing) == ([], "", "")
@@ -206,7 +206,7 @@ def test_tools_around_transformers_are_asked_through_it(from_: str, to: str) -> 
     ("key", "value", "field"), [("learning_rate", 1e-3, "optimizer.lr"), ("warmup_steps", 50, "scheduler.warmup_steps")]
 )
 def test_a_wrong_file_for_a_tool_around_transformers_is_caught(key: str, value: Any, field: str) -> None:
-    right = translate(TOOLS["swift"], "trl", from_="swift", topology=FOUR)
+    right = translate(TOOLS["llamafactory"], "trl", from_="llamafactory", topology=FOUR)
     wrong = right._replace(document={**right.document, key: value})
     assert [row.field for row in verify(wrong).unreported] == [field]
 
@@ -228,8 +228,8 @@ def test_a_rate_that_transformers_copies_from_the_optimizer_is_not_deepspeeds_de
 
 
 def test_a_placeholder_that_is_kept_is_no_difference() -> None:
-    trainer = {"devices": 4, "replace_sampler_ddp": False, "accumulate_grad_batches": "${eval:${batch} // 4}"}
-    outcome = translate({"trainer": trainer}, "lightning", topology=FOUR)
+    arguments = {**ARGUMENTS, "gradient_accumulation_steps": "${eval:${batch} // 4}"}
+    outcome = translate(arguments, "hf", from_="hf", topology=FOUR)
     assert "${eval:${batch} // 4}" in outcome.text
     found = verify(outcome)
     assert found.rows

@@ -10,7 +10,7 @@ from typing import Any
 import framework_versions
 from version_sets import SETS
 
-from unishard.tools.reference.format_page import table
+from dev.pages.markdown import table
 
 __all__ = ["page", "read", "write"]
 

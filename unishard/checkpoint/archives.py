@@ -5,16 +5,10 @@
 
 from __future__ import annotations
 
-import io
 import math
-import struct
 import zipfile
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import IO, Any
-
-import torch
-from torch import Tensor
 
 from unishard.checkpoint.budgets import MOST_DIMS, BoundedUnpickler, refuse, require_small
 from unishard.errors import CheckpointError
@@ -152,56 +146,3 @@ class _Dict(dict[Any, Any]):
     """An OrderedDict, as torch stores those of tensors and shapes."""
 
     def __setstate__(self, state: Any) -> None: ...
-
-
-# -- the bytes that torch.save writes around a tensor's data ---------------------------------------
-# With them, the data can be written without a copy and torch.load reads it.
-#
-# They depend only on shape and dtype, once the data checksum is disabled, which torch.load ignores (torch 2.13). So
-# they are cached.
-
-
-def envelope_of(values: Tensor) -> tuple[bytes, bytes]:
-    """The bytes before and after the data of a tensor in its record."""
-    return _envelope(values.dtype, values.shape)
-
-
-def is_ours(record: IO[bytes], dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether a record is one of a tensor as this version of torch writes it here, but for the data.
-
-    Args:
-        record: The record; afterwards at its beginning.
-        dtype: Of the tensor.
-        shape: Of the tensor.
-    """
-    before, after = _envelope(dtype, torch.Size(shape))
-    found = record.read(len(before)) == before
-    size = record.seek(0, 2)
-    record.seek(max(0, size - len(after)))
-    found = found and record.read() == after and size == len(before) + math.prod(shape) * dtype.itemsize + len(after)
-    record.seek(0)
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _envelope(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    buffer, example = io.BytesIO(), torch.zeros(shape, dtype=dtype)
-    checks = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(example, buffer)
-    finally:
-        torch.serialization.set_crc32_options(checks)
-    record = buffer.getvalue()
-    begin = _offset_of_data(record)
-    return record[:begin], record[begin + example.nbytes :]
-
-
-def _offset_of_data(record: bytes) -> int:
-    """Where the data begins: a record is an uncompressed zip file, and the local header of `data/0` precedes its
-    data.
-    """
-    with zipfile.ZipFile(io.BytesIO(record)) as archive:
-        (header,) = (entry.header_offset for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    name, extra = struct.unpack_from("<HH", record, header + 26)  # lengths of what follows the 30 bytes of the header
-    return int(header + 30 + name + extra)

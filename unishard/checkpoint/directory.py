@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from unishard.checkpoint import finding, lease
+from unishard.checkpoint import finding, headers, lease
 from unishard.checkpoint import manifest as manifests
-from unishard.checkpoint.files import fsync
+from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.manifest import Manifest
 from unishard.errors import CheckpointError
 
@@ -128,14 +128,14 @@ def prune(
     Raises:
         CheckpointError: A checkpoint cannot be deleted.
     """
-    own = finding.header_of(keep)
+    own = headers.header_of(keep)
     if keep_last is None or own is None:
         return []
     ages = {
         found: age
         for found in finding.checkpoints(root)
         if (age := finding.age_of(found)) is not None
-        and (header := finding.header_of(found.path))
+        and (header := headers.header_of(found.path))
         and header.run == own.run
     }
     order = sorted(ages, key=lambda found: ages[found])

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from unishard.checkpoint import metadata
-from unishard.checkpoint.assignment import Places, StoredTensor
-from unishard.checkpoint.intervals import box_table
+from unishard.checkpoint import index_classes
+from unishard.checkpoint.assignment import Places
+from unishard.checkpoint.box_tables import box_table
+from unishard.checkpoint.holdings import StoredTensor
 
 Numbers = NDArray[np.int64]
 _PUTS, _GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
@@ -60,7 +61,7 @@ def pieces(
         code = stream.code(file)
         memo.append(stream.last_put(code))
         yield code + pickle.POP
-    whole = stream.code(metadata.index_of(_LIST, {name: paths[name] for name in names}, _PLACES))
+    whole = stream.code(index_classes.index_of(_LIST, {name: paths[name] for name in names}, _PLACES))
     before, rest = _around(whole, _LIST)
     between, after = _around(rest, _PLACES)
     yield before + pickle.EMPTY_DICT + pickle.MARK
@@ -79,7 +80,7 @@ def _examples(names: Sequence[str], tables: Sequence[tuple[str, int, Places]]) -
         yield TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size((1,)), [])
     yield ChunkStorageMetadata(torch.Size((1,)), torch.Size((1,)))
     yield MetadataIndex(names[0] if names else "", torch.Size((1,)), 1)
-    yield metadata.place("", 1, 1)
+    yield index_classes.place("", 1, 1)
 
 
 def _entry(stream: _Stream, name: str, tensor: StoredTensor, columns: Sequence[Numbers]) -> Iterator[bytes]:
@@ -119,7 +120,7 @@ def _positions(
 
         def example(number: int) -> tuple[Any, Any]:
             index = MetadataIndex(name, torch.Size(number + dim for dim in range(dims)), number + dims)
-            return index, metadata.place(file, number + dims + 1, number + dims + 2)
+            return index, index_classes.place(file, number + dims + 1, number + dims + 2)
 
         code = stream.filled(example, numbers, (memo[0], memo[rank[rows]]))
         yield pickle.MARK + code + pickle.SETITEMS

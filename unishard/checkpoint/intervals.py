@@ -5,10 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes in every dim."""
@@ -64,61 +60,3 @@ def runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> 
     for count, index in enumerate(itertools.product(*(range(size) for size in sizes[:outer]))):
         begin = sum((offset + (index[dim] if dim < outer else 0)) * strides[dim] for dim, offset in enumerate(offsets))
         yield begin, count * length, length
-
-
-# -- The boxes of many intervals of one tensor at once: `intervals.boxes`, in arrays ---------------
-
-Numbers = NDArray[np.int64]
-
-
-class BoxTable(NamedTuple):
-    """A row for each box, in the order of the intervals."""
-
-    source: Numbers
-    """Which interval it belongs to."""
-    first: Numbers
-    """Its first element, in the flattened tensor."""
-    last: Numbers
-    """One past its last element."""
-    offsets: Numbers
-    """In every dim: boxes x dims."""
-    sizes: Numbers
-    """In every dim: boxes x dims."""
-
-
-def box_table(shape: Sequence[int], begins: Any, ends: Any) -> BoxTable:
-    """The boxes that make up intervals of the flattened tensor, as `intervals.boxes` divides each of them.
-
-    Args:
-        shape: Of the full tensor, without empty dims.
-        begins: First element of each interval.
-        ends: One past the last element of each; larger than `begins`.
-    """
-    begins, ends = np.asarray(begins, np.int64), np.asarray(ends, np.int64)
-    blocks = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # elements of one index of a dim
-    # Up: to the end of a row, of a matrix, ... as far as the interval reaches; then down again.
-    points, levels = [begins], list(range(len(shape) - 1, 0, -1))
-    for level in levels:
-        above = -(-points[-1] // blocks[level - 1]) * blocks[level - 1]
-        points.append(np.where(above <= ends, above, points[-1]))
-    for level in reversed(levels):
-        points.append(np.maximum(points[-1], ends // blocks[level - 1] * blocks[level - 1]))
-    points.append(ends)
-    bounds = np.stack(points, axis=1)
-    held = bounds[:, 1:] > bounds[:, :-1]
-    source, step = np.nonzero(held)
-    first, last = bounds[:, :-1][held], bounds[:, 1:][held]
-    dims = np.array([*levels, 0, *reversed(levels)], np.int64)[
-        step
-    ]  # in which dim a box has more than one index and not all
-    return BoxTable(source, first, last, *_coordinates(shape, blocks, first, last, dims))
-
-
-def _coordinates(
-    shape: Sequence[int], blocks: Sequence[int], first: Numbers, last: Numbers, dims: Numbers
-) -> tuple[Numbers, Numbers]:
-    offsets, sizes = np.empty((len(first), len(shape)), np.int64), np.empty((len(first), len(shape)), np.int64)
-    for dim, (length, block) in enumerate(zip(shape, blocks, strict=True)):
-        offsets[:, dim] = first // block % length
-        sizes[:, dim] = np.where(dims > dim, 1, np.where(dims == dim, (last - first) // block, length))
-    return offsets, sizes

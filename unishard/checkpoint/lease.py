@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from unishard.checkpoint.files import fsync, read_bytes
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.files import read_bytes
 from unishard.distributed.processes import is_running, machine, started
 from unishard.errors import CheckpointError
 

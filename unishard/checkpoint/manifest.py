@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from unishard.checkpoint.files import read_bytes
-from unishard.contract.checkpoint_format import LARGEST, Facts, LossScaleFacts, OptimizerFacts, PassFacts, ScheduleFacts
+from unishard.contract.training_facts import LARGEST, Facts, LossScaleFacts, OptimizerFacts, PassFacts, ScheduleFacts
 from unishard.errors import CheckpointError
 
 FILE = "manifest.json"
@@ -179,40 +179,3 @@ def fingerprint_of(shapes: Mapping[str, Sequence[int]]) -> str:
     """A hash of the names and shapes of a model's tensors: 16 hexadecimal digits, independent of their order."""
     lines = [f"{name} {tuple(shape)}\n" for name, shape in sorted(shapes.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
-
-
-# -- The names of the tensors in a checkpoint ------------------------------------------------------
-
-PARAMETERS = "model."
-"""Prefix of the names of parameters and persistent buffers."""
-OPTIMIZER = "optim.state."
-"""Prefix of a parameter's name and an optimizer state key, as torch flattens an optimizer's state (torch 2.13,
-state_dict.py)."""
-AVERAGES = "ema."
-"""Prefix of the name of a parameter of which a moving average is kept."""
-RANDOM = "rng."
-"""Prefix of a rank and a random number generator."""
-BUFFERS = "buffers."
-"""Prefix of a rank and a buffer of which ranks have values of their own, and of `base` and one that is summed."""
-STATE = "state."
-"""Prefix of the user's own state."""
-EXTRA_STATE = "extra_state."
-"""Prefix of the modules' extra state."""
-
-
-def of_optimizer(parameter: str, key: str) -> str:
-    """The name of one tensor of a parameter's optimizer state, such as `exp_avg`."""
-    return f"{OPTIMIZER}{parameter}.{key}"
-
-
-def optimizer_part(name: str) -> tuple[str, str] | None:
-    """The parameter's name and the optimizer state key; None for any other tensor."""
-    if not name.startswith(OPTIMIZER):
-        return None
-    parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-    return parameter, key
-
-
-def parameter_of(name: str) -> str | None:
-    """The name of the parameter or buffer; None for any other tensor."""
-    return name.removeprefix(PARAMETERS) if name.startswith(PARAMETERS) else None

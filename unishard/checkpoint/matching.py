@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from unishard.checkpoint.manifest import PARAMETERS, Manifest, optimizer_part, parameter_of
+from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.tensor_names import PARAMETERS, optimizer_part, parameter_of
 from unishard.errors import CheckpointError, in_one_line
 
 _SHOWN = 8

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unishard.checkpoint import index_file, manifest, shard_index
+from unishard.checkpoint import index_file, shard_index, tensor_names
 from unishard.checkpoint.assignment import Assignment, Places
-from unishard.checkpoint.files import DirectFile, fsync
+from unishard.checkpoint.direct_file import DirectFile
+from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.metadata import FILE
 from unishard.distributed.dtypes import name_of
 
 Packed = tuple[bytes, bytes]
-"""What a rank holds, as `held.packed` makes it."""
+"""What a rank holds, as `holdings.packed` makes it."""
 
 
 class Result(NamedTuple):
@@ -146,8 +147,8 @@ def _path(name: str) -> tuple[str, ...]:
     """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots
     themselves.
     """
-    if part := manifest.optimizer_part(name):
-        return (*manifest.OPTIMIZER.rstrip(".").split("."), *part)
+    if part := tensor_names.optimizer_part(name):
+        return (*tensor_names.OPTIMIZER.rstrip(".").split("."), *part)
     head, _, rest = name.partition(".")
     return (head, rest)
 

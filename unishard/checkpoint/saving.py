@@ -4,67 +4,25 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from unishard.checkpoint import directory, finding, manifest, ownership
-from unishard.checkpoint.files import fsync
-from unishard.checkpoint.hashing import hexadecimal
-from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
+from unishard.checkpoint import directory, finding, ownership, shared_folder
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Written
+from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.writing import write
-from unishard.distributed import process_group
-from unishard.distributed.on_ranks import is_shared, on_first, ranks_of
-from unishard.distributed.shards import LazyShard
+from unishard.distributed.interrupts import is_shared
+from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.errors import CheckpointError
-from unishard.failures.endings import naming_causes
-
-# -- The manifest's fields about the files and tensors that were written ---------------------------
-
-
-def summary_of(written: Written, buffers: Collection[str]) -> dict[str, Any]:
-    """The fields of a manifest that are known only after writing.
-
-    Args:
-        written: By all ranks.
-        buffers: Names of the model's tensors that are not parameters.
-    """
-    return {
-        "written": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "norms": _norms(written, buffers),
-        "files": {
-            name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted(written.files.items())
-        },
-        "tensors": {
-            name: TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
-            for name, shape in sorted(written.shapes.items())
-        },
-    }
-
-
-def _norms(written: Written, buffers: Collection[str]) -> dict[str, float]:
-    """L2 norm of all parameters, and of each kind of optimizer state with a parameter's shape."""
-    squares: dict[str, float] = {}
-    for name, square in written.squares.items():
-        parameter, part = manifest.parameter_of(name), manifest.optimizer_part(name)
-        if part is not None and written.shapes[name] == written.shapes.get(manifest.PARAMETERS + part[0]):
-            squares[part[1]] = squares.get(part[1], 0.0) + square
-        elif parameter is not None and parameter not in buffers:
-            squares["parameters"] = squares.get("parameters", 0.0) + square
-    return {kind: math.sqrt(square) for kind, square in squares.items()}
-
 
 _logger = logging.getLogger("unishard")
 
@@ -130,13 +88,13 @@ def save(
     beside = snapshot.run or "" if snapshot.other_run_present else ""
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step, beside))
     try:
-        ownership.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
+        shared_folder.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
         written = write(temporary, snapshot.shards, ties=snapshot.ties, group=group, advance=advance, cache=cache)
 
         def finish() -> Path:
             assert written is not None
-            ownership.unmark(temporary)
-            ownership.require_complete(temporary, written.files)
+            shared_folder.unmark(temporary)
+            shared_folder.require_complete(temporary, written.files)
             files = _write_assets(temporary, snapshot.assets)
             directory.write_manifest(temporary, _manifest(snapshot, written, files, finding.next_commit(root)))
             ownership.confirm(root)  # a save may take long
@@ -200,101 +158,3 @@ def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[i
     return Manifest(
         **snapshot.facts, **facts, step=snapshot.step, run=snapshot.run, commit=commit, ties=dict(snapshot.ties)
     )
-
-
-# -- Writes a checkpoint in a background thread, one at a time, from a copy in host memory ---------
-
-
-class Background:
-    """At most one job in a background thread; the next call on this object raises its failure.
-
-    Args:
-        ready: Create the process group now, which is collective. If it is created at the first start and a rank is gone
-            by then, the other ranks wait for torch's timeout (half an hour, torch 2.13).
-    """
-
-    def __init__(self, *, ready: bool = False) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[Any] | None = None
-        self._copies: dict[str, Tensor] = {}
-        self._group = _borrowed() if ready else None
-
-    def start(self, work: Callable[[dist.ProcessGroup], Any]) -> None:
-        """Start a job, after the previous one has finished. Collective the first time, unless created with `ready`.
-
-        Args:
-            work: Is passed a process group that nothing else uses: neither the main thread nor another engine's save.
-        """
-        self.wait()
-        self._pool = self._pool or ThreadPoolExecutor(1, "unishard-checkpoint")
-        self._group = self._group or _borrowed()
-        self._running = self._pool.submit(_logged, work, self._group[0])
-
-    @torch.no_grad()
-    def stage(self, snapshot: Snapshot) -> Snapshot:
-        """A copy of a snapshot in host memory, so that training can continue. Waits for the previous job.
-
-        The memory is kept for the next save: allocating and pinning it costs more than the copy.
-        """
-        self.wait()
-        before, self._copies = self._copies, {}
-        for name, stretch in snapshot.shards.items():
-            values = stretch.read(stretch.start, stretch.end)
-            copy = before.get(name)
-            if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
-                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            self._copies[name] = copy.copy_(values, non_blocking=values.is_cuda)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        held = {
-            name: stretch._replace(read=partial(_read, self._copies[name], stretch.start))
-            for name, stretch in snapshot.shards.items()
-        }
-        return snapshot._replace(shards=held)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a job was started for which nobody has waited."""
-        return self._running is not None
-
-    def wait(self) -> None:
-        """Wait until the running job is done.
-
-        Raises:
-            CheckpointError: The job failed.
-        """
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
-
-    def close(self) -> None:
-        """Wait, and release the thread and the memory."""
-        try:
-            self.wait()
-        finally:
-            self._copies.clear()
-            if self._pool is not None:
-                self._pool.shutdown()
-                self._pool = None
-            if self._group is not None:
-                process_group.give_back(*self._group)
-                self._group = None
-
-
-def _borrowed() -> tuple[dist.ProcessGroup, Any]:
-    return process_group.borrow_group(), dist.group.WORLD
-
-
-def _logged(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
-    """Run the job; log a failure at once, because a script that ends without `close` never sees it."""
-    try:
-        with naming_causes():
-            return work(group)
-    except Exception as error:
-        if dist.get_rank(group) == 0:
-            _logger.error("the save in the background failed: %s", error)
-        raise
-
-
-def _read(copy: Tensor, start: int, begin: int, end: int) -> Tensor:
-    return copy[begin - start : end - start]

@@ -4,8 +4,8 @@ torch reads.
     format                        the 17 bytes of `unishard-index-1` and a line feed
     length of the header          8 bytes, little-endian
     header                        JSON: files, and for each tensor its dtype, shape, first row and number of rows
-    rows                          4 numbers of 8 bytes each: first element in the flattened tensor, file, first byte,
-    number of bytes
+    rows                          4 numbers of 8 bytes each: the first element in the flattened tensor, the file, the
+                                  first byte, the number of bytes
 
 The rows of a tensor are in the order of its elements and cover all of them, so each ends where the next one begins. A
 row is found by bisection: of 70 billion parameters on 1,024 ranks, a rank reads 60 kilobytes of rows for each thousand
@@ -14,14 +14,12 @@ tensors instead of 400 MB.
 
 from __future__ import annotations
 
-import math
 import mmap
 import struct
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,83 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unishard.checkpoint import metadata
 from unishard.checkpoint.budgets import MOST_DIMS, MOST_NAMES
+from unishard.checkpoint.chunks import Chunk
 from unishard.checkpoint.files import open_file
 from unishard.checkpoint.intervals import boxes
 from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.errors import CheckpointError
-
-# -- Where the chunks of a checkpoint's tensors lie, found without looking at all of them ----------
-
-
-class Chunk(NamedTuple):
-    """A box of a tensor as it is stored in a file."""
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    at: int
-    length: int
-
-
-class ChunkTable(Protocol):
-    """The chunks of all tensors."""
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Of each tensor."""
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of each tensor."""
-
-    def chunks(self, name: str, begin: int, end: int) -> Iterator[Chunk]:
-        """Those that may hold elements of an interval of the flattened tensor.
-
-        Raises:
-            CheckpointError: They lie outside the directory, or the table is damaged.
-        """
-
-
-class ListedChunks:
-    """A table from lists, such as those of torch's index."""
-
-    def __init__(
-        self, listed: Mapping[str, Sequence[Chunk]], shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        """Sort the chunks.
-
-        Args:
-            listed: The chunks of each tensor.
-            shapes: Of each tensor.
-            dtypes: Of each tensor.
-        """
-        self.shapes, self.dtypes = shapes, dtypes
-        self._sorted: dict[str, tuple[list[Chunk], list[int], list[int]]] = {}
-        self._listed = listed
-
-    def chunks(self, name: str, begin: int, end: int) -> Iterator[Chunk]:
-        """See `ChunkTable`."""
-        if name not in self._sorted:
-            spans = sorted((*_span(chunk), index) for index, chunk in enumerate(self._listed[name]))
-            # Boxes of several dims may interleave in the flattened tensor: the largest end so far never falls.
-            ends = list(accumulate((last for _, last, _ in spans), max))
-            self._sorted[name] = (
-                [self._listed[name][index] for *_, index in spans],
-                [first for first, *_ in spans],
-                ends,
-            )
-        chunks, firsts, ends = self._sorted[name]
-        yield from chunks[bisect_left(ends, begin) : bisect_left(firsts, end)]
-
-
-def _span(chunk: Chunk) -> tuple[int, int]:
-    """The first and the last element of a box in the flattened tensor."""
-    strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
-    first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
-    return first, first + sum(max(size - 1, 0) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
-
 
 FILE = "shards.index"
 """Its name in a checkpoint."""

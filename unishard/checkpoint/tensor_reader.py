@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from unishard.checkpoint import metadata
-from unishard.checkpoint.archives import is_ours, read_through, require_bounded
-from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file
+from unishard.checkpoint.archives import read_through, require_bounded
+from unishard.checkpoint.chunks import Chunk, ChunkTable, ListedChunks
+from unishard.checkpoint.files import open_file
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.intervals import runs
-from unishard.checkpoint.shard_index import Chunk, ChunkTable, ListedChunks, open_index
-from unishard.distributed.shards import LazyShard
+from unishard.checkpoint.records import is_ours
+from unishard.checkpoint.shard_index import open_index
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 

@@ -4,7 +4,7 @@
 |---|---|
 | `None`, `bool`, `str`, `int` up to 2^53, finite `float` | itself |
 | `list`, `dict` with string keys | array, object |
-| `dict` with other manifest, or one that begins with `$` | `{"$items": [[key, value], ...]}` |
+| `dict` with other keys, or one that begins with `$` | `{"$items": [[key, value], ...]}` |
 | `tuple` | `{"$tuple": [...]}` |
 | larger `int`, infinite or not-a-number `float` | `{"$int": "0x..."}`, `{"$float": "inf"}` |
 | `bytes` | `{"$bytes": name}` |
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from unishard.checkpoint import manifest
+from unishard.checkpoint import tensor_names
 from unishard.distributed.dtypes import dtype_named, name_of
-from unishard.distributed.nested_tensors import STORABLE, obstacle
+from unishard.distributed.storable import STORABLE, obstacle
 from unishard.errors import CheckpointError
 
 _EXACT = 2**53
@@ -44,7 +44,7 @@ _SHALLOW = 60
 _RANKS = "$ranks"
 
 
-def pack(state: Any, prefix: str = manifest.STATE) -> tuple[Any, dict[str, Tensor]]:
+def pack(state: Any, prefix: str = tensor_names.STATE) -> tuple[Any, dict[str, Tensor]]:
     """Divide a state into JSON and tensors.
 
     Args:

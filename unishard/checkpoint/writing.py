@@ -26,16 +26,17 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from unishard.checkpoint import manifest
-from unishard.checkpoint.archives import envelope_of
-from unishard.checkpoint.assignment import Held, cut, divided, held_of, packed
-from unishard.checkpoint.files import BUFFER, DirectFile
+from unishard.checkpoint import tensor_names
+from unishard.checkpoint.direct_file import BUFFER, DirectFile
 from unishard.checkpoint.hashing import MASK, hash_of
+from unishard.checkpoint.holdings import Held, cut, divided, held_of, packed
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Result, Written
-from unishard.distributed.on_ranks import share
-from unishard.distributed.shards import LazyShard, norm_of
+from unishard.checkpoint.records import envelope_of
+from unishard.distributed.interrupts import share
+from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.shards import norm_of
 from unishard.errors import CheckpointError
 
 CHUNK = 1 << 24
@@ -166,7 +167,7 @@ class _Writer(FileSystemWriter):
         super().__init__(folder, overwrite=False)
         self.written: Written | None = None
         """On rank 0, once all is written."""
-        self._ties = {manifest.PARAMETERS + alias: manifest.PARAMETERS + name for alias, name in ties.items()}
+        self._ties = {tensor_names.PARAMETERS + alias: tensor_names.PARAMETERS + name for alias, name in ties.items()}
         self._planner = planner
         self._advance = advance
         self._own_index = own_index

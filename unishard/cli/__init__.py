@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from unishard.cli.wrapping import echo, keep_words_whole, plain_notes
+from unishard.cli.renamed_notes import plain_notes
+from unishard.cli.wrapping import echo, keep_words_whole
 from unishard.errors import UnishardError
 
 __all__ = ["app", "main"]
@@ -32,7 +33,6 @@ _COMMANDS = (
     "init",
     "migrate",
     "schema",
-    "docs",
     "backends",
     "doctor",
     "launch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from unishard.cli.wrapping import show
+from unishard.cli.tables import show
 
 
 def backends() -> None:

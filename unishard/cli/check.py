@@ -7,9 +7,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, own_file, topology_of
+from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, topology_of
+from unishard.cli.foreign_file import own_file
 from unishard.cli.wrapping import echo, emit
-from unishard.config.batch_sizes import RunRanks, ranks_of
+from unishard.config.run_ranks import RunRanks, ranks_of
 from unishard.errors import ConfigError, Problem
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from unishard.cli import script_runs
+from unishard.cli import script_last, script_runs
 from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule
 from unishard.cli.wrapping import echo, emit
 
-Command = script_runs.ScriptLast
+Command = script_last.ScriptLast
 
 
 def compare(

@@ -21,6 +21,6 @@ def demo(
 
     Example: unishard demo --world-size 2 --steps 60
     """
-    from unishard.tools.demo import run_demo
+    from unishard.tools.demo.comparison import run_demo
 
     run_demo(out=out, world_size=world_size, steps=steps)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unishard.cli.wrapping import echo, emit, is_narrow, show, show_blocks
+from unishard.cli.tables import is_narrow, show, show_blocks
+from unishard.cli.wrapping import echo, emit
 
 if TYPE_CHECKING:
     from unishard.tools.doctor import Check

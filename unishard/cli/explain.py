@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli import arguments
-from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, own_file, run_ranks
-from unishard.cli.wrapping import echo, emit, is_narrow, show, show_blocks
+from unishard.cli import completion
+from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, run_ranks
+from unishard.cli.foreign_file import own_file
+from unishard.cli.tables import is_narrow, show, show_blocks
+from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import bare
 from unishard.errors import ConfigError
 
@@ -29,9 +31,9 @@ def explain(
     backend: Annotated[
         str | None,
         typer.Argument(
-            metavar="|".join(arguments.installed_backends()) or "BACKEND",
+            metavar="|".join(completion.installed_backends()) or "BACKEND",
             help="Show only this backend.",
-            autocompletion=arguments.backends,
+            autocompletion=completion.backends,
         ),
     ] = None,
     native: Annotated[
@@ -84,7 +86,7 @@ def explain(
 
 
 def _print_native(cfg: Config, backend: str | None, model: str | None, topology: Topology) -> None:
-    from unishard.contract.report import translate
+    from unishard.contract.translate import translate
     from unishard.tools.plan.model import PlannedModel
 
     if model is not None:

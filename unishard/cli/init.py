@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import Overrides, save
+from unishard.cli.arguments import Overrides
+from unishard.cli.output import save
 from unishard.cli.wrapping import echo, width_of, wrapped
 from unishard.config.describe import shown
 from unishard.errors import ConfigError, UnishardError

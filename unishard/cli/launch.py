@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName, own_file, save
-from unishard.cli.script_runs import ScriptLast
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName
+from unishard.cli.foreign_file import own_file
+from unishard.cli.output import save
+from unishard.cli.script_last import ScriptLast
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
@@ -33,10 +35,6 @@ def launch(
     ] = None,
     endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet.")] = None,
     hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Take these from DeepSpeed's hostfile.")] = None,
-    to_hostfile: Annotated[
-        str | None,
-        typer.Option(metavar="HOST,HOST", help="Write DeepSpeed's hostfile of these hosts, and start nothing."),
-    ] = None,
     node_rank: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="This host, with rendezvous: static.")
     ] = None,
@@ -46,7 +44,6 @@ def launch(
     ] = True,
     set_: Overrides = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a Slurm job.")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write the manifest of a Kubernetes job.")] = False,
     ray: Annotated[bool, typer.Option("--ray", help="Run it on Ray Train.")] = False,
     output: Annotated[
         Path | None,
@@ -59,7 +56,7 @@ def launch(
 
     The section `launch:` of the config says how many, and the script gets the config with unishard.load(). On this host
     torchrun starts them: Ctrl-C ends every rank, and the exit status is that of the rank that failed first. On several
-    hosts, start the same command on each, or let Slurm, Kubernetes or Ray do it: -o writes the job to a file instead of
+    hosts, start the same command on each, or let Slurm or Ray do it: -o writes the job of Slurm to a file instead of
     submitting it.
 
     Options stand before SCRIPT; what follows it is passed to the script.
@@ -83,15 +80,11 @@ def launch(
         Script(script, tuple(arguments or ()), module),
         [change for change in changes if not change.startswith("launch")],
     )
-    systems = {"--slurm": slurm, "--kubernetes": kubernetes, "--to-hostfile": to_hostfile is not None, "--ray": ray}
+    systems = {"--slurm": slurm, "--ray": ray}
     _refuse_contradictions(systems, output, node_rank, dry_run=dry_run, as_json=as_json)
     try:
-        if to_hostfile is not None:
-            _hostfile(request, to_hostfile, output)
-        elif slurm:
+        if slurm:
             _slurm(request, output, dry_run=dry_run, as_json=as_json)
-        elif kubernetes:
-            _kubernetes(request, output, dry_run=dry_run, as_json=as_json)
         elif ray:
             _ray(request, dry_run=dry_run)
         else:
@@ -137,14 +130,13 @@ def _refuse_contradictions(
     if as_json and not dry_run:
         raise UnishardError("--json describes what --dry-run prints; add --dry-run")
     if output and (not chosen or systems["--ray"]):
-        what = "add --slurm, --kubernetes or --to-hostfile HOSTS, or leave -o out"
-        raise UnishardError(f"-o writes a job, but on this host there is none; {what}")
+        raise UnishardError("-o writes the job of Slurm; add --slurm, or leave -o out")
     if node_rank is not None and chosen:
         raise UnishardError("--node-rank numbers this host, but the job system numbers its nodes; leave it out")
 
 
 def _local(request: LaunchRequest, node_rank: int | None, *, check: bool, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.command import Host, command_of, torchrun_program
 
     script, cfg = request.script, request.cfg
@@ -167,7 +159,7 @@ def _expect_script(script: Script) -> None:
 
 
 def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.running import plan_for_ray, run_on_ray
 
     _expect_script(request.script)
@@ -179,9 +171,9 @@ def _ray(request: LaunchRequest, *, dry_run: bool) -> None:
 
 
 def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
+    from unishard.config.loading.launched import variables
     from unishard.tools.launch.command import torchrun_program
-    from unishard.tools.launch.jobs import batch_script, submit, unheard_signal
+    from unishard.tools.launch.slurm import batch_script, submit, unheard_signal
 
     if (unheard := unheard_signal(request.cfg)) is not None:
         echo(f"warning: {unheard}", err=True)
@@ -194,30 +186,6 @@ def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_jso
         echo(f"{output}: written; submit it with: sbatch {output}")
     else:
         echo(f"submitted job {submit(text)}")
-
-
-def _kubernetes(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    from unishard.config.loading import variables
-    from unishard.formats.documents import yaml_text
-    from unishard.tools.launch.jobs import manifest
-
-    job = manifest(request.cfg, request.script, variables(str(request.path), request.changes), request.name)
-    if dry_run or not output:
-        emit(json.dumps({"manifest": job}, indent=2) if as_json else yaml_text(job), end="\n" if as_json else "")
-    else:
-        save(output, yaml_text(job))
-        echo(f"{output}: written; start it with: kubectl apply -f {output}")
-
-
-def _hostfile(request: LaunchRequest, hosts: str, output: Path | None) -> None:
-    from unishard.tools.launch.command import hostfile
-
-    text = hostfile(request.cfg, [name.strip() for name in hosts.split(",")], request.script, str(output or "hostfile"))
-    if output is None:
-        emit(text, end="")
-        return
-    save(output, text)
-    echo(f"{output}: written; start it with: {text.splitlines()[0].removeprefix('# ')}")
 
 
 def _gpus() -> str:

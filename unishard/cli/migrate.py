@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unishard.cli.arguments import written_formats as formats_like
+from unishard.cli.completion import written_formats as formats_like
 from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
 from unishard.contract.rules import Fit
@@ -62,7 +62,7 @@ def migrate(
     if report is MigrateForm.JSON:
         whole = {
             "configs": list(map(_object, configs)),
-            "other_tools": [{"path": one.path, "tool": one.tool} for one in others],
+            "other_tools": [{"path": one.path, "tool": one.tool, "instead": one.instead} for one in others],
         }
         left = {"unreadable": list(map(_why, broken)), "skipped": list(map(_why, skipped))}
         emit(json.dumps({"to": to, "counts": _counts(configs, others, broken, skipped), **whole, **left}, indent=2))
@@ -118,7 +118,8 @@ def _blocks(
 ) -> Iterator[tuple[str, list[str]]]:
     """The path of each file, and what is known about it, the command to paste last."""
     for other in others:
-        yield other.path, [_fitted(f"  not read: {'an' if other.tool[0] in 'AEIOUaeiou' else 'a'} {other.tool} config")]
+        tool = f"{'an' if other.tool[0] in 'AEIOUaeiou' else 'a'} {other.tool} config"
+        yield other.path, [_fitted(f"  not read: {tool}; {other.instead}")]
     for one in configs:
         counts = ", ".join(f"{count} {fit}" for fit, count in one.counts.items() if count)
         where = f" ({one.block})" if one.block else ""

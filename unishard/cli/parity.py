@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unishard.cli import script_runs
-from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName, save
+from unishard.cli import script_last, script_runs
+from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule, ScriptName
+from unishard.cli.output import save
 from unishard.cli.wrapping import echo, emit
 from unishard.config import Config
 from unishard.errors import BackendError, UnishardError
@@ -84,7 +85,7 @@ def _located(last: int, rows: Sequence[Variant], golden: Path | None, cfg: Confi
     return result
 
 
-Command = script_runs.ScriptLast
+Command = script_last.ScriptLast
 
 DIFFERENT = 1
 """Exit status when values differ; 2 means an error."""

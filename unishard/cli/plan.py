@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unishard.cli import arguments
+from unishard.cli import arguments, foreign_file
 from unishard.cli.wrapping import echo, emit
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
@@ -42,7 +42,7 @@ def plan(
     from unishard.tools.plan.planning import make_plan
 
     target = arguments.device_of(device, memory)
-    with arguments.own_file(config):
+    with foreign_file.own_file(config):
         cfg, origins = read(config, set_ or ())
     try:
         ranks = arguments.run_ranks(cfg, world_size, gpus_per_node)

@@ -10,7 +10,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from unishard.cli.wrapping import FIT_STYLES, report_width, shell_lines, width_of, wrapped
+from unishard.cli.tables import FIT_STYLES
+from unishard.cli.wrapping import report_width, shell_lines, width_of, wrapped
 from unishard.config.describe import bare
 from unishard.contract.rules import Fit
 from unishard.errors import in_one_line, printable

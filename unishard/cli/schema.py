@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from unishard.cli.arguments import Output, save
+from unishard.cli.arguments import Output
+from unishard.cli.output import save
 from unishard.cli.wrapping import echo, emit
 
 
@@ -17,7 +18,7 @@ def schema(output: Output = None) -> None:
 
     Example: unishard schema -o unishard.schema.json
     """
-    from unishard.tools.reference.json_schema import ATTACH, json_schema
+    from unishard.tools.json_schema import ATTACH, json_schema
 
     text = json.dumps(json_schema(), indent=2)
     if output is None:

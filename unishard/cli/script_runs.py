@@ -6,19 +6,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from typer.core import TyperCommand
 
-from unishard.cli.arguments import backend_lists, own_file, strategy_lists
+from unishard.cli.completion import backend_lists, strategy_lists
+from unishard.cli.foreign_file import own_file
 from unishard.cli.wrapping import echo
 from unishard.config import Config
 from unishard.errors import ConfigError, UnishardError
 
 if TYPE_CHECKING:
-    from unishard.config.batch_sizes import RunRanks
     from unishard.config.loading.origins import Origins
+    from unishard.config.run_ranks import RunRanks
     from unishard.tools.compare.candidates import ComparedRow
     from unishard.tools.compare.measuring import Measured, Task
     from unishard.tools.launch.command import Script
@@ -112,7 +112,7 @@ def script_or_model(
 
 def ranks_here(cfg: Config) -> RunRanks:
     """How many ranks a run on this host has, and what says so."""
-    from unishard.config.batch_sizes import RunRanks
+    from unishard.config.run_ranks import RunRanks
     from unishard.config.topology import Topology
     from unishard.tools.launch.running import gpus
 
@@ -172,27 +172,3 @@ def _measured(cfg: Config, task: Task, row: ComparedRow, changes: Sequence[str],
     except ConfigError as error:
         return Measured(row, failure=str(error).splitlines()[0])
     return measure(task, row, overrides, folder)
-
-
-# -- Commands that start a script: `unishard COMMAND CFG [OPTIONS] SCRIPT ARGS` --------------------
-
-
-class ScriptLast(TyperCommand):
-    """Leaves what follows the script to the script, options included."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put `--` before the arguments of the script."""
-        values = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
-        words, positional = iter(range(len(args))), 0
-        for at in words:
-            if args[at] == "--":
-                break
-            if args[at].startswith("-"):
-                if args[at] in values:
-                    next(words, None)
-            else:
-                positional += 1
-                if positional == 2:
-                    args = [*args[:at], "--", *args[at:]]
-                    break
-        return list(super().parse_args(ctx, args))

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 import typer
 from typer.core import TyperCommand
 
-from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, save, topology_of, written_formats
-from unishard.cli.arguments import formats as read_formats
+from unishard.cli.arguments import GpusPerNode, Output, Overrides, Ranks, topology_of
+from unishard.cli.completion import formats as read_formats
+from unishard.cli.completion import written_formats
+from unishard.cli.output import save
+from unishard.cli.renamed_notes import collected
 from unishard.cli.report import ReportForm, write_report
-from unishard.cli.wrapping import collected, echo, emit, report_width, shell_lines, wrapped
+from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import bare
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
@@ -236,8 +239,8 @@ def translate(
     """Translate a config of any tool into the format of another.
 
     Writes the result to stdout, and a report on each key to stderr. Formats: unishard, deepspeed, accelerate, hf,
-    lightning, axolotl, llamafactory, swift, trl; composer and torchtitan are only read. Exits with 1 and writes nothing
-    if a key has no equivalent; then it prints a command that works.
+    llamafactory, trl; lightning is only read. Exits with 1 and writes nothing if a key has no equivalent; then it
+    prints a command that works.
 
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
 

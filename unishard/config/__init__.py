@@ -9,14 +9,21 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from unishard.config.activation_checkpointing import ActivationCheckpointing
 from unishard.config.checkpoint import Checkpoint
+from unishard.config.communication import Communication
+from unishard.config.compile import Compile
 from unishard.config.hints import instead
 from unishard.config.launch import LaunchSettings
-from unishard.config.logging import Logging, Profile
-from unishard.config.optimizer import Optimizer, ParameterGroup, Scheduler
+from unishard.config.logging import Logging
+from unishard.config.offload import Offload
+from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.precision import Precision
-from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, lower, refuse, value_at
-from unishard.config.sharding import ActivationCheckpointing, Communication, Compile, Offload, Sharding
+from unishard.config.profile import Profile
+from unishard.config.scheduler import Scheduler
+from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
+from unishard.config.sharding import Sharding
+from unishard.config.spellings import lower
 from unishard.config.training import Training
 from unishard.errors import ConfigError, Problem
 

@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unishard.config.paths import Directory
-from unishard.config.section import Section, Spellings, refuse
+from unishard.config.section import Section, refuse
+from unishard.config.spellings import Spellings
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
 """Signals that can trigger a checkpoint. The others cannot be caught, or Python or torch use them."""

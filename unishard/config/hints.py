@@ -146,11 +146,12 @@ IN_SCRIPT = _by_name(
             "is not in the config: write it in the loop of your script; scheduler.total_steps is the length of the "
             "schedule in updates"
         ),
+        "kubernetes": "is not in the config: write a manifest, such as examples/train_gpt.k8s.yaml",
         "num_workers dataloader_num_workers": "is not in the config: pass it to unishard.dataloader(dataset, cfg, "
         "num_workers=4)",
     }
 )
-"""Fields that people write into the config, whose place is the training script."""
+"""Fields that people write into the config, whose place is the training script or a file of its own."""
 
 
 _WRAPPED = "pass the model that it wraps, without the wrapper: its `module`"

@@ -10,19 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from unishard.config.section import Section, refuse
 
-KUBERNETES = (
-    "image",
-    "name",
-    "namespace",
-    "kind",
-    "gpu_resource",
-    "volume_claim",
-    "mount_path",
-    "working_dir",
-    "shared_memory",
-)
-"""The settings of `launch.kubernetes`."""
-_KINDS = ("PyTorchJob", "TrainJob")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_OPTIONS = {
@@ -50,7 +37,7 @@ class LaunchSettings(Section):
     """Number of ranks on each host. `null`: one for each GPU, and one where there is none."""
     endpoint: str | None = Field(default=None)
     """`HOST:PORT` at which the hosts meet; the port is 29500 if omitted. Each host must reach it, and with `c10d` HOST
-    is one of them, which must outlive the run. Slurm and Kubernetes fill it in. `null`: only one host."""
+    is one of them, which must outlive the run. Slurm fills it in. `null`: only one host."""
     rendezvous: Literal["c10d", "static", "etcd-v2", "etcd"] = Field(default="c10d")
     """How the hosts meet, as torchrun's `--rdzv-backend`. `static` never restarts on fewer hosts, and needs
     `--node-rank` on each; `etcd` needs an etcd server at `endpoint`, which no lost host takes along."""
@@ -69,11 +56,6 @@ class LaunchSettings(Section):
     """Options of the sbatch script that `--slurm` writes, by their long names:
     `{partition: gpu, gpus-per-node: 8, time: "4:00:00"}`. Two are commands of the script: `setup` runs before the ranks
     start (`module load cuda`), and `srun` adds arguments to srun."""
-    kubernetes: dict[str, str] = Field(default={})
-    """Settings of the manifest that `--kubernetes` writes: `image` (required), `name`, `namespace`, `kind`
-    (`PyTorchJob` of Training Operator v1, or `TrainJob` of Kubeflow Trainer v2), `gpu_resource` (default
-    `nvidia.com/gpu`), `volume_claim` and `mount_path` (a shared volume for code and checkpoints), `working_dir`,
-    `shared_memory` (default `16Gi`)."""
 
     @property
     def min_nodes(self) -> int:
@@ -121,9 +103,5 @@ class LaunchSettings(Section):
                 problems.append(("slurm", what))
             elif not re.fullmatch(r"[a-z][a-z-]*", name):
                 problems.append(("slurm", f"{name!r} is no long option of sbatch; write it as in gpus-per-node"))
-        unknown = [name for name in self.kubernetes if name not in KUBERNETES]
-        problems += [("kubernetes", f"{name!r} is unknown; known are {', '.join(KUBERNETES)}") for name in unknown]
-        if self.kubernetes.get("kind", _KINDS[0]) not in _KINDS:
-            problems.append(("kubernetes", f"kind is {self.kubernetes['kind']!r}; write {' or '.join(_KINDS)}"))
         refuse(problems)
         return self

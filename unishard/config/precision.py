@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unishard.config.patterns import Pattern
-from unishard.config.section import Section, Spellings, lower, refuse
+from unishard.config.section import Section, refuse
+from unishard.config.spellings import Spellings, lower
 
 _ALIASES = {
     "bfloat16": "bf16",

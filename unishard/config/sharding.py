@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from unishard.config.paths import Directory
-from unishard.config.section import Section, Spellings, lower, refuse
+from unishard.config.section import Section, refuse
+from unishard.config.spellings import Spellings
 
 _ALIASES = {
     "ddp": "no_shard",
@@ -136,97 +136,4 @@ class Sharding(Section):
                 if name in self.units
             ]
         refuse(problems)
-        return self
-
-
-# -- Sizes and timing of collectives. No field here changes the results ----------------------------
-
-
-class Communication(Section):
-    """Sizes and timing of collectives. No field here changes the results."""
-
-    reduce_bucket_size: int = Field(default=25_000_000, ge=1)
-    """Gradient elements reduced in one collective, on engines that use buckets."""
-    prefetch_bucket_size: int | None = Field(default=None, ge=0)
-    """Parameter elements that may be gathered before they are used (`full_shard`). `null` for those of the next unit,
-    whatever its size; 0 disables prefetching."""
-    overlap: bool = Field(default=True)
-    """Whether gradients are reduced during backward, where the engine has this option."""
-    desync_check: bool = Field(default=True)
-    """Whether to check that all ranks make the same collective calls: one by one in the first ten updates and in every
-    tenth after them, and all calls before a save. On a mismatch, every rank raises an error that names each rank's
-    call, instead of hanging."""
-    desync_timeout: float = Field(default=10.0, gt=0, le=1800)
-    """Seconds until that error is raised. A rank that is late outside unishard is named in a warning instead, and
-    waited for."""
-
-
-# -- What is kept in host memory or on a local disk instead of accelerator memory ------------------
-
-Place = Literal["none", "cpu", "nvme"]
-
-
-class Offload(Section):
-    """What is kept outside accelerator memory while it is not in use.
-
-    `offload: cpu` stands for both parameters and optimizer.
-    """
-
-    shorthand: ClassVar[tuple[str, ...]] = ("params", "optimizer")
-
-    params: Place = Field(default="none")
-    """Where sharded parameters and their fp32 master weights are kept: on the accelerator, in host memory (`cpu`), or
-    in files (`nvme`)."""
-    optimizer: Place = Field(default="none")
-    """Where the optimizer state is kept. With `cpu` and `nvme` the optimizer runs on the host."""
-    pin_memory: bool = Field(default=True)
-    """Whether offloaded tensors use page-locked host memory (faster copies; needs a CUDA device)."""
-    nvme_path: Directory = Field(default=None)
-    """Directory for the files of `nvme`, on a local disk of each node; required with `nvme`. Each rank writes its own
-    files."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        places = (self.params, self.optimizer)
-        problems: list[tuple[str, str]] = []
-        if "nvme" in places and not self.nvme_path:
-            problems.append(
-                ("nvme_path", "is required with nvme; write a directory on a local disk, or use cpu instead of nvme")
-            )
-        if self.nvme_path is not None and "nvme" not in places:
-            problems.append(
-                ("nvme_path", "is unused: nothing is offloaded to nvme; remove it or set offload.params to nvme")
-            )
-        if "pin_memory" in self.changed and places == ("none", "none"):
-            problems.append(
-                ("pin_memory", "is unused: nothing is offloaded; remove it or set offload.optimizer to cpu")
-            )
-        refuse(problems)
-        return self
-
-
-# -- Activation checkpointing and compilation ------------------------------------------------------
-
-
-Word = Annotated[Literal["none", "full", "selective"], Spellings()]
-
-ActivationCheckpointing = Annotated[Word | list[str], BeforeValidator(lower)]
-
-
-class Compile(Section):
-    """`torch.compile`, in place: names of modules and parameters do not change."""
-
-    shorthand: ClassVar[tuple[str, ...]] = ("mode",)
-
-    mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(lower), Spellings()] = Field(default="none")
-    """`per_block` compiles the model's repeated blocks; their common code is compiled once. `full` compiles the whole
-    model, with a graph break wherever the engine gathers a unit."""
-    backend: str = Field(default="inductor")
-    """torch.compile's backend: `inductor` generates kernels (on the CPU it needs a C++ compiler); `aot_eager` and
-    `eager` only trace, which helps to find graph breaks."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.mode == "none" and "backend" in self.changed:
-            refuse([("backend", "is unused: nothing is compiled; remove it or set compile.mode to per_block")])
         return self

@@ -2,8 +2,8 @@
 document has.
 
 With the rules of `unishard.contract.rules` these rows describe a format as data: reading, writing, the report and
-docs/formats.md all come from them. Engines describe their own arguments so (`Backend.keys`); formats that wrap an
-engine's arguments add theirs.
+docs/formats/ all come from them. Engines describe their own arguments so (`EngineArguments.keys`); formats that wrap
+an engine's arguments add theirs.
 """
 
 from __future__ import annotations

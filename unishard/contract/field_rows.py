@@ -210,7 +210,6 @@ _STARTED = {
     "max_restarts": "pass torchrun --max-restarts",
     "environment": "export them before the launch",
     "slurm": _JOB,
-    "kubernetes": _JOB,
 }
 
 

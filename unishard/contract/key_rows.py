@@ -221,14 +221,3 @@ def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
         note: Why.
     """
     return Key(lambda value, given: KeyEffect(fit, note, native={key: convert(value)}), "", fit, note)
-
-
-def _deterministic(value: Any, given: DocumentValues) -> KeyEffect:
-    if boolean(value):
-        return KeyEffect(Fit.NEEDS_INPUT, "call torch.use_deterministic_algorithms(True) in the training script")
-    return KeyEffect(Fit.IGNORED, "is off")
-
-
-SEED = sets("training.seed", integer(0, 2**32 - 1))
-DETERMINISTIC = Key(_deterministic)
-"""A switch for torch's deterministic algorithms."""

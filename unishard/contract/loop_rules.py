@@ -26,7 +26,6 @@ _LAUNCH = {
     "launch.max_restarts": "`--max-restarts` of torchrun",
     "launch.environment": "of the ranks",
     "launch.slurm": "options of sbatch",
-    "launch.kubernetes": "settings of the manifest",
 }
 
 LOOP: Mapping[str, Rule] = {

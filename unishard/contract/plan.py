@@ -22,15 +22,34 @@ from unishard.config import (
 )
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Footprint, ModelShape
+from unishard.contract.footprint import Footprint
+from unishard.contract.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from unishard.contract.backend import Backend
+    from unishard.contract.adapter import InferenceAdapter
     from unishard.contract.units import ModelUnits, Unit
+
+
+class EngineBuilder(Protocol):
+    """What a plan knows of its backend: what it is called, what it needs, and that it builds the engine."""
+
+    @property
+    def name(self) -> str:
+        """What `backend:` says in a config."""
+        ...
+
+    @property
+    def requires(self) -> Mapping[str, str]:
+        """The packages that it imports, and the extra of unishard that installs each."""
+        ...
+
+    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+        """Build the engine of a plan around a model. Collective."""
+        ...
 
 
 class EngineSpec(Protocol):
@@ -66,7 +85,7 @@ class ModelPlan:
     compiled: Sequence[Unit]
     compile: Compile
     plain: Any
-    """What its modules were before: `unishard.engine.model.facts.PlainModules`."""
+    """What its modules were before: `unishard.engine.model.plain_modules.PlainModules`."""
 
     @property
     def name(self) -> str:
@@ -173,7 +192,7 @@ class RunPlan:
     """All that is known of a run before its engine is built."""
 
     topology: Topology
-    backend: Backend
+    backend: EngineBuilder
     engine: EngineSpec | None
     """None where each rank holds the full model without a sharding engine: inference under a strategy that shards no
     parameters."""

@@ -15,7 +15,8 @@ from unishard.config.hints import BACKENDS
 from unishard.errors import BackendError
 
 if TYPE_CHECKING:
-    from unishard.contract.backend import Backend, EngineArguments
+    from unishard.contract.backend import Backend
+    from unishard.contract.engine_arguments import EngineArguments
 
 GROUP = "unishard.backends"
 """The group of entry points that backends stand in."""

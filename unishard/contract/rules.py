@@ -1,7 +1,7 @@
 """A mapping is a table: one `Rule` for each leaf of the config.
 
 A backend describes its engine with such a table, and a format of another tool describes its documents with one. From
-the same rows come the native config, the document, the report, `unishard explain`, MAPPING.md and docs/formats.md, so
+the same rows come the native config, the document, the report, `unishard explain`, MAPPING.md and docs/formats/, so
 all of them agree.
 """
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from unishard.distributed import host_numbers, process_group
+from unishard.distributed import agreement, host_numbers
 from unishard.errors import ContractError
 
 Enter = Callable[[str, str], None]
@@ -91,7 +91,7 @@ def windows(
     total = length_of(loader)
     if enter is not None:
         enter("batches", "")
-        process_group.agree({"len(loader)": total}, "numbers of batches")
+        agreement.agree({"len(loader)": total}, "numbers of batches")
     if begin is not None:
         begin()
     rest = iter(loader)
@@ -105,7 +105,7 @@ def windows(
         if total is None and enter is not None:
             enter("batches", f", after {yielded} batches")
             if not _equal(len(window)):
-                process_group.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
+                agreement.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
         if not window or (drop and len(window) < length):
             return
         yield Window(window, device)

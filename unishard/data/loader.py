@@ -15,7 +15,8 @@ from unishard.config import Config, expect_config
 from unishard.config.describe import count_of
 from unishard.config.hints import instead
 from unishard.config.topology import Topology
-from unishard.data.sampler import ShareSampler, seed_of
+from unishard.data.sampler import ShareSampler
+from unishard.data.seeds import seed_of
 from unishard.errors import DataError
 from unishard.failures import prelaunch_errors
 

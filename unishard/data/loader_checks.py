@@ -13,8 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from unishard.config import Training
 from unishard.data.batches import Window
+from unishard.data.digest import of_dataset, of_value
+from unishard.data.epochs import Orders
 from unishard.data.loader import ShareLoader
-from unishard.data.position import Orders, of_dataset, of_value
 from unishard.data.sampler import ShareSampler
 from unishard.errors import DataError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -90,12 +89,3 @@ class ShareSampler(Sampler[list[int]]):
         if not self._shuffle:
             return torch.arange(self.dataset_length)
         return torch.randperm(self.dataset_length, generator=torch.Generator().manual_seed(self.seed + epoch))
-
-
-# -- Derives one seed from several numbers ---------------------------------------------------------
-
-
-def seed_of(*numbers: int) -> int:
-    """A 63-bit seed that depends on every number and its position; a sum would give neighboring runs the same seeds."""
-    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

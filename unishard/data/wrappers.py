@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
-import warnings
 from collections.abc import Iterable
 from types import GeneratorType
 from typing import Any
@@ -90,23 +88,3 @@ def instead_of(loader: Iterable[Any]) -> str:
     return _INSTEAD.get(
         type(loader).__name__, "pass the loader itself, engine.batches(loader), and wrap what that yields"
     )
-
-
-# -- Warns once, at the line of the user's loop ----------------------------------------------------
-
-
-class WarnOnce:
-    """Issues each message once, as a warning of the first caller outside unishard."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def __call__(self, message: str) -> None:
-        """Warn, unless this message was issued before."""
-        if message in self._said:
-            return
-        self._said.add(message)
-        frame, level = inspect.currentframe(), 1
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("unishard."):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(message, UserWarning, stacklevel=level)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from unishard.distributed import process_group
+from unishard.distributed import devices
 from unishard.distributed.process_group import host_group
 
 
@@ -34,7 +34,7 @@ def _start(numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> Callab
     if dist.get_world_size() == 1:
         return lambda: list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    group = None if process_group.of_numbers().type == "cpu" else host_group()
+    group = None if devices.of_numbers().type == "cpu" else host_group()
     work = dist.all_reduce(tensor, operation, group=group, async_op=True)
 
     def wait() -> list[int]:

@@ -7,69 +7,14 @@ A KeyboardInterrupt or SystemExit stays what it is on its own rank; on the other
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from unishard.distributed.error_text import text_of
+from unishard.distributed.interrupts import share
 from unishard.errors import CheckpointError, UnishardError
-
-# -- Ctrl-C and exits while the ranks work together: none of them leaves the others waiting in a collective --
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def deferred() -> Iterator[None]:
-    """Call the Python handlers of SIGINT and SIGTERM only after the block; if the signal comes a second time, at once.
-
-    A handler may raise, as that of Ctrl-C does, and the other ranks would wait in the next collective of the block.
-    """
-    if threading.current_thread() is not threading.main_thread():  # Python delivers signals only there
-        yield
-        return
-    former: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    caught: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if number in caught:
-            caught.remove(number)
-            former[number](number, frame)
-        else:
-            caught.append(number)
-
-    for each in _SIGNALS:
-        handler = signal.getsignal(each)
-        if callable(handler):
-            former[each] = handler
-            signal.signal(each, hold)
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            if signal.getsignal(number) is hold:
-                signal.signal(number, handler)
-        for number in caught:
-            former[number](number, None)
-
-
-def share(error: BaseException) -> BaseException:
-    """Mark an interrupt of this rank of which all others have heard, so that they all leave a collective call
-    together.
-    """
-    error.shared = True  # type: ignore[attr-defined]
-    return error
-
-
-def is_shared(error: BaseException) -> bool:
-    """Whether all other ranks have heard of this interrupt."""
-    return getattr(error, "shared", False)
-
 
 T = TypeVar("T")
 

@@ -1,5 +1,7 @@
 """The store where the ranks of a run meet, served by rank 0: on this machine only, where its address is one that no
 other can reach.
+
+Where another program has the port, torch's client waits in C++ forever, whatever its timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from unishard.config.topology import has_one_agent
+from unishard.config.launchers import has_one_agent
 from unishard.errors import ConfigError, Problem, RankMismatchError
 
 
@@ -58,9 +60,6 @@ def serve(host: str, port: int, size: int, timeout: timedelta) -> Any:
         host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True, **options
     )
 
-
-# The port where the ranks meet, when another program has it: torch's client then waits in C++ forever, whatever its
-# timeout.
 
 _ANSWER = 60.0
 """Seconds in which what listens there must answer as a store does."""

@@ -28,11 +28,13 @@ from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
-from unishard.engine.optim.public_optimizer import OptimizerCalls
-from unishard.engine.optim.schedulers import Schedule, TorchSchedule
+from unishard.engine.optim.optimizer_calls import OptimizerCalls
+from unishard.engine.optim.schedule import Schedule
+from unishard.engine.optim.torch_schedule import TorchSchedule
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.modules import ModuleRecorder
-from unishard.observe.observer import Observer, Observers, Position
+from unishard.observe.observer import Observer, Observers
+from unishard.observe.position import Position
 from unishard.observe.profiling import Profiling
 from unishard.observe.recorder import MetricsRecorder
 

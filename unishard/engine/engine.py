@@ -20,7 +20,7 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
-from unishard.data.wrappers import WarnOnce
+from unishard.data.warn_once import WarnOnce
 from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_windows
 from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
@@ -46,7 +46,8 @@ from unishard.engine.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
 from unishard.observe.expected_memory import ExpectedMemory
-from unishard.observe.observer import Observers, check_number
+from unishard.observe.observer import Observers
+from unishard.observe.one_number import check_number
 
 
 @entered

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.config import Communication, Config, Precision, expect_config, loading
+from unishard.config import Communication, Config, expect_config
 from unishard.config.hints import instead
+from unishard.config.loading import launched
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory
 from unishard.contract.plan import RunPlan
-from unishard.contract.results import Placement
-from unishard.distributed import process_group
-from unishard.distributed.broadcast import broadcast
-from unishard.distributed.shards import Shard
+from unishard.distributed import agreement, devices
 from unishard.engine.engine import Engine
+from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.guarded_module import put_in_training_mode
 from unishard.engine.loop.inference_mode import as_no_grad
-from unishard.engine.model import activation_checkpointing, compilation, dtypes, materialization
-from unishard.engine.model.dtypes import cast_model, cast_to_compute
-from unishard.engine.model.facts import PREPARED, name_synchronized
-from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.model.materialization import materialize
-from unishard.engine.optim import public_optimizer
+from unishard.engine.model import activation_checkpointing, compilation, kept_fp32, materialization, matmul
+from unishard.engine.model.batch_norm import name_synchronized
+from unishard.engine.model.dtypes import cast_model
+from unishard.engine.model.plain_modules import PREPARED
+from unishard.engine.optim import stepping
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.resolve import Fingerprint, fingerprint_of, resolve
 from unishard.engine.verify import verify
@@ -39,62 +36,6 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 from unishard.observe.expected_memory import ExpectedMemory
-
-# -- Inference without sharding: a full copy of the model on each rank, in `precision.compute` -----
-
-
-class ReplicaAdapter(InferenceAdapter):
-    """A full model on each rank, for strategies that shard only gradients and optimizer state."""
-
-    forward_is_collective = False
-
-    def __init__(
-        self, model: nn.Module, precision: Precision, device: torch.device, casting: Sequence[nn.Module]
-    ) -> None:
-        """Broadcast rank 0's model to every rank. Collective.
-
-        Args:
-            model: Full on rank 0.
-            precision: Its `compute` is the dtype of the copy.
-            device: Where this rank computes.
-            casting: The modules that, like the root, cast floating-point inputs to a 16-bit compute dtype: the units of
-                training.
-        """
-        super().__init__(model, device)
-        for parameter in model.parameters():  # one at a time, so that only one parameter exists in two dtypes
-            materialize([parameter], device)
-            broadcast([parameter])
-            cast_to_compute([parameter], precision)
-        buffers = list(model.buffers())
-        materialize(buffers, device)
-        broadcast(buffers)
-        self._hooks = cast_inputs([model, *casting], precision)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model itself."""
-        return self.module(*args, **kwargs)
-
-    def master_shard(self, parameter: nn.Parameter) -> Shard:
-        """The parameter itself."""
-        return Shard(parameter.shape, parameter.detach())
-
-    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Do nothing: there is one copy."""
-
-    def placement(self) -> Placement:
-        """What this rank holds."""
-        return Placement(
-            engine=type(self.module).__name__,
-            units=(),
-            master_dtypes=frozenset(),
-            master_numel=0,
-            param_bytes=sum(parameter.nbytes for parameter in self.module.parameters()),
-        )
-
-    def close(self) -> None:
-        """Remove the input casts from the model."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 def prepare(
@@ -150,7 +91,7 @@ def prepare(
         EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
-    if said := loading.unused():
+    if said := launched.unused():
         warnings.warn(said, UserWarning, stacklevel=2)
     _require_module(model)
     with as_no_grad(), _group(cfg.communication) as topology:
@@ -180,7 +121,7 @@ def _agree(fingerprint: Fingerprint) -> None:
     """Check that all ranks have the same arguments, so that later errors are raised on every rank. Collective."""
     collective_check.check_now("unishard.prepare")
     for what, facts in fingerprint._asdict().items():
-        process_group.agree(facts, what)
+        agreement.agree(facts, what)
 
 
 def _free_closed_engines() -> None:
@@ -197,8 +138,8 @@ def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     collective_check.check_now("unishard.prepare (sharding)")
     planned, trains = plan.model, plan.optimizer is not None
     materialization.check(model, train=trains)
-    dtypes.set_matmul(planned.precision)
-    dtypes.mark_kept(model, planned.kept)
+    matmul.set_matmul(planned.precision)
+    kept_fp32.mark_kept(model, planned.kept)
     PREPARED.update(model.modules())
     cast_model(model, planned.precision, train=trains)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and
@@ -207,13 +148,13 @@ def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     compilation.apply(planned.compiled, planned.compile)
     casting = [unit.module for unit in planned.units.casting]
     if trains:
-        public_optimizer.mark(model)
+        stepping.mark(model)
         put_in_training_mode(model, plan.topology.rank)
-        name_synchronized(model, plan.topology, process_group.device_of(plan.topology))
-        process_group.use_host_cores(planned.offload, plan.topology)
+        name_synchronized(model, plan.topology, devices.device_of(plan.topology))
+        devices.use_host_cores(planned.offload, plan.topology)
     if plan.engine is not None:
         return plan.backend.build(model, plan)
-    return ReplicaAdapter(model, planned.precision, process_group.device_of(plan.topology), casting)
+    return ReplicaAdapter(model, planned.precision, devices.device_of(plan.topology), casting)
 
 
 @contextmanager
@@ -229,7 +170,7 @@ def _verify(adapter: InferenceAdapter, plan: RunPlan) -> None:
     """Compare what was built with what was planned. Collective."""
     collective_check.check_now("unishard.prepare (checking the engine)")
     if plan.optimizer is not None and plan.optimizer.from_caller:  # what a function makes is known only now
-        process_group.agree(plan.optimizer.description, "optimizers")
+        agreement.agree(plan.optimizer.description, "optimizers")
     placement = adapter.placement()
     verify(placement, plan.guard.placement, adapter.device, backend=plan.backend.name)
     if plan.optimizer is not None:
@@ -279,9 +220,7 @@ def _require_new(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if module in PREPARED and any(True for _ in module.parameters())
     )
-    tied = (
-        f"parameter {name}" for name, parameter in model.named_parameters() if public_optimizer.is_marked(parameter)
-    )
+    tied = (f"parameter {name}" for name, parameter in model.named_parameters() if stepping.is_marked(parameter))
     if part := next(chain(shared, tied), None):
         raise ModelError(
             f"{part} of {type(model).__name__} was already prepared in another model, whose engine shards and trains "

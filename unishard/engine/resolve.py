@@ -14,12 +14,22 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
 from unishard.contract.backend import Backend, OptimizerFactory
-from unishard.contract.footprint import ModelShape
+from unishard.contract.model_shape import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
-from unishard.contract.report import translate
-from unishard.engine.model import activation_checkpointing, compilation, dtypes, input_casts
+from unishard.contract.translate import translate
+from unishard.engine.model import (
+    activation_checkpointing,
+    compilation,
+    empty_parameters,
+    input_casts,
+    kept_fp32,
+    matmul,
+    plain_modules,
+    transformers_zero3,
+)
 from unishard.engine.model import facts as model_facts
-from unishard.engine.model.units import shape_of, units_of
+from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import units_of
 from unishard.engine.optim import optimizers
 from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory
@@ -64,22 +74,22 @@ def resolve(
     The arguments and errors are those of `prepare`.
     """
     backend, strategy = _backend(cfg, topology), cfg.sharding.strategy
-    model_facts.refuse_zero3_of_transformers()
+    transformers_zero3.refuse_zero3_of_transformers()
     full = (
         strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
         if train
         else strategy not in _SHARDS_PARAMETERS
     )
     facts = model_facts.facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
-    model_facts.freeze_empty(model)
-    kept = dtypes.find_kept(model, cfg.precision, train=train)
+    empty_parameters.freeze_empty(model)
+    kept = kept_fp32.find_kept(model, cfg.precision, train=train)
     units = units_of(model, cfg.sharding)
     input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
     recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
     compiled = compilation.find(model, cfg.compile, cfg.sharding)
     setup = setup_of(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
-    dtypes.check_matmul(cfg.precision)
+    matmul.check_matmul(cfg.precision)
     if train:
         require_installed(cfg.logging)
     else:
@@ -101,7 +111,7 @@ def resolve(
             selective=cfg.activation_checkpointing == "selective",
             compiled=compiled,
             compile=cfg.compile,
-            plain=model_facts.PlainModules(model),
+            plain=plain_modules.PlainModules(model),
         ),
         optimizer=setup,
         loop=cfg.training,

@@ -20,10 +20,12 @@ import torch.distributed as dist
 from unishard.config import Communication
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
-from unishard.failures.call_log import CallLog, DigestExchange, tail_from
+from unishard.failures.call_log import CallLog, tail_from
+from unishard.failures.device_wait import DeviceWait
+from unishard.failures.digest_exchange import DigestExchange
 from unishard.failures.endings import headline, is_lost_connection
 from unishard.failures.verdict import different_calls
-from unishard.failures.watchdog import DeviceWait, watch
+from unishard.failures.watchdog import watch
 
 _ANSWER = 3.0
 """Seconds to wait for another rank to report its call."""

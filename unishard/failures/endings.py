@@ -1,13 +1,8 @@
-"""How a run ends: errors of gloo and NCCL become those of their cause, and a process that waits for ranks that are gone
-is ended.
-"""
+"""How a run ends: errors of gloo and NCCL become those of their cause."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -15,14 +10,12 @@ import torch.distributed as dist
 from unishard.distributed.error_text import errors_in, text_of
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
-from unishard.failures.monitor_client import MonitorClient
-from unishard.failures.monitor_server import ENDED
-from unishard.failures.rank_locations import may_wait_for_ranks, position_of, where_raised
+from unishard.failures.rank_locations import where_raised
 
 _NEWS = 3.0
 """Seconds to wait for the cause of a broken connection."""
-_GRACE = 3.0
-"""Seconds that a thread may stand still in a collective after the end of another rank."""
+
+
 _SHOWN = 300
 """Characters of a line of an error's text."""
 _WORKER = "Original Traceback (most recent call last):"
@@ -72,36 +65,3 @@ def raise_cause(error: BaseException) -> None:
         place = line.place()
         where = f" {place} and" if place.startswith("is in ") else ""
         raise RankMismatchError(f"{cause}; rank {line.rank}{where} cannot go on") from None
-
-
-class StuckProcess:
-    """Ends this process if its thread stands still in a collective after another rank has ended: gloo's wait cannot be
-    interrupted.
-    """
-
-    def __init__(self, line: MonitorClient, say: Callable[[str], None]) -> None:
-        """Start to look.
-
-        Args:
-            line: The line of this process.
-            say: Writes why the process ends.
-        """
-        self._line, self._say = line, say
-        self._position: tuple[int, ...] = ()
-        self._since = 0.0
-
-    def look(self) -> None:
-        """Called a few times a second once the run cannot go on."""
-        now, before, self._position = time.monotonic(), self._position, position_of(self._line.thread)
-        line = self._line
-        # A rank may go on without those that have ended well: rank 0 may compute, write and upload what it likes.
-        well = not line.verdict and all(ending.how == ENDED for ending in line.others())
-        if before != self._position or not may_wait_for_ranks(line.thread, surely=well):
-            self._since = now
-            return
-        # Where all ranks live, the end of one makes the collectives of the others fail, so that these raise an error.
-        grace = 2 * _GRACE if line.verdict and line.rank != line.size - 1 else _GRACE
-        if now - self._since >= grace:
-            self._say(line.cause())
-            sys.stderr.flush()
-            os._exit(1)

@@ -78,7 +78,7 @@ def _tell(error: BaseException) -> None:
     global _told
     _told = True
     with contextlib.suppress(Exception):  # this process ends with its own error
-        from unishard.failures import excepthook, lifetime
+        from unishard.failures import arrival, excepthook
 
         excepthook.record(error)
-        lifetime.announce_failure(error)
+        arrival.announce_failure(error)

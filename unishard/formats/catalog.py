@@ -10,16 +10,16 @@ from unishard.contract import registry
 from unishard.contract.entries import Path
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.format import Format
-from unishard.formats.hydra import composed, names_lightning
-from unishard.formats.other_tools import named
+from unishard.formats.other_tools import OtherTool, named
 from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source, open_named
 
 _HYDRA = ("hydra", "_target_")
-"""Keys of what Hydra composes or builds."""
-_LIGHTNING = ("accelerator", "accumulate_grad_batches", "gradient_clip_val", "devices", "val_check_interval")
-"""Arguments that only Lightning's Trainer has."""
-
+"""Keys of what Hydra runs or builds."""
+OF_HYDRA = (
+    "translate what `python train.py --cfg job` prints or the DeepSpeed JSON that it names, or run `unishard init`"
+)
+"""What to do with a config that Hydra composes or builds."""
 _INSIDE = ("deepspeed", "deepspeed_config", "ds_config")
 """Keys of other tools' files below which a config of DeepSpeed stands."""
 _DEEPEST = 6
@@ -35,6 +35,8 @@ BLOCKS = "deepspeed"
 
 NAMES = tuple(registry.available(registry.FORMATS))
 """The formats, by the word after `--from` and `--to`."""
+_REMOVED = {"axolotl": "axolotl", "composer": "Composer", "swift": "ms-swift", "torchtitan": "torchtitan"}
+"""Formats that once were, and their tools."""
 
 
 def get(name: str) -> Format:
@@ -43,6 +45,12 @@ def get(name: str) -> Format:
     Raises:
         ConfigError: There is no such format.
     """
+    if name in _REMOVED and name not in NAMES:
+        what = (
+            f"configs of {_REMOVED[name]} are not translated any more; for what still is of one, leave --from out; "
+            "for TrainingArguments, write --to hf"
+        )
+        raise ConfigError([Problem("", what)])
     try:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
@@ -63,8 +71,8 @@ def target(name: str) -> Format:
     format_ = get(name)
     if getattr(format_, "read_only", False):
         what = (
-            f"configs of {format_.tool} are read and never written; write --to {', '.join(written())}, or train with "
-            "the unishard file"
+            f"configs of {format_.tool} are read and never written; {format_.instead}, or write --to "
+            f"{', '.join(written())}"
         )
         raise ConfigError([Problem(f"--to {name}", what)])
     return format_
@@ -80,7 +88,17 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
     if from_ is None:
         return recognise(source), source
     inner = block(source) if from_ == BLOCKS else None
-    return get(from_), inner.source if inner else source
+    return get(from_), inner.source if inner else _as_asked(source)
+
+
+def _as_asked(source: Source) -> Source:
+    """A document that is read as a format that was named, with a warning where its keys name another tool."""
+    found = named(source.data)
+    if found is None:
+        return source
+    tool, keys = found
+    doubt = f"has keys of {tool.name} ({', '.join(keys)}), which may assume other values where the file is silent"
+    return source._replace(warnings=(*source.warnings, doubt))
 
 
 class InnerConfig(NamedTuple):
@@ -97,7 +115,7 @@ def block(source: Source) -> InnerConfig | None:
     in the file that it names; None where there is none, or the document is one itself.
     """
     signs = get(BLOCKS).signs
-    if signs.weight(source.data):
+    if signs.weight(source.data) and not named(source.data):
         return None
     found = [
         InnerConfig(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH_INSIDE
@@ -177,20 +195,31 @@ def _foreign(source: Source) -> str:
     if found := named(source.data):
         tool, keys = found
         return (
-            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {tool.instead}"
-            f"{_or_as(source) or ', or read it as another format with `unishard translate --from`'}"
+            f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {instead(tool, source)}; "
+            "if it is not one, name its format with `unishard translate --from`"
         )
     if source.data.get("format") == "unishard" and has(source.data, "model.fingerprint"):
         return (
             "is the manifest of a checkpoint; see it with `unishard checkpoint inspect`, and name the config of the run"
         )
-    hydra = composed(source.data.get("defaults")) or any(has(source.data, key) for key in _HYDRA)
-    if hydra and not _trains_with_lightning(source.data):
-        return (
-            "is a config of Hydra, which unishard does not read; run `unishard init`, or translate what --cfg job "
-            f"prints{_or_as(source)}"
-        )
+    if _of_hydra(source.data):
+        return f"is a config of Hydra, which unishard does not read; {OF_HYDRA}{_or_as(source)}"
     return ""
+
+
+def _of_hydra(data: Mapping[str, Any]) -> bool:
+    return isinstance(data.get("defaults"), list) or any(has(data, key) for key in _HYDRA)
+
+
+def instead(tool: OtherTool, source: Source) -> str:
+    """What to do with a document of a tool that unishard does not read."""
+    inner = block(source)
+    if inner is None:
+        return tool.instead(source.data)
+    return (
+        f"translate the config of DeepSpeed in it ({inner.key}) with `unishard translate --from {BLOCKS}`, or run "
+        "`unishard init`"
+    )
 
 
 def _or_as(source: Source) -> str:
@@ -220,6 +249,11 @@ def loudest(source: Source) -> tuple[str, int]:
     return best, 0 if _foreign(source) else weights[best]
 
 
+def loudly_of_hydra(source: Source) -> bool:
+    """Whether Hydra composes or builds a document, the keys of which speak for a format."""
+    return _of_hydra(source.data) and max(_weights(source.data).values()) >= _LOUD
+
+
 def mentions(text: str) -> bool:
     """Whether a text that cannot be read has a key that speaks for a format."""
     loud = (key for name in NAMES for key, weight in get(name).signs.keys.items() if weight >= _LOUD and "." not in key)
@@ -228,11 +262,3 @@ def mentions(text: str) -> bool:
 
 def _weights(data: Mapping[str, Any]) -> dict[str, int]:
     return {name: get(name).signs.weight(data) for name in NAMES}
-
-
-def _trains_with_lightning(data: Mapping[str, Any]) -> bool:
-    """Whether Hydra makes a Trainer of Lightning's, or a part of one, from the file or of its `trainer`."""
-    trainer = data.get("trainer")
-    return names_lightning(data) or any(
-        key in part for part in (data, trainer) if isinstance(part, Mapping) for key in _LIGHTNING
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unishard.config.topology import Topology
-from unishard.contract import registry, report
+from unishard.contract import registry, translate
 from unishard.errors import ConfigError, Problem
 from unishard.formats.translating import Outcome
 
@@ -32,7 +32,7 @@ def check(outcome: Outcome, topology: Topology | None = None) -> None:
         if ranks is None:
             registry.get(config.backend).translate(config, Topology()).check(strict=False)
         else:
-            report.translate(config, topology=ranks).check(strict=False)
+            translate.translate(config, topology=ranks).check(strict=False)
     except ConfigError as error:
         raise ConfigError([_placed(problem, outcome) for problem in error.problems]) from None
 

@@ -40,8 +40,8 @@ class Format:
     """How it says each field of the config, one row for each leaf that it does not say in an engine's words."""
     read_only: bool = False
     """Whether such files are read and never written; a subclass then defines no `write`."""
-    needed: tuple[str, ...] = ()
-    """Keys without which its tool refuses a file; `a|b` where one of several is enough."""
+    instead: str = "train with the unishard file"
+    """What to do in place of writing such a file, where it is only read."""
     yaml_1_1: bool = False
     """Whether the tool reads YAML 1.1."""
     fills_auto: bool = False
@@ -84,12 +84,7 @@ class Format:
 
     def wants(self, document: Native) -> str:
         """What must be added to a document before its tool takes it; empty for nothing."""
-        missing = [keys.partition("|")[0] for keys in self.needed if not document.keys() & set(keys.split("|"))]
-        return (
-            f"{self.tool} refuses a file without {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
-            if missing
-            else ""
-        )
+        return ""
 
     def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The document that says `reading.config`, and what became of each field. Pure."""

@@ -28,18 +28,17 @@ _OF_ZERO = (
 (runtime/zero/config.py)."""
 _FSDP = {
     "accelerate": "fsdp_config.fsdp_{}",
-    "swift": "fsdp.fsdp_config.{}",
-    **each("axolotl hf llamafactory trl", "fsdp_config.{}"),
+    **each("hf llamafactory trl", "fsdp_config.{}"),
 }
 _ZERO = {
     "accelerate": f"deepspeed_config.{_OF_ZERO[0]}",
     "deepspeed": f"zero_optimization.{_GATHERS}",
-    **each("axolotl hf llamafactory swift trl", f"deepspeed.zero_optimization.{_GATHERS}"),
+    **each("hf llamafactory trl", f"deepspeed.zero_optimization.{_GATHERS}"),
 }
 """Where each format has them."""
-_SILENT = {"accelerate": "SHARDED_STATE_DICT", **each("hf lightning llamafactory swift trl", "FULL_STATE_DICT")}
+_SILENT = {"accelerate": "SHARDED_STATE_DICT", **each("hf llamafactory trl", "FULL_STATE_DICT")}
 """What a save holds where a file that is written does not say it (Accelerate 1.15.0, utils/dataclasses.py; transformers
-5.24, training_args.py; Lightning 2.6.6, FSDPStrategy)."""
+5.24, training_args.py)."""
 _NO_KEY = "a save holds the whole model there; {}"
 _HERE = "unishard saves shards, and `unishard export` writes the whole model"
 

@@ -21,9 +21,7 @@ _MODULES = {
 }
 _SUBCOMMANDS = {
     "accelerate": ("launch",),
-    "axolotl": ("train",),
     "llamafactory-cli": ("train",),
-    "swift": ("sft", "pt", "rlhf", "dpo", "grpo"),
     "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo"),
 }
 """Tools that start the training only with one of these words."""
@@ -104,8 +102,6 @@ def _launch_itself(words: list[Word]) -> LaunchLine | None:
     for at, word in enumerate(rest):
         name = PurePath(word.text).name
         following = rest[at + 1 :]
-        if name == "axolotl" and _started(name, word, following):
-            return _of_axolotl(word, following[1:], settings)
         if name in _HARMLESS:
             return None
         if "=" in word.text and word.text.partition("=")[0].isidentifier():
@@ -120,25 +116,8 @@ def _launch_itself(words: list[Word]) -> LaunchLine | None:
     return None
 
 
-_DIRECT = ("swift", "trl", "llamafactory-cli", "run_train.sh")
+_DIRECT = ("trl", "llamafactory-cli")
 """Launchers that are the training script as well."""
-
-
-def _of_axolotl(word: Word, words: list[Word], settings: dict[str, Word]) -> LaunchLine:
-    """`axolotl train config.yaml --launcher torchrun -- --nnodes 2`, with the launcher's options behind `--`.
-
-    Without `--launcher` it is Accelerate's, whose options older versions took beside their own.
-    """
-    at = next((at for at, one in enumerate(words) if one.text == "--"), len(words))
-    own = options_of([one for one in words[:at] if one.text.startswith("-") or one is not words[0]], _FLAGS)[0]
-    launcher = own.pop("launcher", Word("accelerate", word.line)).text
-    options = options_of(words[at + 1 :], _FLAGS)[0]
-    old = {
-        key: value
-        for key, value in own.items()
-        if key in ("num_processes", "num_machines", "main_process_ip", "main_process_port")
-    }
-    return LaunchLine(launcher, word.line, {**old, **options}, [], settings)
 
 
 def _settings(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word]]:
@@ -156,10 +135,8 @@ def _started(name: str, word: Word, following: list[Word]) -> tuple[str, list[Wo
     """The launcher that a word is, and what follows it."""
     if name in _SUBCOMMANDS:
         return (name, following[1:]) if following and following[0].text in _SUBCOMMANDS[name] else None
-    if name in ("deepspeed", "torchrun", "run_train.sh"):
+    if name in ("deepspeed", "torchrun"):
         return name, following
-    if name == "composer":  # and no package manager of that name
-        return (name, following) if any(_SCRIPT.fullmatch(one.text) for one in following) else None
     if not _PYTHON.fullmatch(word.text):
         return None
     while following and following[0].text.startswith("-") and following[0].text != "-m":

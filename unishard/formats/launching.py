@@ -87,13 +87,9 @@ def launch_of(line: LaunchLine, script: str = "") -> tuple[Topology | None, Laun
             launch = _of_deepspeed(said)
         case "accelerate":
             launch = _of_accelerate(said)
-        case "swift" | "llamafactory-cli":
+        case "llamafactory-cli":
             place = (settings.get("NODE_RANK"), settings.get("MASTER_ADDR"), settings.get("MASTER_PORT"))
             launch = Launch(_number(settings.get("NNODES", "1")), _number(settings.get("NPROC_PER_NODE")), *place)
-        case "run_train.sh":
-            launch = Launch(1, _number(settings.get("NGPU", "8")))
-        case "composer":
-            launch = _of_composer(said)
         case _:
             launch = _of_tasks({**(job if said else {}), **said})
     devices = settings.get(_DEVICES, "")
@@ -175,15 +171,6 @@ def _of_accelerate(said: _Options) -> Launch:
     devices = said.get("gpu_ids")
     place = (said.get("machine_rank"), said.get("main_process_ip"), said.get("main_process_port"))
     return Launch(nodes, each, *place, None, None if devices == "all" else devices)
-
-
-def _of_composer(said: _Options) -> Launch:
-    """As its launcher takes them (composer 0.32, cli/launcher.py)."""
-    each, total = _number(said.get("nproc", said.get("n"))), _number(said.get("world_size"))
-    nodes: Any = 1 if total is None else total
-    if isinstance(each, int) and isinstance(total, int) and each:
-        nodes = total // each if total % each == 0 else None
-    return Launch(nodes, each, said.get("node_rank"), said.get("master_addr"), said.get("master_port"))
 
 
 def _of_tasks(said: _Options) -> Launch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,18 @@ class OtherTool(NamedTuple):
     """The weights of its keys; those of at least 2 are in no format that unishard reads. `-` counts as `_`."""
     modules: tuple[str, ...] = ()
     """Python modules whose classes only its files name."""
-    instead: str = ""
-    """What to do."""
+    points_to: Mapping[str, str] = {}
+    """Keys under which its files have an engine's config, and how that is translated; `{}` stands for what the key
+    names."""
+    otherwise: str = ""
+    """What to do with a file that has none of those keys."""
+
+    def instead(self, data: Mapping[str, Any]) -> str:
+        """What to do with a document."""
+        for key, what in self.points_to.items():
+            if value := data.get(key):
+                return what.replace("{}", value if isinstance(value, str) else key)
+        return self.otherwise
 
 
 @cache
@@ -34,18 +44,19 @@ def tools() -> tuple[OtherTool, ...]:
             one["name"],
             Signs(
                 weighted({int(weight): keys for weight, keys in one["keys"].items()}),
-                *([_unless_arguments] if one.get("megatron") else []),
+                *([_unless(one["never"])] if "never" in one else []),
             ),
             tuple(one.get("modules", ())),
+            one.get("points_to", {}),
             one.get("instead", "run `unishard init`"),
         )
         for one in listed
     )
 
 
-def _unless_arguments(data: Mapping[str, Any]) -> int:
-    """Of a tool on Megatron's arguments, which scripts around TrainingArguments have beside those."""
-    return -100 * ("per_device_train_batch_size" in data)
+def _unless(key: str) -> Callable[[Mapping[str, Any]], int]:
+    """For a tool whose keys scripts of another one have too, beside a key that its own files never have."""
+    return lambda data: -100 * (key in data)
 
 
 def named(data: Mapping[str, Any]) -> tuple[OtherTool, list[str]] | None:

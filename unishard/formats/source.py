@@ -31,10 +31,7 @@ _STATEMENT = re.compile(r"^[ \t]*\{%-?\s*(?:if|for|set|include|extends|macro|blo
 _VALUE = re.compile(r"(?<=[:\[,=-])([ \t]*)(\{\{[^{}\n]*\}\}[^\s,\]}#]*)(?=[ \t]*(?:[,\]}#]|$))", re.MULTILINE)
 """A placeholder of Jinja that stands as a value without quotes, which YAML and JSON would take for a mapping."""
 _PYTHON = "is Python, which unishard does not run; name a YAML, JSON or TOML file, or run `unishard init`"
-_TITAN = (
-    "is a Python config of torchtitan 0.3 or later, which unishard does not run; name the TOML of 0.2, or run "
-    "`unishard init`"
-)
+_TITAN = "is a Python config of torchtitan, which unishard does not run; run `unishard init`"
 _YAML = (".yaml", ".yml")
 _ROOT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 """One of these is in the root of a project."""

@@ -79,6 +79,8 @@ class ForeignConfig:
 
     path: str
     tool: str
+    instead: str
+    """What to do with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,9 @@ def _look(path: Path, to: str, scripts: LaunchScripts) -> FoundConfig | ForeignC
     unread = other is not None or catalog.loudest(source)[1] < _LOUD_ENOUGH
     block = catalog.block(source) if unread else None
     if unread and not block:
-        return ForeignConfig(str(path), other[0].name) if other else None
+        if other is not None:
+            return ForeignConfig(str(path), other[0].name, catalog.instead(other[0], source))
+        return ForeignConfig(str(path), "Hydra", catalog.OF_HYDRA) if catalog.loudly_of_hydra(source) else None
     plain = translate(source, to, from_=catalog.BLOCKS if block else None)
     decided = not engine_is_open(plain.reading.entries)
     script, outcome = (

@@ -4,12 +4,12 @@ overridden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from unishard.config.loading.placeholders import Needs, needs
 from unishard.config.nested import is_within
-from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
+from unishard.contract.entries import Entry, Undecided
 from unishard.contract.rules import Fit
 
 
@@ -68,21 +68,3 @@ def _without(
             f"only counts if {switch} is {' or '.join(map(str, values))}; add --set {switch}=...",
         )
     return entry._replace(effect=entry.effect._replace(fit=fit, note=note, fields={}, copy_verbatim=True))
-
-
-_TOTAL = "scheduler.total_steps"
-
-
-def open_end(entries: Iterable[Entry], path: Path) -> Iterator[Entry]:
-    """The end of a schedule that falls, where no entry decides it, so that the schedule is not refused for lack of it.
-
-    Args:
-        entries: What the document says.
-        path: Of the key that would say it.
-    """
-    fields = {field: value for entry in entries for field, value in entry.effect.fields.items()}
-    if fields.get("scheduler.name") in ("linear", "cosine") and _TOTAL not in fields:
-        who = Undecided(f"{'.'.join(path)}, which the file does not have in steps")
-        yield Entry(
-            path, None, KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who.who}", {_TOTAL: who}), assumed=True
-        )

@@ -19,7 +19,8 @@ from unishard.contract.results import Step
 from unishard.distributed import process_group
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.distributed.shards import norm_of, shard_norms
-from unishard.observe.observer import Observer, Position
+from unishard.observe.observer import Observer
+from unishard.observe.position import Position
 
 FILE = "modules.jsonl"
 """Its name in `logging.dir`."""

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from unishard.contract.results import Step
-from unishard.errors import ContractError
 
 
 class Observer:
@@ -99,41 +97,3 @@ class Observers(Observer):
 def _tell(tells: Sequence[Callable[..., None]], *what: Any) -> None:
     for tell in tells:
         tell(*what)
-
-
-# -- What observers read of the loop: where it is --------------------------------------------------
-
-
-class Position(Protocol):
-    """The place of the loop in its windows."""
-
-    updates: int
-    """Accumulation windows that have ended."""
-
-    @property
-    def begins_window(self) -> bool:
-        """Whether the next forward is the first of its window."""
-        ...
-
-
-# -- Check a value that is to be one number --------------------------------------------------------
-
-
-def check_number(call: str, name: str, value: Any) -> None:
-    """Check that a value is one number.
-
-    Raises:
-        ContractError: It is not.
-    """
-    if isinstance(value, DTensor):
-        raise ContractError(f"{call}: {name} is a DTensor, of which each rank holds a part; pass {name}.full_tensor()")
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise ContractError(
-            f"{call}: {name} must be one number, got a tensor of shape {tuple(value.shape)}; pass its mean, "
-            f"{name}.mean()"
-        )
-    if not isinstance(value, Tensor):
-        try:
-            float(value + 0)  # a text is no number
-        except (TypeError, ValueError):
-            raise ContractError(f"{call}: {name} must be a number or a tensor with one, got {value!r}") from None

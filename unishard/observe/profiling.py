@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from unishard.config import Profile
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.results import Step
-from unishard.observe.observer import Observer, Position
+from unishard.observe.observer import Observer
+from unishard.observe.position import Position
 
 _ENTRIES = 100_000
 """How many allocations a snapshot of CUDA memory holds."""

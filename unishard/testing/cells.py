@@ -10,37 +10,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 import unishard
 from unishard.config import Config
 from unishard.config.nested import merge
-from unishard.contract.tolerances import Tolerance
 from unishard.testing import oracle
+from unishard.testing.known_gaps import KnownGap
 from unishard.testing.models import MODELS, TestModel, batch_of
 from unishard.testing.oracle import Curve
-
-# -- How far an engine may deviate from plain torch, and where upstream limitations exceed that ----
-
-
-class KnownGap(NamedTuple):
-    """Cells in which an engine exceeds the common tolerance because of an upstream limitation, and their own
-    tolerance.
-    """
-
-    backend: str
-    model: str
-    strategy: str
-    precision: str
-    tolerance: Tolerance
-    link: str
-    """The upstream issue or source."""
-
-
-GAPS: tuple[KnownGap, ...] = ()
-
 
 BACKENDS = ("fsdp", "deepspeed")
 """The engines that come with unishard."""

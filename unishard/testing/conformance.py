@@ -19,8 +19,9 @@ import unishard
 from unishard.config import Config
 from unishard.contract.tolerances import TOLERANCES, Tolerance
 from unishard.errors import UnishardError
-from unishard.testing.cells import CLIP, GAPS, STRATEGIES, Cell, KnownGap, config_of, micro_batches, windows
+from unishard.testing.cells import CLIP, STRATEGIES, Cell, config_of, micro_batches, windows
 from unishard.testing.features import AREAS, FEATURES, area_of
+from unishard.testing.known_gaps import GAPS, KnownGap
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 from unishard.testing.ranks import RankFailure, run_ranks

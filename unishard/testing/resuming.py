@@ -8,20 +8,18 @@ import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import unishard
-from unishard.checkpoint import manifest
+from unishard.checkpoint import manifest, tensor_names
 from unishard.config import Config
 from unishard.config.nested import merge
 from unishard.contract.tolerances import TOLERANCES
-from unishard.testing.cells import BACKENDS, STRATEGIES
 from unishard.testing.models import MODELS, llama
 from unishard.testing.ranks import run_ranks
 
-WORLDS = (1, 2, 4)
 BEFORE, AFTER = 5, 20
 """Optimizer steps before and after the checkpoint."""
 _MICRO_BATCHES = 4
@@ -81,50 +79,6 @@ class Resumption(NamedTuple):
     same_state: bool
     """Whether the loaded state, saved again immediately, has the same hash for every tensor of the model and the
     optimizer."""
-
-
-def every_pair(precision: str) -> list[Pair]:
-    """All pairs of strategies, engines and 1, 2 or 4 ranks."""
-    runs = [
-        ResumedRun(backend, strategy, world, precision)
-        for backend, strategy, world in product(BACKENDS, STRATEGIES, WORLDS)
-    ]
-    return [Pair(*pair) for pair in product(runs, runs)]
-
-
-def spanning_pairs() -> list[Pair]:
-    """Every strategy of every engine as source and as target of each world size once, and to itself once; `make matrix`
-    measures all.
-    """
-    kinds = list(product(BACKENDS, STRATEGIES))
-    pairs: list[Pair] = []
-    for turn, (before, after) in enumerate(product(WORLDS, WORLDS)):
-        precision = "bf16" if turn % 4 == 3 else "fp32"
-        for place, kind in enumerate(kinds):
-            if place % 3 == (turn + turn // 3) % 3:
-                other = kinds[(place + 4 + turn % 3) % len(kinds)]  # mostly on the other engine
-                pairs.append(Pair(ResumedRun(*kind, before, precision), ResumedRun(*other, after, precision)))
-    saved = {(run.backend, run.strategy, run.world): run for run, _ in pairs}
-    for place, kind in enumerate(kinds):
-        run = saved[*kind, (2, 4)[(place + place // len(STRATEGIES)) % 2]]
-        pairs.append(Pair(run, run))
-    for source, target in (
-        (
-            ResumedRun("fsdp", "full_shard", 2, "bf16", "offloaded"),
-            ResumedRun("deepspeed", "shard_grad_op", 4, "bf16", "offloaded"),
-        ),
-        (
-            ResumedRun("fsdp", "full_shard", 2, "fp32", "all_offloaded"),
-            ResumedRun("deepspeed", "full_shard", 2, "fp32", "all_offloaded"),
-        ),
-        (
-            ResumedRun("fsdp", "hybrid_shard", 4, "fp32", "hybrid"),
-            ResumedRun("deepspeed", "hybrid_shard_grad_op", 4, "fp32", "hybrid"),
-        ),
-        (ResumedRun("fsdp", "full_shard", 2, "fp16"), ResumedRun("deepspeed", "full_shard", 4, "fp16")),
-    ):
-        pairs += [Pair(source, target), Pair(target, source), Pair(source, source), Pair(target, target)]
-    return list(dict.fromkeys(pairs))
 
 
 def measure(pairs: Sequence[Pair], after: int = AFTER, before: int = BEFORE) -> dict[Pair, Resumption]:
@@ -237,7 +191,7 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path, after
     kept = [
         (name, facts.hash)
         for name, facts in tensors.items()
-        if name.startswith((manifest.PARAMETERS, manifest.OPTIMIZER))
+        if name.startswith((tensor_names.PARAMETERS, tensor_names.OPTIMIZER))
     ]
     return _Rest(losses, digest.hexdigest(), tuple(kept))
 

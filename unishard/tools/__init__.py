@@ -1,1 +1,1 @@
-"""What people run around a training: plan, compare, doctor, launch, demo, and the generated pages."""
+"""What people run around a training: plan, compare, doctor, launch, demo, and the JSON Schema of the config."""

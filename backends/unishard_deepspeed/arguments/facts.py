@@ -9,7 +9,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided,
 from unishard.contract.key_rows import boolean, integer
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
-from unishard_deepspeed.keys.row import dtype
+from unishard_deepspeed.keys.values import dtype
 
 ARGUMENTS = "of the TrainingArguments"
 LEAST_STAGE = {"param": 3, "optimizer": 1}

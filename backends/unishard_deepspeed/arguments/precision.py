@@ -18,7 +18,7 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, approximate, is_, unless, unsupported
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
-from unishard_deepspeed.keys.row import dtype
+from unishard_deepspeed.keys.values import dtype
 
 _ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32; parameters of these names stay in it as well"
 _ADDED_UP = (

@@ -14,7 +14,7 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
 from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
-from unishard_deepspeed.keys.row import COMPILE
+from unishard_deepspeed.keys.values import COMPILE
 
 
 def _own(key: str, row: Row) -> Key:

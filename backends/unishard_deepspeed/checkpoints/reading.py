@@ -2,144 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from unishard.checkpoint.archives import require_bounded
-from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file
-from unishard.checkpoint.manifest import PARAMETERS, of_optimizer
-from unishard.contract.checkpoint_format import (
-    Contents,
-    LossScaleFacts,
-    OptimizerFacts,
-    ScheduleFacts,
-    optimizer_of,
-    plain,
-)
-from unishard.distributed.shards import LazyShard
+from unishard.checkpoint.tensor_names import PARAMETERS, of_optimizer
+from unishard.contract.checkpoint_format import Contents
+from unishard.contract.training_facts import LossScaleFacts, OptimizerFacts, ScheduleFacts, optimizer_of, plain
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
-from unishard_deepspeed.checkpoints import Files, files_of, partitions
-
-# -- Opens DeepSpeed's files safely and without deepspeed: its classes are replaced by inert ones --
-
-
-class Address:
-    """The range of a parameter in a rank's flat buffer."""
-
-    start: int
-    numel: int
-
-
-class LossScaler:
-    """State of a loss scaler; only its attributes are kept."""
-
-
-class _Stage(int):
-    """A ZeRO stage."""
-
-
-_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
-"""Names of the stages, by number (DeepSpeed 0.19.8, runtime/zero/config.py, ZeroStageEnum)."""
-
-
-def _member(kind: Any, name: Any) -> _Stage:
-    """The only permitted use of `getattr`: Python 3.11.0 to 3.11.3 pickles enum members that way (enum.py,
-    __reduce_ex__).
-    """
-    if kind is not _Stage or name not in _STAGES:
-        raise ValueError("GLOBAL getattr")  # worded like torch's own refusal
-    return _Stage(_STAGES.index(name))
-
-
-_STANDINS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (Address, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (_member, "builtins.getattr"),
-    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-]
-"""Replacements for DeepSpeed's classes (DeepSpeed 0.19.8, state_dict of its optimizers). No other classes are
-admitted."""
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Load a file. Tensors are memory-mapped.
-
-    Raises:
-        CheckpointError: It cannot be read, or contains anything but tensors, plain values and the admitted classes of
-            DeepSpeed.
-    """
-    try:
-        with open_file(file_inside(path.parent, path.name)) as file:
-            require_bounded(file)
-        with torch.serialization.safe_globals(_STANDINS):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except OutsideFolderError as error:
-        raise CheckpointError(f"{path}: {error}; do not trust this checkpoint, or put the file into it") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is incomplete") from error
-    except Exception as error:  # a damaged or malicious file can raise anything
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if named is None:
-            raise CheckpointError(
-                f"{path}: cannot be read ({type(error).__name__}); it is damaged, or in the legacy format of torch.save"
-            ) from error
-        raise CheckpointError(
-            f"{path}: refers to {named[1].rstrip('.,')}, which is not loaded for safety; save without it (client_state)"
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: not a DeepSpeed checkpoint file; it is damaged")
-    return found
-
-
-# -- Tensors that are sharded over several files, joined on demand ---------------------------------
-
-
-def joined(name: str, shape: Sequence[int], shards: Sequence[Tensor]) -> LazyShard:
-    """A tensor that consists of consecutive flat shards, with less than one element of padding per shard at the end.
-
-    Raises:
-        CheckpointError: The shards have too few or too many elements.
-    """
-    size, numel, starts, at = torch.Size(shape), torch.Size(shape).numel(), [], 0
-    for shard in shards:
-        starts.append(at)
-        at += shard.numel()
-    if not 0 <= at - numel < max(1, len(shards)):
-        raise CheckpointError(
-            f"{name}: the files hold {at} of its {numel} elements; files are missing, or belong to different "
-            "checkpoints"
-        )
-
-    def read(begin: int, end: int) -> Tensor:
-        values = torch.empty(end - begin, dtype=shards[0].dtype)
-        for start, shard in zip(starts, shards, strict=True):
-            low, high = max(begin, start), min(end, start + shard.numel())
-            if low < high:
-                values[low - begin : high - begin] = shard[low - start : high - start]
-        return values
-
-    return LazyShard(size, shards[0].dtype if shards else torch.float32, 0, numel, read)
-
-
-def in_memory(values: Tensor) -> LazyShard:
-    """A tensor that is not sharded."""
-    return LazyShard(
-        values.shape, values.dtype, 0, values.numel(), lambda begin, end: values.reshape(-1)[begin:end].clone()
-    )
-
-
-def constant(value: float | Tensor) -> LazyShard:
-    """A number as an fp32 tensor."""
-    return in_memory(torch.tensor(float(value), dtype=torch.float32))
-
+from unishard_deepspeed.checkpoints import partitions, unpartitioned
+from unishard_deepspeed.checkpoints.files import LossScaler, load
+from unishard_deepspeed.checkpoints.layout import Files, files_of
+from unishard_deepspeed.checkpoints.shards import constant, in_memory, joined
 
 _KNOWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -195,7 +72,7 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
     buffers = {name: in_memory(module[name]) for name in model["buffer_names"]}
     shared = model.get("shared_params")
     ties = (
-        partitions.ties_of({name: value for name, value in module.items() if name not in buffers})
+        unpartitioned.ties_of({name: value for name, value in module.items() if name not in buffers})
         if shared is None
         else dict(shared)
     )
@@ -242,8 +119,8 @@ def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor],
     """Stage 0."""
     if not stored:
         raise CheckpointError(f"{folder}: has no optimizer state; load its weights into your model and start a new run")
-    named = partitions.named_by_values if "optimizer_state_dict" in stored else partitions.named_by_shapes
-    return _Trained(named(stored, tensors, folder), partitions.groups_of(stored), stored)
+    named = unpartitioned.named_by_values if "optimizer_state_dict" in stored else unpartitioned.named_by_shapes
+    return _Trained(named(stored, tensors, folder), unpartitioned.groups_of(stored), stored)
 
 
 def _stretches(parameters: Mapping[str, partitions.Parameter]) -> dict[str, LazyShard]:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.checkpoint.files import fsync
-from unishard.checkpoint.manifest import PARAMETERS, optimizer_part, parameter_of
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.tensor_names import PARAMETERS, optimizer_part, parameter_of
 from unishard.contract.checkpoint_format import Advance, Contents
-from unishard.distributed.shards import LazyShard
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 _VERSION = "0.19.8"

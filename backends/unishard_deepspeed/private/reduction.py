@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unishard_deepspeed.private.optimizer_kind import Kind
+from unishard_deepspeed.kind import Kind
 
 
 def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.engine.optim.grad_norm import divide
-from unishard_deepspeed.private.optimizer_kind import Kind
+from unishard_deepspeed.kind import Kind
 
 _ELEMENTS_AT_ONCE = 2**25
 """Elements of a host gradient to copy to the device at a time."""

@@ -1,6 +1,6 @@
 """FSDP's own arguments, those of FSDP1's constructor and of `fully_shard` (torch 2.13): one row each.
 
-A few belong to the tools around them (Accelerate 1.15.0, Composer 0.32). FSDP1 and FSDP2 name things differently;
+A few belong to Accelerate (1.15.0) around them. FSDP1 and FSDP2 name things differently;
 `version` tells which of the two a document speaks of. Imports no torch.
 """
 
@@ -288,7 +288,7 @@ def _group(sizes: Mapping[str, int], given: DocumentValues) -> Any:
     return max(given.topology.world_size // sizes["replicate"], 1)
 
 
-_FILES = ("full_state_dict", "local_state_dict", "sharded_state_dict", "full", "local", "sharded", "1", "2", "3")
+_FILES = ("full_state_dict", "local_state_dict", "sharded_state_dict", "full", "sharded", "1", "2", "3")
 
 
 def _files_key(value: Any, given: DocumentValues) -> KeyEffect:
@@ -330,10 +330,8 @@ KEYS: Mapping[str, Key] = {
     "sync_module_states": _time("prepare always gives every rank the parameters of rank 0"),
     "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", copy_verbatim=True),
     "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns only checkpoint files"),
-    "load_monolith_rank0_only": _time("concerns how a checkpoint is read"),
     "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),
     "activation_checkpointing_offload": _time("affects only memory: saved tensors stay on the device, same results"),
-    "activation_checkpointing_reentrant": _time("same results; here it is not reentrant"),
     **PRECISION,
     "xla": refuses(_NO_XLA, _off),
     "xla_fsdp_v2": refuses(_NO_XLA, _off),

@@ -23,7 +23,6 @@ _WORDS = {name: short for short, long in DTYPES.items() for name in (short, long
     "half": "fp16",
     "no": "fp32",
 }
-_COMPOSER = ("pure", "default", "full")
 
 
 def dtype(value: Any) -> str:
@@ -40,14 +39,8 @@ def dtype(value: Any) -> str:
 
 def _short(value: Any, given: DocumentValues) -> KeyEffect:
     """Read one word for all dtypes, as Accelerate accepts it."""
-    word = str(value).strip().lower()
     if value is None or value == {}:
         return KeyEffect(Fit.IGNORED, "is not set")
-    if word in _COMPOSER:
-        raise Unreadable(
-            f"must name dtypes, got {shown(value)}, which only says something beside Composer's `precision`; write a "
-            "mapping"
-        )
     found = dtype(value)
     return KeyEffect(fields={"precision.compute": found, "precision.reduce": found})
 

@@ -37,7 +37,7 @@ def _read_accelerate(source: Path) -> Contents:
 
 
 def _write_dcp(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    from unishard_fsdp.checkpoints.dcp import write
+    from unishard_fsdp.checkpoints.writing import write
 
     return write(contents, folder, advance)
 

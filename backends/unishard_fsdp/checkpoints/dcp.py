@@ -1,100 +1,22 @@
 """Reads torch.distributed.checkpoint directories of FSDP scripts: a model and an optimizer, each under its own root
-key. Writes one that an FSDP2 script loads without unishard, with torch's own `dcp.load` and `set_state_dict`.
+key.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from unishard.checkpoint import metadata
-from unishard.checkpoint.archives import read_through, require_bounded
-from unishard.checkpoint.files import OutsideFolderError, file_inside, fsync, open_file
-from unishard.checkpoint.manifest import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
+from unishard.checkpoint.tensor_names import OPTIMIZER, PARAMETERS, of_optimizer, optimizer_part
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.checkpoint.writing import write as write_tensors
-from unishard.contract.checkpoint_format import Advance, Contents, GroupRecord, ScheduleFacts, optimizer_of, plain
-from unishard.distributed.shards import LazyShard
+from unishard.contract.checkpoint_format import Contents
+from unishard.contract.training_facts import ScheduleFacts, optimizer_of
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
-
-# The non-tensor values of a torch.distributed.checkpoint directory: numbers and strings, loaded safely from their
-# pickles.
-
-_LARGEST = 1 << 20
-"""Maximum size of a value in bytes; optimizer options are smaller."""
-
-
-def read_objects(folder: Path, prefix: str) -> tuple[dict[str, Any], list[str]]:
-    """Read the plain values whose names have a prefix.
-
-    Returns:
-        The values by their names without the prefix, and the names of values of other types.
-    """
-    index = metadata.read(folder)
-    values: dict[str, Any] = {}
-    skipped: list[str] = []
-    for name, entry in index.state_dict_metadata.items():
-        if not isinstance(entry, BytesStorageMetadata) or not name.startswith(prefix):
-            continue
-        place = index.storage_data.get(MetadataIndex(name))
-        try:
-            values[name.removeprefix(prefix)] = _value(folder, place)
-        except CheckpointError:
-            raise
-        except Exception:  # a damaged or malicious pickle can raise anything
-            skipped.append(name)
-    return values, skipped
-
-
-def _value(folder: Path, place: Any) -> Any:
-    """Load a value, which torch wrote with `torch.save` (torch 2.13, checkpoint/planner_helpers.py)."""
-    if place.length > _LARGEST:
-        raise ValueError("too large for an optimizer option")
-    try:
-        path = file_inside(folder, place.relative_path)
-    except OutsideFolderError as error:
-        raise CheckpointError(f"{folder}: {error}; do not trust this checkpoint, or put the file into it") from None
-    with open_file(path) as file:
-        file.seek(place.offset)
-        record = io.BytesIO(file.read(place.length))
-    for _ in read_through(record, f"{path}: an option of the optimizer"):
-        pass
-    require_bounded(record)
-    value = torch.load(record, weights_only=True)
-    if not plain(value):
-        raise ValueError("not a plain value")
-    return value
-
-
-def add_objects(folder: Path, values: Mapping[str, tuple[tuple[str | int, ...], Any]]) -> None:
-    """Add plain values to a directory that one process wrote.
-
-    Args:
-        folder: The directory.
-        values: By name: the path where torch puts it in nested dictionaries, and the value.
-    """
-    index = metadata.read(folder)
-    path = folder / "__0_1.distcp"
-    at = 0
-    with path.open("wb") as file:
-        for name, (place, value) in values.items():
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            length = file.write(buffer.getbuffer())
-            index.state_dict_metadata[name] = BytesStorageMetadata()
-            index.storage_data[MetadataIndex(name)] = metadata.place(path.name, at, length)
-            index.planner_data[name] = place
-            at += length
-    fsync(path)
-    (folder / metadata.FILE).write_bytes(pickle.dumps(index))
-    fsync(folder / metadata.FILE)
-
+from unishard_fsdp.checkpoints.objects import read_objects
 
 _MODELS = ("model.", "app.model.", "state_dict.model.", "module.")
 _OPTIMIZERS = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "state_dict.optimizer.", "state_dict.optim.")
@@ -220,46 +142,3 @@ def _complete(found: _Found, names: set[str], trained: set[str], folder: Path) -
     if trained - grouped:
         found.groups.append((sorted(trained - grouped), {}))
         found.notes.append("optimizer options are not stored for all parameters; the others use the config's")
-
-
-_GROUPS = "optim.param_groups"
-
-
-def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    """Fill an empty folder: `{"model": ..., "optim": ...}`, with parameter groups in both layouts that torch may ask
-    for.
-
-    Returns:
-        Notes on what is not converted, and why.
-    """
-    write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, own_index=False)
-    notes = ["not converted: step, schedule and loss scale, which torch.distributed.checkpoint directories do not have"]
-    if contents.optimizer is not None:
-        # All options of torch's optimizer of this name: `dcp.load` fails if one is missing.
-        kind = getattr(torch.optim, contents.optimizer.class_name, torch.optim.AdamW)
-        found: dict[str, Any] = kind([torch.zeros(1)]).defaults
-        defaults = {key: value for key, value in found.items() if plain(value)}
-        values: dict[str, tuple[tuple[str | int, ...], Any]] = {}
-        for index, group in enumerate(contents.optimizer.groups):
-            values |= _values(index, group, defaults)
-        add_objects(folder, values)
-    return tuple(notes)
-
-
-def _values(index: int, group: GroupRecord, defaults: dict[str, Any]) -> dict[str, tuple[tuple[str | int, ...], Any]]:
-    """A group as torch stores it by default, and under `flatten_optimizer_state_dict` (torch 2.13,
-    checkpoint/state_dict.py).
-    """
-    options = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in (defaults | group.options).items()
-    }
-    values: dict[str, tuple[tuple[str | int, ...], Any]] = {
-        f"{_GROUPS}.{index}.{key}": (("optim", "param_groups", index, key), value)
-        for key, value in {**options, "params": list(group.names)}.items()
-    }
-    for name in group.names:
-        for key, value in options.items():
-            # A separate path: where torch rebuilds nested dictionaries, one path cannot be both a list and a
-            # dictionary.
-            values[f"{_GROUPS}.{name}.{key}"] = ((f"{_GROUPS}.{name}.{key}",), value)
-    return values

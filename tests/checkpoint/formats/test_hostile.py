@@ -16,7 +16,7 @@ from deepspeed_files import lay_out
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from unishard.checkpoint import finding, manifest, metadata
+from unishard.checkpoint import finding, index_classes, manifest, metadata
 from unishard.checkpoint.convert import convert
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.engine.model import weight_files
@@ -47,7 +47,7 @@ def moved(name: str, file: str) -> Any:
     def change(index: Any) -> None:
         (at,) = (each for each in index.storage_data if each.fqn == name)
         place = index.storage_data[at]
-        index.storage_data[at] = metadata.place(file, place.offset, place.length)
+        index.storage_data[at] = index_classes.place(file, place.offset, place.length)
 
     return change
 
@@ -103,7 +103,7 @@ def test_a_record_that_unpacks_to_much_more_is_refused(tmp_path: Path) -> None:
 
     def point(index: Any) -> None:
         at = MetadataIndex("model.a", torch.Size([0]))
-        index.storage_data[at] = metadata.place("__0_0.distcp", len(data), len(packed.getvalue()))
+        index.storage_data[at] = index_classes.place("__0_0.distcp", len(data), len(packed.getvalue()))
 
     edit(folder, point)
     with pytest.raises(CheckpointError, match="compressed"):

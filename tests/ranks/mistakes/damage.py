@@ -16,7 +16,7 @@ from torch import nn
 
 import unishard
 from mistakes.mistake import elsewhere, mistake
-from unishard.checkpoint import finding, ownership
+from unishard.checkpoint import finding, shared_folder
 from unishard.testing.models import mlp
 
 OWN_DISK = "/proc/self/cwd/checkpoints"
@@ -27,7 +27,7 @@ OWN_DISK = "/proc/self/cwd/checkpoints"
 def own_disk() -> Iterator[Path]:
     """A working directory of this rank alone."""
     before = Path.cwd()
-    with TemporaryDirectory() as folder, patch.object(ownership, "_PATIENCE", 0.1):
+    with TemporaryDirectory() as folder, patch.object(shared_folder, "_PATIENCE", 0.1):
         os.chdir(folder)
         try:
             yield Path(folder)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import unishard
 from mistakes.mistake import mistake
 from unishard import Topology
-from unishard.config.topology import rendezvous
+from unishard.config.rendezvous import rendezvous
 from unishard.testing.models import batch
 
 _ENVIRONMENTS = {

@@ -1,4 +1,4 @@
-"""A model that people train, with its data: a line of docs/models-tested.md."""
+"""A model that people train, with its data: a row of docs/models-tested.csv."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
     """Whether a bf16 run casts buffers too (`precision.buffers`): else plain torch refuses to compute with two
     dtypes."""
     known: str = ""
-    """Why figures are beyond their bounds, or why runs end with an error of torch: for the page."""
+    """Why figures are beyond their bounds, or why runs end with an error of torch: for its row."""
     before: Callable[[nn.Module, int], None] | None = None
     """What the loop does to the module before each update, given its number from 0."""
 

@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from models import CASES
-from models.page import page
+from models.page import environment, page, summary
 from models.playing import play
+from models.rows import rows_of, write
 from models.runs import WORLD, Run, runs_of
 from unishard.testing import RankFailure, run_ranks
 
@@ -86,11 +87,11 @@ def _ending(failure: RankFailure | None) -> str:
 
 
 def main() -> int:
-    """Play the cases and write the page."""
+    """Play the cases and write the table and the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("page", type=Path)
+    parser.add_argument("folder", type=Path, help="where models-tested.csv and models-tested.md are written")
     parser.add_argument(
-        "--only", default="", metavar="NAMES", help="play cases whose names contain one of these; writes no page"
+        "--only", default="", metavar="NAMES", help="play cases whose names contain one of these; writes no table"
     )
     parser.add_argument(
         "--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run"
@@ -111,7 +112,10 @@ def main() -> int:
             file.writelines(json.dumps(record) + "\n" for record in found)
         sys.stderr.write(f"{time.monotonic() - begin:6.0f} s {number:4} {_line(found)}\n")
     if not asked.only:
-        asked.page.write_text(page(records), encoding="utf-8")
+        rows = rows_of(records)
+        write(asked.folder / "models-tested.csv", rows)
+        text = page(rows, environment(), summary(records))
+        (asked.folder / "models-tested.md").write_text(text, encoding="utf-8")
     return 0
 
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import PurePosixPath
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from unishard.checkpoint.export.optional_files import optional, written_by
-from unishard.checkpoint.files import OutsideFolderError, file_inside, path_of, read_bytes
 from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.errors import CheckpointError
 
@@ -159,77 +156,3 @@ def _set_dtype(config: dict[str, object], dtype: str) -> None:
     for inner in config.values():
         if isinstance(inner, dict) and "model_type" in inner and inner.get("dtype") is not None:
             _set_dtype(inner, dtype)
-
-
-# -- The files of a tokenizer or processor, which are exported with the weights --------------------
-
-_NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "chat_template.json",
-    "*.jinja",
-    "*processor_config.json",
-    "tokenization_*.py",
-    "*processing_*.py",
-)
-"""Files that tokenizers and processors of transformers 5.23 write, and those of their own code on the hub."""
-_LARGEST = 2**30
-"""Bytes of one of them; the largest vocabularies have some 50 MB."""
-
-
-def tokenizer_beside(folder: Path) -> dict[str, bytes]:
-    """The tokenizer files in the folder of a model; none if it is not a folder.
-
-    Raises:
-        CheckpointError: A file cannot be read, or is a link to one outside the folder.
-    """
-    if not folder.is_dir():
-        return {}
-    found = (
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and any(fnmatchcase(path.name, name) for name in _NAMES)
-    )
-    return {path.name: _content(path) for path in found}
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return read_bytes(file_inside(path.parent, path.name), _LARGEST)
-    except OutsideFolderError as error:
-        raise CheckpointError(f"{path.parent}: {error}; do not trust this folder, or put the file into it") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); give a folder that tokenizer.save_pretrained wrote"
-        ) from error
-
-
-def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """The files of a given tokenizer or processor.
-
-    Args:
-        tokenizer: A folder with tokenizer files, a transformers object, or None.
-
-    Raises:
-        CheckpointError: The folder has no such files, or the object cannot be saved.
-    """
-    if tokenizer is None:
-        return {}
-    if isinstance(tokenizer, str | Path):
-        found = tokenizer_beside(path_of(tokenizer, "tokenizer"))
-        if not found:
-            raise CheckpointError(f"{tokenizer}: no tokenizer here; give a folder that tokenizer.save_pretrained wrote")
-        return found
-    if not hasattr(tokenizer, "save_pretrained"):
-        raise CheckpointError(
-            f"tokenizer: got a {type(tokenizer).__name__}; pass a transformers tokenizer, or a folder with one"
-        )
-    return optional("the tokenizer", lambda: written_by(tokenizer.save_pretrained))

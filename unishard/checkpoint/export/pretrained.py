@@ -7,11 +7,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unishard.checkpoint.export.assets import Assets, TensorSlice, tokenizer_beside
+from unishard.checkpoint.export.assets import Assets, TensorSlice
+from unishard.checkpoint.export.layout import available
 from unishard.checkpoint.export.optional_files import optional, warn_once, written_by
-from unishard.checkpoint.export.plan import available
 from unishard.checkpoint.export.sources import sources_of
+from unishard.checkpoint.export.tokenizers import tokenizer_beside
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed.dtypes import DTYPES, declared_by, name_of
-from unishard.distributed.shards import LazyShard
+from unishard.distributed.lazy_shards import LazyShard
 
 _VIEWS = CORE_PRIVATE_API["export-conversions"]
 _CONVERTED = "transformers computes it when it saves, but an export only copies contiguous slices and joins rows"
@@ -181,7 +179,7 @@ def _files(model: Any) -> dict[str, bytes]:
     return (
         optional("config.json", partial(_config_and_code, model))
         | optional("generation_config.json", partial(_generation_config, model))
-        | optional("the tokenizer", partial(_tokenizer_of, model))
+        | optional("the tokenizer", partial(tokenizer_of, model))
     )
 
 
@@ -212,7 +210,7 @@ def _generation_config(model: Any) -> dict[str, bytes]:
     return {"generation_config.json": text.encode()}
 
 
-def _tokenizer_of(model: Any) -> dict[str, bytes]:
+def tokenizer_of(model: Any) -> dict[str, bytes]:
     """That beside the weights from which the model was loaded."""
     origin = getattr(getattr(model, "config", None), "_name_or_path", None)
     return tokenizer_beside(Path(origin)) if origin else {}
@@ -224,145 +222,3 @@ def _quantized(model: Any) -> str | None:
     return (
         f"{type(model).__name__} is quantized, which an export does not support; train adapters on it and export those"
     )
-
-
-# PEFT adapters: the names and files that its `save_pretrained` writes (peft 0.21, utils/save_and_load.py), without the
-# tensors.
-
-_PREFIX = "base_model.model."
-"""Prefix of the names of adapters that transformers itself adds to a model."""
-_COMPUTED = (
-    "is computed when it is saved, which an export cannot do; load the checkpoint into the model and save it with peft"
-)
-
-
-def adapter_assets(model: Any) -> Assets:
-    """What `save_pretrained` would write, without tensors and model card: one folder per adapter, `default` at the top
-    level.
-    """
-    names: dict[str, dict[str, str]] = {}
-    files: dict[str, bytes] = {}
-    refusals = []
-    for adapter in model.peft_config:
-        folder = "" if adapter == "default" or len(model.peft_config) == 1 else f"{adapter}/"
-        found, refusal = _names(model, adapter)
-        names[f"{folder}adapter_model"] = found
-        file = f"{folder}adapter_config.json"
-        files |= optional(file, partial(_config, model, adapter, file))
-        refusals += [refusal] if refusal else []
-    files |= optional("the tokenizer", partial(_tokenizer_of, model))
-    return Assets(kind="adapter", names=names, files=files, refusal=next(iter(refusals), None))
-
-
-def _names(model: Any, adapter: str) -> tuple[dict[str, str], str | None]:
-    """Maps names in the file to names in the model: peft itself selects them, from meta tensors."""
-    from peft import get_peft_model_state_dict
-
-    if model.peft_config[adapter].is_prompt_learning:
-        kind = model.peft_config[adapter].peft_type
-        return ({}, f"the adapter {adapter!r} ({kind}) {_COMPUTED}")
-    sources = sources_of(model)
-    stand_ins = {name: torch.empty(1, device="meta") for name in sources}
-    source_of = {id(stand_in): sources[name] for name, stand_in in stand_ins.items()}
-    with _offline(model, adapter), only_names(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that it also saves embeddings
-        chosen: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
-    made = next((name for name, stand_in in chosen.items() if id(stand_in) not in source_of), None)
-    if made is not None:
-        return ({}, f"{made} of the adapter {adapter!r} {_COMPUTED}")
-    prefix = _PREFIX if getattr(model, "_hf_peft_config_loaded", False) else ""
-    return {prefix + name: source_of[id(stand_in)] for name, stand_in in chosen.items()}, None
-
-
-@contextmanager
-def only_names(model: Any) -> Iterator[None]:
-    """Let `state_dict` return only names: peft calls it for those in `modules_to_save`, and engines hook into it."""
-    parts = [*model.modules()]
-    for part in parts:
-        vars(part)["state_dict"] = partial(sources_of, part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del vars(part)["state_dict"]
-
-
-@contextmanager
-def _offline(model: Any, adapter: str) -> Iterator[None]:
-    """Point the adapter at the cached copy of its base model: peft compares the vocabularies, and would query the hub
-    each time.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    given = model.peft_config[adapter]
-    name = given.base_model_name_or_path
-    if not name or (Path(name) / "config.json").exists():
-        yield
-        return
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # not a valid name on the hub
-        cached = None
-    local = copy.copy(given)
-    local.base_model_name_or_path = str(Path(cached).parent) if isinstance(cached, str) else None
-    model.peft_config[adapter] = local
-    try:
-        yield
-    finally:
-        model.peft_config[adapter] = given
-
-
-def _config(model: Any, adapter: str, file: str) -> dict[str, bytes]:
-    given = model.peft_config[adapter]
-    config = {key: sorted(value) if isinstance(value, set) else value for key, value in given.to_dict().items()}
-    config["inference_mode"] = True
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = type(base)
-    if given.base_model_name_or_path is None:
-        config["base_model_name_or_path"] = getattr(base, "name_or_path", None) or None
-    if given.task_type is None:
-        config["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    return {file: json.dumps(config, indent=2, sort_keys=True).encode()}
-
-
-# -- What an export needs of a live model of any library -------------------------------------------
-
-
-def assets_of(module: nn.Module, shards: Mapping[str, LazyShard]) -> Assets:
-    """What an export needs of a model besides its tensors.
-
-    A model that cannot be exported is no error here: see `Assets.refusal`.
-
-    Args:
-        module: Sharded or not; its tensors are not read.
-        shards: The tensors by their names in the module; only their full shapes are used, which a sharded module may
-            not know.
-    """
-    # The library of a module is already imported, so nothing is imported to check.
-    if _is_a(module, "peft", "PeftModel") or getattr(module, "_hf_peft_config_loaded", False):
-        return adapter_assets(module)
-    if _is_a(module, "transformers", "PreTrainedModel"):
-        return transformers_assets(module, shards)
-    return Assets(
-        kind="plain",
-        names={"model": {source: source for source in dict.fromkeys(sources_of(module).values())}},
-        files={},
-    )
-
-
-def stored_assets(module: nn.Module, shards: Mapping[str, LazyShard]) -> dict[str, bytes]:
-    """The files of `assets_of` to store in a checkpoint, which is saved even where they cannot be made."""
-    try:
-        return assets_of(module, shards).to_files()
-    except Exception as error:  # of any library or user
-        what = (
-            f"{type(module).__name__} cannot be exported from the checkpoint: {type(error).__name__}: {error}; to "
-            "export it nevertheless, give the folder of its config: unishard export --model"
-        )
-        warn_once(what)
-        return Assets(kind="plain", names={}, files={}, refusal=what).to_files()
-
-
-def _is_a(module: nn.Module, package: str, name: str) -> bool:
-    kind: Any = getattr(sys.modules.get(package), name, None) if package in sys.modules else None
-    return isinstance(kind, type) and isinstance(module, kind)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,122 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unishard.checkpoint import ownership
+from unishard.checkpoint import shared_folder
+from unishard.checkpoint.disk import fsync
+from unishard.checkpoint.export.destination import hidden, move_in, require_free
 from unishard.checkpoint.export.plan import ExportedTensor, File
-from unishard.checkpoint.files import fsync
+from unishard.checkpoint.export.shares import missing, share
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
-from unishard.distributed.shards import LazyShard
 from unishard.errors import CheckpointError
-
-# -- The folder that an export writes to: a new or an empty one, or an earlier export that it replaces --
-
-
-def require_free(folder: Path, *, overwrite: bool) -> None:
-    """Check that an export may write to a folder.
-
-    Raises:
-        CheckpointError: It may not.
-    """
-    if problem := problem_with(folder, overwrite=overwrite):
-        raise CheckpointError(problem)
-
-
-def problem_with(folder: Path, *, overwrite: bool) -> str | None:
-    """Why an export may not write to a folder; None if it may.
-
-    Args:
-        folder: The folder.
-        overwrite: Whether an earlier export may be replaced. Anything else is never deleted.
-    """
-    try:
-        return _problem(folder, overwrite)
-    except OSError as error:
-        return f"{folder}: cannot be read ({error.strerror}); choose another folder"
-
-
-def _problem(folder: Path, overwrite: bool) -> str | None:
-    if not os.path.lexists(folder):
-        return None
-    if not folder.is_dir():
-        return f"{folder} exists and is not a folder; choose another one"
-    if not any(folder.iterdir()):
-        return None
-    if not overwrite:
-        return (
-            f"{folder} exists and is not an empty folder; pass overwrite=True (`unishard export --overwrite`) to "
-            "replace the export that it holds, or choose another folder"
-        )
-    if not any(folder.glob("*.safetensors")) or Path.cwd().is_relative_to(folder.resolve()):
-        return (
-            f"{folder} is no folder of an earlier export, so overwrite does not replace it; choose another folder, "
-            "or remove it"
-        )
-    return None
-
-
-def hidden(folder: Path, kind: str) -> Path:
-    """A name beside a folder that nothing has yet."""
-    folder = _target(folder)
-    return folder.parent / f".{kind}-{folder.name}-{uuid.uuid4().hex[:8]}"
-
-
-def move_in(draft: Path, folder: Path, *, overwrite: bool) -> None:
-    """Give a complete folder its name, in place of what has it. At no time does it hold files of both.
-
-    Raises:
-        CheckpointError: Something else has come there.
-        OSError: It cannot be renamed; then the earlier folder has its name again.
-    """
-    require_free(folder, overwrite=overwrite)
-    folder = _target(folder)
-    old = hidden(folder, "old")
-    replaces = folder.is_dir() and any(folder.iterdir())
-    if replaces:
-        folder.rename(old)
-    try:
-        draft.rename(folder)
-    except OSError:
-        if replaces:
-            old.rename(folder)
-        raise
-    fsync(folder.parent)
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _target(folder: Path) -> Path:
-    """Where a link leads, so that the link stays."""
-    return folder.resolve() if folder.is_symlink() else folder
-
-
-# -- Divides the writing of a sharded or replicated tensor between ranks ---------------------------
-
-Interval = tuple[int, int]
-"""First element in the flattened tensor, and one past the last."""
-
-
-def share(held: Sequence[Interval], rank: int) -> Interval:
-    """The interval that one rank writes: its own, divided between the ranks that hold the same one.
-
-    Args:
-        held: The interval that each rank holds.
-        rank: The rank that writes.
-    """
-    start, end = held[rank]
-    same = [who for who, theirs in enumerate(held) if theirs == (start, end)]
-    place, length = same.index(rank), end - start
-    return start + length * place // len(same), start + length * (place + 1) // len(same)
-
-
-def missing(held: Sequence[Interval], numel: int) -> int | None:
-    """The first element that no rank holds; None if all elements are held."""
-    reached = 0
-    for start, end in sorted(held):
-        if start > reached:
-            break
-        reached = max(reached, end)
-    return reached if reached < numel else None
-
 
 BLOCK = 1 << 24
 """Bytes read at once: the same size and alignment as the chunks of a checkpoint, so that each chunk is read once."""
@@ -167,7 +58,7 @@ def write(
     """
     draft = Path(ranks.each(lambda: _begin(folder, files, overwrite) if ranks.rank == 0 else "")[0])
     try:
-        ownership.require_shared(draft, ranks, folder, "the folder of an export")
+        shared_folder.require_shared(draft, ranks, folder, "the folder of an export")
         held = ranks.each(lambda: _held(shards, files))
         ranks.each(lambda: _refuse_gaps(shards, held) if ranks.rank == 0 else None)
         ranks.each(lambda: _fill(draft, folder, shards, files, held, ranks.rank, advance))
@@ -267,7 +158,7 @@ def _cast(values: Tensor, entry: ExportedTensor) -> Tensor:
 
 def _finish(draft: Path, folder: Path, files: Sequence[File], others: Mapping[str, bytes], overwrite: bool) -> None:
     with _os_errors(folder):
-        ownership.unmark(draft)
+        shared_folder.unmark(draft)
         for name, data in others.items():
             path = draft / name
             path.parent.mkdir(parents=True, exist_ok=True)

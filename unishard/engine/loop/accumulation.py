@@ -31,8 +31,9 @@ from unishard.engine.loop.reached_parameters import ReachedParameters, Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.loop.written_parameters import WrittenParameters
 from unishard.engine.optim.loss_scale import LossScale
-from unishard.engine.optim.public_optimizer import OptimizerCalls
-from unishard.engine.optim.schedulers import Schedule, TorchSchedule
+from unishard.engine.optim.optimizer_calls import OptimizerCalls
+from unishard.engine.optim.schedule import Schedule
+from unishard.engine.optim.torch_schedule import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
 from unishard.observe.observer import Observers
 

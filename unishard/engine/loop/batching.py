@@ -14,7 +14,7 @@ from torch import nn
 
 from unishard.config import Training
 from unishard.config.hints import instead
-from unishard.contract.checkpoint_format import PassFacts
+from unishard.contract.training_facts import PassFacts
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import LoaderChecks

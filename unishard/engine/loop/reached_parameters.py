@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.adapter import EngineAdapter
-from unishard.distributed import process_group
+from unishard.distributed import agreement
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.model.facts import is_empty
-from unishard.engine.optim.public_optimizer import is_marked, same_model
+from unishard.engine.model.empty_parameters import is_empty
+from unishard.engine.optim.stepping import is_marked, same_model
 from unishard.errors import ContractError, ModelError
 
 _logger = logging.getLogger("unishard")
@@ -187,7 +187,7 @@ class Trainable:
             RankMismatchError: The ranks pass different names.
         """
         wanted = [names] if isinstance(names, str) else list(names)
-        process_group.agree({"names": wanted, "trainable": trainable}, "calls of set_trainable")
+        agreement.agree({"names": wanted, "trainable": trainable}, "calls of set_trainable")
         named = self._named()
         meant = {named[found] for name in wanted for found in self._matches(name, named)}
         chosen = [name for name, parameter in named.items() if parameter in meant and not is_empty(parameter)]

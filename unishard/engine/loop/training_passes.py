@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.contract.checkpoint_format import PassFacts
-from unishard.data import position
+from unishard.contract.training_facts import PassFacts
+from unishard.data import epochs, position
+from unishard.data.epochs import Epochs
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import ranks_with_same
-from unishard.data.position import Epochs, LoaderPass, Position
+from unishard.data.position import LoaderPass, Position
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.errors import ContractError
 
@@ -32,7 +33,7 @@ class TrainingPass:
         """Whether its loop runs, whether it has read a window, whether updates were made in it, and whether it has read
         to its end."""
         self.loader = type(inner).__name__
-        self.data, _ = position.reference(getattr(inner, "dataset", inner))
+        self.data, _ = epochs.reference(getattr(inner, "dataset", inner))
         self.batches = 0
         self.length: int | None = None
         """How many batches its windows had, and how many they will have in all; None if unknown."""

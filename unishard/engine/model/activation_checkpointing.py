@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from unishard.config import Sharding
 from unishard.contract.units import Unit
-from unishard.engine.model.compilation import without_cache
+from unishard.engine.model.kv_cache import without_cache
 from unishard.engine.model.units import find_blocks, find_classes
 from unishard.engine.model.written_buffers import Start, WrittenBuffers
 from unishard.errors import ModelError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial, update_wrapper
 from typing import Any
 
@@ -18,36 +18,9 @@ from torch import nn
 
 from unishard import config
 from unishard.contract.units import Unit
+from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
 from unishard.engine.model.units import find_blocks
 from unishard.errors import ConfigError, ModelError, Problem
-
-# -- The key-value cache that transformers models fill in each forward, and that training does not need --
-
-
-def caches_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The caches in the arguments of a block."""
-    return [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-
-
-def all_empty(caches: Iterable[Any]) -> bool:
-    """Whether no layer has filled them yet, so that a forward without them has the same result."""
-    try:
-        return not any(cache.get_seq_length() for cache in caches)
-    except ValueError:  # states without a length, such as Mamba's
-        return False
-
-
-def without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block without a cache."""
-    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return tuple(None if _is_cache(value) else value for value in args), kept
-
-
-def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
 
 _logger = logging.getLogger("unishard")
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from unishard.config.topology import Topology
 from unishard.contract.units import numel_of
-from unishard.distributed.nested_tensors import obstacle
+from unishard.distributed.storable import obstacle
 from unishard.errors import ModelError
 
 
@@ -171,131 +166,3 @@ def _parameter_problems(parameter: nn.Parameter) -> Iterator[str]:
             "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.gradients.write "
             "instead"
         )
-
-
-# -- Points out that BatchNorm normalizes by each rank's own micro-batch ---------------------------
-
-_logger = logging.getLogger("unishard")
-
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_ADVICE = {
-    "cuda": "to normalize over all ranks, pass torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) to prepare",
-    "cpu": "torch.nn.SyncBatchNorm, which normalizes over all ranks, needs a GPU; on the CPU use GroupNorm, or a "
-    "larger micro-batch",
-}
-
-
-def name_synchronized(model: nn.Module, topology: Topology, device: torch.device) -> None:
-    """Log on rank 0 where BatchNorm trains on several ranks, once for a model."""
-    if topology.world_size == 1 or topology.rank:
-        return
-    found = [name for name, module in model.named_modules() if isinstance(module, _KINDS) and module.training]
-    if found:
-        _logger.warning(
-            "%s normalizes by each rank's own micro-batch in %d BatchNorm modules (%s%s); %s",
-            type(model).__name__,
-            len(found),
-            ", ".join(found[:2]),
-            ", ..." if found[2:] else "",
-            _ADVICE["cpu" if device.type == "cpu" else "cuda"],
-        )
-
-
-# -- Refuse a DeepSpeed config that transformers holds: it changes what its models compute ---------
-
-
-def refuse_zero3_of_transformers() -> None:
-    """Check that transformers does not take this process for a run of ZeRO-3 of its own. Not collective.
-
-    Raises:
-        ModelError: It does.
-    """
-    # Whoever made such a config has imported the module. Who asks `is_deepspeed_zero3_enabled`, in transformers 5.23:
-    # from_pretrained (modeling_utils.py), which partitions; models with LayerDrop, which run every layer; tied weights
-    # and resized embeddings.
-    deepspeed: Any = sys.modules.get("transformers.integrations.deepspeed")
-    if deepspeed is not None and deepspeed.is_deepspeed_zero3_enabled():
-        raise ModelError(
-            "transformers holds a DeepSpeed config of stage 3, from HfDeepSpeedConfig(...), "
-            "TrainingArguments(deepspeed=...) or Accelerate's DeepSpeedPlugin; with it, its models partition the "
-            "weights that they load and run without LayerDrop; remove it from the script: the config of "
-            "unishard.prepare says how the model is sharded"
-        )
-
-
-# -- Empty parameters, such as the weight of `nn.Linear(0, 8)`: they have a name and a shape, and nothing to train --
-
-_EMPTY = "_unishard_empty"
-"""An attribute of the parameter, since engines change the shape that a parameter has on a rank."""
-
-
-def freeze_empty(model: nn.Module) -> None:
-    """Freeze parameters without elements: engines wait for their gradients or reduce them, and neither is possible
-    (torch 2.13).
-    """
-    for parameter in model.parameters():
-        if not parameter.numel():
-            parameter.requires_grad_(False)
-            setattr(parameter, _EMPTY, True)
-
-
-def is_empty(parameter: Tensor) -> bool:
-    """Whether a parameter had no elements before it was sharded."""
-    return hasattr(parameter, _EMPTY)
-
-
-# -- What the modules of a model were before it was prepared, so that they can be that again -------
-
-PREPARED: WeakSet[nn.Module] = WeakSet()
-"""Models that are sharded in place, and their modules."""
-
-_TENSORS = {"_parameters", "_buffers", "_modules"}
-_HOOKS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)} - _TENSORS
-"""The attributes of a module that hold its hooks."""
-_OF_ENGINES = ("_", "ds_")
-"""How the names of attributes begin that engines add (torch 2.13, DeepSpeed 0.19.8)."""
-
-
-class PlainModules:
-    """Classes, hooks and attributes of a model's modules, and the dtypes of its parameters. Holds no tensor."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Look at a model that is not prepared yet."""
-        self._parts = [
-            (
-                name,
-                module,
-                type(module),
-                frozenset(vars(module)),
-                {hooks: copy.copy(vars(module)[hooks]) for hooks in _HOOKS & vars(module).keys()},
-                [*vars(module)["_parameters"]],
-            )
-            for name, module in model.named_modules()
-        ]
-        self.dtypes: Mapping[str, torch.dtype] = {name: each.dtype for name, each in _named(model)}
-        """By name in the model, a tied parameter under each."""
-        self._trainable = {name: each.requires_grad for name, each in _named(model)}
-
-    def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Make the modules plain again.
-
-        Args:
-            weights: Full tensors by name; tied names share one.
-        """
-        made: dict[int, nn.Parameter] = {}
-        full = {
-            name: made.setdefault(id(weights[name]), nn.Parameter(weights[name], requires_grad=trainable))
-            for name, trainable in self._trainable.items()
-        }
-        for name, module, kind, attributes, hooks, own in self._parts:
-            module.__class__ = kind
-            for added in vars(module).keys() - attributes:
-                if added.startswith(_OF_ENGINES) or callable(vars(module)[added]):
-                    del vars(module)[added]
-            vars(module).update(hooks)
-            vars(module)["_parameters"] = {each: full.get(f"{name}.{each}" if name else each) for each in own}
-            PREPARED.discard(module)
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [*model.named_parameters(remove_duplicate=False)]

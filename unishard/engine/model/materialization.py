@@ -7,89 +7,18 @@ the engine keeps only a part of it on each rank, every rank reads its own part; 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain, combinations
+from itertools import chain
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from unishard.config import Config, expect_config
-from unishard.config.topology import Topology
+from unishard.engine.model.shared_memory import shared_memory
 from unishard.errors import ModelError
-from unishard.failures import lifetime
-
-# -- Find parameters that share memory with another tensor of the model although they are another object --
-# In plain torch they train as one: `decoder.weight = nn.Parameter(encoder.weight.t())`. Engines move each parameter to
-# memory of its own.
-
-
-def shared_memory(model: nn.Module) -> Iterator[str]:
-    """Yield the trainable parameters that share elements with another parameter or buffer, and how to write that
-    instead.
-
-    Frozen ones stay equal without sharing. Slices of one flat tensor may lie beside each other.
-    """
-    by_storage: dict[tuple[str, int], list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if (
-            isinstance(tensor, UninitializedParameter | UninitializedBuffer)
-            or tensor.layout != torch.strided
-            or not tensor.numel()
-        ):
-            continue
-        if address := tensor.untyped_storage().data_ptr():  # 0 on the meta device
-            by_storage[str(tensor.device), address].append((name, tensor))
-    kind = type(model).__name__
-    for tensors in by_storage.values():
-        for (first, one), (second, other) in combinations(tensors, 2):
-            if (one.requires_grad or other.requires_grad) and _overlap(one, other):
-                yield _refusal(kind, first, second, buffer=not isinstance(other, nn.Parameter))
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
-    (begin, end), (start, stop) = _span(one), _span(other)
-    first, last = max(begin, start), min(end, stop)
-    if first >= last:
-        return False
-    if one.element_size() != other.element_size() or (one.is_contiguous() and other.is_contiguous()):
-        return True
-    size, lowest = one.element_size(), min(begin, start)
-    seen = torch.zeros((max(end, stop) - lowest) // size, dtype=torch.bool)
-    rows = [
-        length if step else 1 for length, step in zip(one.shape, one.stride(), strict=True)
-    ]  # an expanded dim repeats one element
-    torch.as_strided(seen, rows, one.stride(), (begin - lowest) // size).fill_(True)
-    return bool(torch.as_strided(seen, other.shape, other.stride(), (start - lowest) // size).any())
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage from a tensor's first element to its last."""
-    length = 1 + sum((size - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    return begin, begin + length * tensor.element_size()
-
-
-def _refusal(kind: str, first: str, second: str, *, buffer: bool) -> str:
-    if buffer:
-        return (
-            f"buffer {second} of {kind} shares memory with parameter {first}, and would keep the old values when the "
-            "parameter trains; "
-            f"compute it from the parameter in the forward, or register a copy, {first}.detach().clone()"
-        )
-    return (
-        f"parameters {first} and {second} of {kind} share memory but are two objects, which engines would train apart; "
-        f"tie them by one object, {second} = {first}; for a transpose or a slice, keep only {first} and compute with "
-        f"it in the forward, such as F.linear(x, {first}.t())"
-    )
-
 
 Reader = Callable[[int, int], Tensor]
 """Reads the elements between two offsets of the flattened parameter: flat, on the CPU."""
@@ -256,54 +185,3 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
     other = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     vars(other).update(vars(tensor))
     torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
-
-
-# -- Build models without a full copy on each rank -------------------------------------------------
-
-
-@contextmanager
-def init(cfg: Config) -> Iterator[None]:
-    """Build models whose data exists only on rank 0 until `prepare` distributes it. Collective.
-
-    On rank 0 nothing changes: the model is initialized on the CPU as usual, with the same random numbers. On the other
-    ranks parameters go to the meta device when a module registers them; buffers keep their data. `prepare` then
-    broadcasts and shards unit by unit. Under full_shard only rank 0 ever holds the whole model, and it frees what it
-    has sent: all ranks together hold one copy, plus one unit (on DeepSpeed one parameter) per rank.
-
-    Any number of models may be built inside, and prepared in any order.
-
-    Args:
-        cfg: The config that `prepare` will get.
-
-    Raises:
-        ConfigError: `cfg` is not a config.
-    """
-    expect_config(cfg)
-    if lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout).rank == 0:
-        yield
-        return
-    with without_data():
-        yield
-
-
-@contextmanager
-def without_data() -> Iterator[None]:
-    """Put parameters of modules built inside on the meta device, but not buffers."""
-    handle = register_module_parameter_registration_hook(_drop)
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" in str(error):
-            error.add_note(
-                "Inside unishard.init only rank 0 has parameter data, but this model's constructor reads it; build the "
-                "model outside, with a full copy on each rank"
-            )
-        raise
-    finally:
-        handle.remove()
-
-
-def _drop(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    # In place, so that a parameter shared by two modules stays shared.
-    if parameter is not None and not parameter.is_meta:
-        replace_data(parameter, torch.empty_like(parameter, device="meta"))

@@ -1,96 +1,23 @@
 """Find the units of a model: the modules whose parameters are gathered together, the same for every engine.
 
-Llama                           units: auto
-├── embed_tokens                unit: an embedding outside the blocks, unless its weight is tied to or read by something
-outside it ├── layers.0 .. layers.n        units: the repeated blocks
-└── norm, lm_head               no unit: stay with the root, which is needed last in forward and first in backward
+Llama                       with `units: auto`
+├── embed_tokens            unit: an embedding outside the blocks, if nothing outside it is tied to or reads its weight
+├── layers.0 .. layers.n    units: the repeated blocks
+└── norm, lm_head           no unit: stay with the root, which is needed last in forward and first in backward
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
-from functools import cache
-from typing import Any
 
 from torch import nn
 
 from unishard.config import Sharding
-from unishard.contract.footprint import ModelShape, ParameterShape, TensorShape
 from unishard.contract.units import ModelUnits, Unit, numel_of
-from unishard.distributed.dtypes import declared_by, name_of
+from unishard.engine.model.outside_reads import embeddings_read_outside
 from unishard.errors import ModelError
-
-# -- Find embeddings whose weight another module's forward reads, as in DeBERTa's `self.rel_embeddings.weight` --
-
-_OF_SHARDS_TOO = ("dtype", "device")
-"""Attributes of a weight that its shard has as well."""
-
-
-def embeddings_read_outside(model: nn.Module) -> set[nn.Module]:
-    """Embeddings whose weight a forward of a module around them reads: such a weight must be gathered outside the
-    embedding too.
-
-    Finds what the source of the forward, or of a method that it calls, says as `self.name.weight`. Another way to read
-    it is an error of the engine in the first forward.
-    """
-    found: set[nn.Module] = set()
-    for module in model.modules():
-        if any(isinstance(inner, nn.Embedding) for inner in module.modules() if inner is not module):
-            kind: Any = type(module)  # which mypy takes for unhashable
-            read = (_submodule(module, path) for path in _read_in_forward(kind))
-            found.update(inner for inner in read if isinstance(inner, nn.Embedding))
-    return found
-
-
-def _submodule(module: nn.Module, path: tuple[str, ...]) -> Any:
-    found: Any = module
-    for name in path:
-        found = getattr(found, name, None)
-    return found
-
-
-@cache
-def _read_in_forward(kind: Any) -> frozenset[tuple[str, ...]]:
-    """The names between `self` and `weight` in what the forward of a class reads."""
-    reads: set[tuple[str, ...]] = set()
-    seen: set[str] = set()
-    waiting = ["forward"]
-    while waiting:
-        name = waiting.pop()
-        method = inspect.getattr_static(kind, name, None)
-        if name in seen or not inspect.isfunction(method) or getattr(nn.Module, name, None) is method:
-            continue
-        seen.add(name)
-        for path in _paths(method):
-            if len(path) == 1:
-                waiting.append(path[0])
-            elif path[-1] == "weight":
-                reads.add(path[:-1])
-    return frozenset(reads)
-
-
-def _paths(method: Any) -> Iterator[tuple[str, ...]]:
-    """The names behind `self` in a method, such as `("embeddings", "word_embeddings", "weight")`."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
-    except (OSError, TypeError, SyntaxError):  # no source, as of a method that was made at run time
-        return
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    harmless = {node.value for node in nodes if node.attr in _OF_SHARDS_TOO}
-    for node in nodes:
-        if node not in harmless:
-            names, at = [node.attr], node.value
-            while isinstance(at, ast.Attribute):
-                names.append(at.attr)
-                at = at.value
-            if isinstance(at, ast.Name) and at.id == "self":
-                yield tuple(reversed(names))
-
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -284,46 +211,3 @@ def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) ->
             f"sharding.units: every {name} lies inside another unit; remove it, or the class around it (in units or "
             "conditional_modules)"
         )
-
-
-# -- The shape of a model, by which a backend says what it holds -----------------------------------
-
-
-def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
-    """Describe a model before it is sharded; its units are those of any strategy that has some.
-
-    Args:
-        model: On any device, also the meta device.
-        sharding: The section `sharding`, for the units.
-
-    Raises:
-        ModelError: A class that the section names is not in the model.
-    """
-    found = find_units(
-        model,
-        Sharding(
-            units=sharding.units,
-            min_unit_params=sharding.min_unit_params,
-            conditional_modules=sharding.conditional_modules,
-        ),
-    )
-    declared = {compute: declared_by(model, compute) for compute in ("bf16", "fp16")}
-    unit_of = {id(parameter): index for index, unit in enumerate(found) for parameter in unit.module.parameters()}
-    return ModelShape(
-        parameters=tuple(
-            ParameterShape(
-                name,
-                tuple(each.shape),
-                name_of(each.dtype),
-                each.requires_grad,
-                unit_of.get(id(each), -1),
-                tuple(dtype for dtype, names in declared.items() if name in names),
-            )
-            for name, each in model.named_parameters()
-        ),
-        buffers=tuple(
-            TensorShape(name, tuple(each.shape), name_of(each.dtype)) for name, each in model.named_buffers()
-        ),
-        units=tuple(unit.name for unit in found),
-        embeddings=frozenset(index for index, unit in enumerate(found) if unit.is_embedding),
-    )

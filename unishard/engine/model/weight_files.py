@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from unishard.checkpoint import finding
-from unishard.checkpoint.files import OutsideFolderError, file_inside, open_file, read_bytes
+from unishard.checkpoint.files import open_file, read_bytes
+from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.errors import ModelError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

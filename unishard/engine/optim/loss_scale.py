@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unishard.config import Precision
-from unishard.contract.checkpoint_format import LossScaleFacts
+from unishard.contract.training_facts import LossScaleFacts
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 _LARGEST = 2.0**127

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from uuid import uuid4
 
 from unishard.checkpoint import finding
-from unishard.checkpoint.finding import UNKNOWN_RUN, header_of
+from unishard.checkpoint.headers import UNKNOWN_RUN, header_of
 from unishard.errors import CheckpointError
 
 _logger = logging.getLogger("unishard")

@@ -18,7 +18,8 @@ from unishard.distributed.shards import full_tensor
 from unishard.engine.entering import entered
 from unishard.engine.loop.call_order import CallOrder, Phase
 from unishard.engine.loop.inference_mode import without_inference_mode
-from unishard.engine.state.tensors import AverageShards, StateTensors, resume_average
+from unishard.engine.state.average_shards import AverageShards, resume_average
+from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
 _logger = logging.getLogger("unishard")

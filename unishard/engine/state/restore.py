@@ -6,78 +6,30 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from unishard.checkpoint import manifest, metadata, shard_index
-from unishard.checkpoint import manifest as manifests
+from unishard.checkpoint import manifest as manifests  # a `manifest` is what was read
+from unishard.checkpoint import metadata, shard_index, tensor_names
 from unishard.checkpoint.hashing import hash_of, hashes, hexadecimal
-from unishard.checkpoint.manifest import FILE, Manifest
+from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.matching import Wanted, fit
 from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.checkpoint.user_state import once, unpack
 from unishard.checkpoint.verifying import damaged
 from unishard.contract.optimizer_state import StateSpec, keys_of
 from unishard.contract.results import Resumed
-from unishard.data import position
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
-from unishard.engine.optim.schedulers import alike
+from unishard.engine.state.average_shards import has_average, resume_average
 from unishard.engine.state.extra_state import restore_extra_state
-from unishard.engine.state.resume import (
-    buffers_of_ranks,
-    epoch_of,
-    notes_of_data,
-    own_state,
-    random_states,
-    resume,
-)
+from unishard.engine.state.manifest_validation import require_sense
+from unishard.engine.state.resume import buffers_of_ranks, epoch_of, notes_of_data, own_state, random_states, resume
 from unishard.engine.state.run import Run
-from unishard.engine.state.tensors import has_average, resume_average
 from unishard.errors import CheckpointError
-
-# Checks that what a manifest says fits together, before a run is changed: a file may be edited, and its checksum
-# removed.
-
-_RESUMED = ("lr", "momentum", "betas")
-"""The options of a parameter group that a schedule continues with."""
-
-
-def require_sense(manifest: Manifest, positions: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check the manifest's data positions and options of the optimizer.
-
-    Args:
-        manifest: The manifest.
-        positions: Its `data`, decoded.
-        groups: The optimizer's parameter groups of this run; empty for inference.
-
-    Raises:
-        CheckpointError: The run could not resume from one of them; names the field.
-    """
-    wrong = next(_wrong(manifest, positions, groups), None)
-    if wrong is not None:
-        raise CheckpointError(
-            f"{FILE}: {wrong}, which no run saves; the file is damaged or was edited, use another checkpoint"
-        )
-
-
-def _wrong(manifest: Manifest, positions: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if positions and len(positions) != manifest.world_size:
-        yield f"data has {len(positions)} entries for {manifest.world_size} ranks"
-    for index, each in enumerate(positions):
-        if not position.is_position(each):
-            yield f"data.{index} is {each!r:.60}"
-    saved = manifest.optimizer.groups if manifest.optimizer else []
-    for index, (then, now) in enumerate(zip(saved, groups, strict=False)):
-        for name in _RESUMED:
-            option = then.options.get(name)
-            if not alike(option, now.get(name)):
-                yield f"optimizer.groups.{index}.options.{name} is {option!r:.60}"
-
 
 _logger = logging.getLogger("unishard")
 
@@ -190,7 +142,7 @@ class CheckpointReader:
             (name, key): torch.zeros(1) for name, needs in self._match.optimizer.items() for key in needs.numbers
         }
         self._tensors.read(
-            ReadRequest(manifest.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items()
+            ReadRequest(tensor_names.of_optimizer(name, key), 0, value) for (name, key), value in numbers.items()
         )
         for name, needs in self._match.optimizer.items():
             master = self._run.adapter.master_shard(trained[name]).values
@@ -203,7 +155,7 @@ class CheckpointReader:
         wanted = {name: shards[name] for name in self._match.model}
         for name, needs in self._match.optimizer.items():
             place = self._run.adapter.master_shard(trained[name])
-            wanted |= {manifest.of_optimizer(name, key): place for key in needs.tensors}
+            wanted |= {tensor_names.of_optimizer(name, key): place for key in needs.tensors}
         if self._run.tensors.average is not None:
             self._run.tensors.average.require(self._tensors)
         for name, shard in wanted.items():
@@ -217,7 +169,7 @@ class CheckpointReader:
         wanted = {name: shards[name] for name in self._match.model}
         for name, needs in self._match.optimizer.items():
             held = self._run.tensors.optimizer_shards_of(trained[name])
-            wanted |= {manifest.of_optimizer(name, key): held[key] for key in needs.tensors if key in held}
+            wanted |= {tensor_names.of_optimizer(name, key): held[key] for key in needs.tensors if key in held}
         requests, strided = [], []
         for name, shard in wanted.items():
             values = shard.values.detach()
@@ -234,8 +186,8 @@ class CheckpointReader:
             values.copy_(flat.view(values.shape))
             if hash_of(values) != hash_of(flat):
                 raise CheckpointError(
-                    f"{name.removeprefix(manifest.PARAMETERS)}: has several elements in one place, but the checkpoint "
-                    "has different values for them; give it memory of its own in the model, with .clone()"
+                    f"{name.removeprefix(tensor_names.PARAMETERS)}: has several elements in one place, but the "
+                    "checkpoint has different values for them; give it memory of its own in the model, with .clone()"
                 )
 
     def compare_bits(self) -> None:
@@ -267,13 +219,13 @@ class CheckpointReader:
         counted = {name: shard for name, shard in held.items() if shard.values.is_floating_point()}
         squares: dict[str, float] = {}
         for name, norm in shard_norms(counted, self._run.adapter.device).items():
-            state = manifest.optimizer_part(name)
-            if state or manifest.parameter_of(name) not in self._manifest.buffers:
+            state = tensor_names.optimizer_part(name)
+            if state or tensor_names.parameter_of(name) not in self._manifest.buffers:
                 kind = state[1] if state else "parameters"
                 squares[kind] = squares.get(kind, 0.0) + norm**2
         # If full tensors are distributed between the ranks, each rank knows only its own.
         wanted = [(name, key) for name, needs in self._match.optimizer.items() for key in needs.tensors]
-        unknown = {key for name, key in wanted if manifest.of_optimizer(name, key) not in held}
+        unknown = {key for name, key in wanted if tensor_names.of_optimizer(name, key) not in held}
         return {kind: math.sqrt(square) for kind, square in squares.items() if kind not in unknown}
 
     def _held(self) -> dict[str, Shard]:
@@ -288,9 +240,9 @@ class CheckpointReader:
             mine = self._run.tensors.optimizer_shards_of(parameter) if needs else {}
             for key in sorted(needs.tensors if needs else ()):
                 if key in mine:
-                    held[manifest.of_optimizer(name, key)] = mine[key]
+                    held[tensor_names.of_optimizer(name, key)] = mine[key]
                 elif place.group is not None:
-                    held[manifest.of_optimizer(name, key)] = place._replace(
+                    held[tensor_names.of_optimizer(name, key)] = place._replace(
                         values=place.values[:0].to(self.specs[parameter].tensors[key])
                     )
         return held

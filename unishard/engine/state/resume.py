@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.checkpoint.manifest import BUFFERS, RANDOM, Manifest, parameter_of
+from unishard.checkpoint.manifest import Manifest
+from unishard.checkpoint.tensor_names import BUFFERS, RANDOM, parameter_of
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import ranks_in
 from unishard.config.describe import count_of
-from unishard.contract.checkpoint_format import GroupRecord, PassFacts
+from unishard.contract.training_facts import GroupRecord, PassFacts
 from unishard.data import position
 from unishard.data.position import Position
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.state import snapshot
+from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
 from unishard.engine.state.snapshot import options_of
 
@@ -37,7 +38,7 @@ def random_states(run: Run, manifest: Manifest, tensors: Tensors) -> dict[str, T
     if run.accumulation is None or manifest.world_size != dist.get_world_size():
         return {}
     states = _full(tensors, f"{RANDOM}rank{dist.get_rank():05d}.")
-    snapshot.require_random(states, run.adapter.device)
+    random_state.require_random(states, run.adapter.device)
     return states
 
 
@@ -214,9 +215,9 @@ def _freeze_as_saved(run: Run, accumulation: Accumulation, frozen: Sequence[str]
 
 def _resume_random_numbers(run: Run, manifest: Manifest, states: Mapping[str, Tensor]) -> list[str]:
     if states:
-        snapshot.restore_random(states, run.adapter.device)
+        random_state.restore_random(states, run.adapter.device)
         return []
-    snapshot.reseed(run.training.seed, manifest.step, dist.get_rank())
+    random_state.reseed(run.training.seed, manifest.step, dist.get_rank())
     saved_by = count_of(manifest.world_size, "rank")
     why = f"saved by {saved_by}" if manifest.world_size != dist.get_world_size() else "no random state was saved"
     return [f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"]

@@ -12,14 +12,16 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 
 from unishard.checkpoint import directory, finding, ownership
-from unishard.checkpoint.export.offline import export
+from unishard.checkpoint.background import Background
+from unishard.checkpoint.export.online import export
 from unishard.checkpoint.files import path_of
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.saving import Background, Retention, save, without_collections
+from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.config.hints import instead
 from unishard.contract.results import Resumed
 from unishard.distributed import process_group
-from unishard.distributed.on_ranks import deferred, on_first, ranks_of
+from unishard.distributed.interrupts import deferred
+from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
 from unishard.engine.state.lineage import Lineage, RunName
 from unishard.engine.state.restore import restore

@@ -5,137 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import random
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.checkpoint import manifest
-from unishard.checkpoint.export.pretrained import stored_assets
+from unishard.checkpoint import tensor_names
+from unishard.checkpoint.export.models import stored_assets
 from unishard.checkpoint.hashing import hash_of
 from unishard.checkpoint.manifest import ModelRecord, fingerprint_of
 from unishard.checkpoint.saving import Snapshot
 from unishard.checkpoint.user_state import by_rank, pack
-from unishard.contract.checkpoint_format import GroupRecord, OptimizerFacts
-from unishard.data.sampler import seed_of
-from unishard.distributed.nested_tensors import obstacle
+from unishard.contract.training_facts import GroupRecord, OptimizerFacts
+from unishard.distributed.lazy_shards import lazy_shard_of
 from unishard.distributed.on_ranks import on_all, ranks_of
-from unishard.distributed.shards import Shard, lazy_shard_of
+from unishard.distributed.shards import Shard
+from unishard.distributed.storable import obstacle
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.buffers import Merged
 from unishard.engine.state.extra_state import extra_state_of
+from unishard.engine.state.random_state import capture_random
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
 from unishard.version import __version__
-
-# -- The states of the random number generators that training uses ---------------------------------
-
-
-def capture_random(device: torch.device) -> dict[str, Tensor]:
-    """Read the states of this rank's generators: torch's on the CPU and on its CUDA device, Python's, and numpy's
-    global one.
-
-    numpy is included only if it is already imported; otherwise nothing can have used it.
-
-    Args:
-        device: Where this rank computes.
-
-    Returns:
-        Bytes by kind (`torch`, `cuda`, `python`, `numpy`): torch's own encoding, else JSON.
-    """
-    states = {"torch": torch.get_rng_state(), "python": _packed(random.getstate())}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    if "numpy" in sys.modules:
-        states["numpy"] = _packed(_numpy_state())
-    return states
-
-
-def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the states that `capture` returned. A generator without a captured state does not change.
-
-    Args:
-        states: The result of `capture`, on any device.
-        device: Where this rank computes; without CUDA, a CUDA state is ignored.
-
-    Raises:
-        CheckpointError: A state does not fit its generator. Those before it are restored.
-    """
-    setters: dict[str, Callable[[Tensor], None]] = {
-        "torch": torch.set_rng_state,
-        "python": _set_python,
-        "numpy": _set_numpy,
-    }
-    if device.type == "cuda":
-        setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
-    for kind in setters.keys() & states.keys():
-        try:
-            setters[kind](states[kind].cpu())
-        except (RuntimeError, TypeError, ValueError, KeyError) as problem:
-            raise CheckpointError(
-                f"the checkpoint's {kind} random state does not fit this version of {kind} ({problem}); resume with "
-                "the versions in its manifest"
-            ) from problem
-
-
-def require_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Check that `restore` can restore the states. The generators do not change.
-
-    Raises:
-        CheckpointError: A state does not fit its generator.
-    """
-    now = capture_random(device)
-    try:
-        restore_random(states, device)
-    finally:
-        restore_random(now, device)
-
-
-def reseed(seed: int, step: int, rank: int) -> None:
-    """Seed all generators of this rank from three numbers, for a run that resumes with another number of ranks.
-
-    The saved states of the ranks cannot be used then. The new seeds differ between ranks and steps and are
-    reproducible: resuming the same checkpoint again on the same number of ranks draws the same numbers.
-
-    Args:
-        seed: `training.seed`.
-        step: The number of updates made.
-        rank: This rank.
-    """
-    new = seed_of(seed, step, rank)
-    torch.manual_seed(new)  # CUDA's too
-    random.seed(new)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(new % 2**32)
-
-
-def _numpy_state() -> dict[str, Any]:
-    state = sys.modules["numpy"].random.get_state(legacy=False)
-    return {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
-
-
-def _set_numpy(state: Tensor) -> None:
-    import numpy  # slow to import, and needed only if it was used before
-
-    numpy.random.set_state(_unpacked(state))
-
-
-def _set_python(state: Tensor) -> None:
-    version, internal, gauss = _unpacked(state)
-    random.setstate((version, tuple(internal), gauss))
-
-
-def _packed(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _unpacked(state: Tensor) -> Any:
-    return json.loads(bytes(state.tolist()))
 
 
 def take_snapshot(run: Run, state: Any, merged: Merged, group: dist.ProcessGroup) -> Snapshot:
@@ -153,19 +47,19 @@ def take_snapshot(run: Run, state: Any, merged: Merged, group: dist.ProcessGroup
     """
     rank, tensors = dist.get_rank(), run.tensors
     user, user_tensors = _packed_state(state, group)
-    extra, extra_tensors = on_all(group, lambda: pack(extra_state_of(run.adapter.module), manifest.EXTRA_STATE))
+    extra, extra_tensors = on_all(group, lambda: pack(extra_state_of(run.adapter.module), tensor_names.EXTRA_STATE))
     data, data_tensors = on_all(group, lambda: pack(run.batching.position(), f"data.rank{rank:05d}."))
     random = capture_random(run.adapter.device)
-    own = {f"{manifest.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
-    own |= {f"{manifest.BUFFERS}rank{rank:05d}.{name}": buffer for name, buffer in merged.own.items()}
+    own = {f"{tensor_names.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
+    own |= {f"{tensor_names.BUFFERS}rank{rank:05d}.{name}": buffer for name, buffer in merged.own.items()}
     own |= user_tensors
     model, buffers = tensors.model_shards(merged.values), [*tensors.buffers()]
     assets = on_all(group, lambda: {} if rank else stored_assets(run.adapter.module, tensors.to_export()))
     if rank:  # only rank 0's buffers and extra state are saved
-        model = {name: shard for name, shard in model.items() if manifest.parameter_of(name) not in buffers}
+        model = {name: shard for name, shard in model.items() if tensor_names.parameter_of(name) not in buffers}
     else:
         own |= extra_tensors
-        own |= {f"{manifest.BUFFERS}base.{name}": buffer for name, buffer in merged.bases.items()}
+        own |= {f"{tensor_names.BUFFERS}base.{name}": buffer for name, buffer in merged.bases.items()}
     state_of_optimizer = on_all(group, lambda: _storable(tensors.optimizer_shards()))
     shards = (
         model
@@ -191,7 +85,7 @@ def _packed_state(state: Any, group: dist.ProcessGroup) -> tuple[Any, dict[str, 
     first, *_ = digests
     if all(digest == first or (digest is None and first) for digest in digests):
         return packed, {} if rank else tensors
-    packed, tensors = pack(state, f"{manifest.STATE}rank{rank:05d}.")
+    packed, tensors = pack(state, f"{tensor_names.STATE}rank{rank:05d}.")
     return by_rank(_gathered(packed, group)), tensors
 
 
@@ -215,7 +109,7 @@ def _facts(run: Run) -> dict[str, Any]:
         accumulation.resolve_pending()
     ties = tensors.ties()
     shapes = {
-        name.removeprefix(manifest.PARAMETERS): list(shard.shape) for name, shard in tensors.model_shards().items()
+        name.removeprefix(tensor_names.PARAMETERS): list(shard.shape) for name, shard in tensors.model_shards().items()
     }
     return {
         "versions": {"python": platform.python_version(), "unishard": __version__}

@@ -4,103 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from unishard.checkpoint import manifest
+from unishard.checkpoint import tensor_names
 from unishard.checkpoint.export.sources import persistent_buffers
-from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.contract.adapter import EngineAdapter, InferenceAdapter
-from unishard.distributed.shards import LazyShard, Shard, lazy_shard_of
-
-# -- This rank's shards of a moving average of the master weights ----------------------------------
-
-
-class AverageShards:
-    """This rank's shards of a moving average, in fp32."""
-
-    @torch.no_grad()
-    def __init__(self, decay: float, live: Mapping[str, Shard]) -> None:
-        """Start at the current master weights.
-
-        Args:
-            decay: The part of the average that an update keeps.
-            live: This rank's shards of the master weights, by the first names of the parameters.
-        """
-        self._rest = 1 - decay
-        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self.live = [shard.values for shard in live.values()]
-        """The master weights."""
-        self.averages = [torch.empty_like(values, dtype=torch.float32).copy_(values) for values in self.live]
-        """Their averages, in the same order."""
-        self.by_name = {
-            name: shard._replace(values=average)
-            for (name, shard), average in zip(live.items(), self.averages, strict=True)
-        }
-        """The averages, by the first names of the parameters."""
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Average in the master weights after an update. Not collective."""
-        if all(values.dtype == torch.float32 for values in self.live):
-            self._average(self.averages, self.live, 0)
-            return
-        for average, values in zip(self.averages, self.live, strict=True):
-            average.lerp_(values.float(), self._rest)
-
-    def to_save(self) -> dict[str, Shard]:
-        """By checkpoint name."""
-        return {manifest.AVERAGES + name: shard for name, shard in self.by_name.items()}
-
-    @torch.no_grad()
-    def read(self, tensors: Tensors) -> int:
-        """Read the averages of a checkpoint; those that it lacks start at the current master weights.
-
-        Returns:
-            How many it lacks.
-        """
-        for average, values in zip(self.averages, self.live, strict=True):
-            average.copy_(values)
-        found = self._found(tensors)
-        tensors.read(ReadRequest(name, start, shard.values.view(-1)) for name, (start, shard) in found.items())
-        return len(self.by_name) - len(found)
-
-    def require(self, tensors: Tensors) -> None:
-        """Check that what `read` reads is there. Reads no element.
-
-        Raises:
-            CheckpointError: It is incomplete.
-        """
-        for name, (start, shard) in self._found(tensors).items():
-            tensors.require(name, shard.shape, start, start + shard.values.numel())
-
-    def _found(self, tensors: Tensors) -> dict[str, tuple[int, Shard]]:
-        """By name in the checkpoint: where each shard begins, and the shard."""
-        return {
-            name: (0 if shard.group is None else shard.start, shard)
-            for name, shard in self.to_save().items()
-            if name in tensors
-        }
-
-
-def has_average(tensors: Tensors) -> bool:
-    """Whether a checkpoint has a moving average."""
-    return any(name.startswith(manifest.AVERAGES) for name in tensors)
-
-
-def resume_average(average: AverageShards, tensors: Tensors) -> Iterator[str]:
-    """Resume the moving average of a checkpoint.
-
-    Yields:
-        Notes about what differs.
-    """
-    lacking = average.read(tensors)
-    if lacking:
-        which = (
-            f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
-        )
-        yield f"it lacks {which}; they start at the loaded weights"
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.shards import Shard
+from unishard.engine.state.average_shards import AverageShards
 
 
 class StateTensors:
@@ -140,10 +52,12 @@ class StateTensors:
             merged: Values of buffers by name, in the place of this rank's own.
         """
         buffers = self.buffers() | {**(merged or {})}
-        shards = {manifest.PARAMETERS + name: self._adapter.master_shard(parameter) for name, parameter in self.each()}
+        shards = {
+            tensor_names.PARAMETERS + name: self._adapter.master_shard(parameter) for name, parameter in self.each()
+        }
         ties = self.ties()
         return shards | {
-            manifest.PARAMETERS + name: Shard(buffer.shape, buffer)
+            tensor_names.PARAMETERS + name: Shard(buffer.shape, buffer)
             for name, buffer in buffers.items()
             if name not in ties
         }
@@ -151,7 +65,7 @@ class StateTensors:
     def optimizer_shards(self) -> dict[str, Shard]:
         """The optimizer's state, by checkpoint name."""
         return {
-            manifest.of_optimizer(name, key): shard
+            tensor_names.of_optimizer(name, key): shard
             for name, parameter in self.trained().items()
             for key, shard in self.optimizer_shards_of(parameter).items()
         }
@@ -167,7 +81,7 @@ class StateTensors:
     def to_export(self, merged: Mapping[str, Tensor] | None = None) -> dict[str, LazyShard]:
         """Parameters and persistent buffers, by name in the module; `merged` as in `model_shards`."""
         return {
-            name.removeprefix(manifest.PARAMETERS): lazy_shard_of(shard)
+            name.removeprefix(tensor_names.PARAMETERS): lazy_shard_of(shard)
             for name, shard in self.model_shards(merged).items()
         }
 

@@ -1,4 +1,4 @@
-"""Files that hold TrainingArguments among other keys: LLaMA-Factory's, ms-swift's, TRL's and the like."""
+"""Files that hold TrainingArguments among other keys: LLaMA-Factory's, TRL's and the like."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect, left_out
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, refuses
 from unishard.contract.rules import Fit, worst
 from unishard.formats.hf.loop import compute, off
@@ -16,19 +16,6 @@ ARGUMENTS = names("training training_args training_arguments trainer train Train
 """Where TrainingArguments stand."""
 SURE = "per_device_train_batch_size"
 """An argument that no other tool has, by which such a section is known."""
-
-_SWIFT = ("tuner_type", "train_type", "sft_type", "split_dataset_ratio")
-"""Keys that only ms-swift has; the first three say which parameters train."""
-_SWIFT_SILENT: Mapping[str, Any] = {
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
-    "lr_scheduler_type": "cosine",
-    "per_device_train_batch_size": 1,
-    "gradient_checkpointing": True,
-    # 16 samples an update over all ranks, which only the launch knows.
-    "gradient_accumulation_steps": NOTHING,
-}
-_FULL_RATE, _ADAPTER_RATE = 1e-5, 1e-4
 
 
 def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
@@ -41,21 +28,13 @@ LLAMAFACTORY: Mapping[str, Any] = {"disable_gradient_checkpointing": False}
 """What LLaMA-Factory assumes."""
 
 
-def swift(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ms-swift assumes, which depends on the parameters that train."""
-    full = "full" in (data.get(key) for key in _SWIFT[:3])
-    return {**_SWIFT_SILENT, "learning_rate": _FULL_RATE if full else _ADAPTER_RATE}
-
-
 def _silent(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    if any(key in data for key in _SWIFT):
-        return swift(data)
     return LLAMAFACTORY if "finetuning_type" in data and "stage" in data else {}
 
 
 _SIGNS = names(
-    "model model_name_or_path model_id_or_path model_type model_id dataset dataset_name dataset_dir datasets template "
-    "stage finetuning_type tuner_type train_type sft_type lora_rank lora_r lora_alpha lora_target lora_target_modules "
+    "model model_name_or_path model_type model_id dataset dataset_name dataset_dir datasets template "
+    "stage finetuning_type lora_rank lora_r lora_alpha lora_target lora_target_modules "
     "cutoff_len max_length max_seq_length max_samples torch_dtype dtype tokenizer_name_or_path tokenizer use_peft "
     "attn_implementation dataset_mixture dataset_mixer dataset_splits dataset_config dataset_config_name "
     "dataset_train_split dataset_text_field dataset_path dataset_id_or_path train_dataset train_file validation_file "
@@ -73,12 +52,12 @@ _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"
 
 
 def _dtype(value: Any, given: DocumentValues) -> KeyEffect:
-    """`torch_dtype` of ms-swift, which also decides bf16 and fp16 where these are absent."""
+    """`torch_dtype`, in which the model computes where bf16 and fp16 are absent."""
     word = str(value).removeprefix("torch.").lower()
     if word not in _DTYPES or "bf16" in given or "fp16" in given:
         return left_out("the dtype in which the training script loads the model")
     effect = compute(_DTYPES[word]).read(True, given)
-    note = "ms-swift trains in this dtype without bf16 and fp16; others only load the model in it"
+    note = "without bf16 and fp16 the model computes in the dtype in which the script loads it"
     return KeyEffect(worst(Fit.EQUIVALENT, effect.fit), note, effect.fields, copy_verbatim=True)
 
 
@@ -112,7 +91,6 @@ DIALECT: Mapping[str, Key] = {
     "fp8": refuses("fp8 is not supported; write bf16", off),
     "fp8_backend": drops("names what fp8 switches on"),
     "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
-    "zero_hpz_partition_size": drops("goes into the DeepSpeed config"),
     **{
         f"use_{name.lower().replace('-', '_')}": refuses(
             f"{name} is not supported; build the optimizer in the training script", off

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unishard.config import value_at
@@ -10,79 +10,58 @@ from unishard.contract.entries import Entry, Undecided, Unreadable
 from unishard.contract.key_rows import number
 from unishard.contract.render import FieldResult, Rendered
 from unishard.contract.rules import Fit
-from unishard.contract.templates import is_placeholder
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import section_in
 from unishard.formats.hf.keys import ENGINES, KEYS, OLDER, RENAMED
-from unishard.formats.names import each
 from unishard.formats.readback import same
 from unishard.formats.reading import ReadDocument
 
-ARGUMENTS = frozenset(KEYS).difference(ENGINES, OLDER)
+_ARGUMENTS = frozenset(KEYS).difference(ENGINES, OLDER)
 """Those that transformers has today."""
-AXOLOTL: Mapping[str, str] = {
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-}
-"""axolotl's names, where they differ."""
-EPOCHS: Mapping[str, float] = {**each("hf llamafactory swift trl", 3.0), "axolotl": 1.0}
-"""Formats that Trainer reads in the end, and how many epochs they assume."""
+_TRAINERS = ("hf", "llamafactory", "trl")
+"""Formats that Trainer reads in the end."""
+_EPOCHS = 3.0
+"""How many it trains where a file does not say it."""
 _LAUNCHERS = ("debug", "use_cpu")
 """Keys of Accelerate's config too, which may be read beside a document."""
 _BY_FSDP = "activation_checkpointing"
 """Said in `fsdp_config` where FSDP is on."""
-_ASSUMED = 0.03
-"""Part of the updates that axolotl warms up over where its file is silent, at most 100 updates
-(core/builders/base.py)."""
 
 
-def with_arguments(
-    said: Rendered, reading: ReadDocument, to: str = "hf", known: Collection[str] = ARGUMENTS
-) -> Rendered:
-    """A document under transformers' names, with the source's arguments that hold as they stand.
-
-    Args:
-        said: The document so far.
-        reading: The source.
-        to: The format; axolotl has values of its own for what a field says.
-        known: Arguments that the format has.
-    """
+def with_arguments(said: Rendered, reading: ReadDocument) -> Rendered:
+    """A document under transformers' names, with the source's arguments that hold as they stand."""
     document, words = dict(said.document), dict(said.fields)
-    same_values = "axolotl" not in (to, reading.format)
     for name, entry in _arguments(reading):
         value = _as_number(entry.value) if entry.effect.fields else entry.value
         refused = entry.effect.rejected_upstream and value is entry.value
-        if name not in known or refused or not _accepted(name, value):
+        if name not in _ARGUMENTS or refused or not _accepted(name, value):
             continue
-        if _holds(name, entry, reading, document, same_values=same_values):
+        if _holds(name, entry, reading, document):
             words[entry.as_it_is] = FieldResult(Fit.EXACT, name, "")
             if not isinstance(said.document.get(name), int | float):
                 document[name] = value
-    if reading.format in EPOCHS:
-        _add_length(document, words, reading, to)
+    if reading.format in _TRAINERS:
+        _add_length(document, words, reading)
     return Rendered(document, words)
 
 
 def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
     """Each argument that is written, by transformers' name, those under an older name last."""
     section = section_in(reading.source.data) if reading.format == "hf" else None
-    own = {**RENAMED, **(AXOLOTL if reading.format == "axolotl" else {})}
     found = [
-        (own.get(entry.path[-1], entry.path[-1]), entry)
+        (RENAMED.get(entry.path[-1], entry.path[-1]), entry)
         for entry in reading.entries
         if not entry.assumed
         and entry.path[-1] not in (_LAUNCHERS if entry.from_sidecar else ())
-        and (entry.from_sidecar or (reading.format in EPOCHS and entry.path[:-1] == ((section,) if section else ())))
+        and (entry.from_sidecar or (reading.format in _TRAINERS and entry.path[:-1] == ((section,) if section else ())))
     ]
     yield from sorted(found, key=lambda pair: pair[1].path[-1] in RENAMED)
 
 
-def _holds(name: str, entry: Entry, reading: ReadDocument, document: Mapping[str, Any], *, same_values: bool) -> bool:
+def _holds(name: str, entry: Entry, reading: ReadDocument, document: Mapping[str, Any]) -> bool:
     """Whether an argument still says what is to be said; overrides, and DeepSpeed's own config, may say otherwise."""
     effect = entry.effect
-    if effect.unknown or entry.value is None or (not same_values and is_placeholder(entry.value)):
+    if effect.unknown or entry.value is None:
         return False
     if effect.fit is Fit.UNSUPPORTED:
         sections = {field.partition(".")[0] for field in effect.decides}
@@ -90,7 +69,7 @@ def _holds(name: str, entry: Entry, reading: ReadDocument, document: Mapping[str
     if not effect.fields:
         return bool(document.get(name, entry.value) == entry.value)
     unchanged = all(_unchanged(field, value, reading) for field, value in effect.fields.items())
-    return unchanged and (same_values or name not in document) and (name in document or name != _BY_FSDP)
+    return unchanged and (name in document or name != _BY_FSDP)
 
 
 def _accepted(name: str, value: Any) -> bool:
@@ -107,20 +86,14 @@ def _unchanged(field: str, value: Any, reading: ReadDocument) -> bool:
     return same(value_at(reading.config, field), value)
 
 
-def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading: ReadDocument, to: str) -> None:
-    """How long the training and its warm-up are, where the source says so only by what its tool assumes."""
-    silent = not document.keys() & {"max_steps", "num_train_epochs"}
-    other = EPOCHS[reading.format] != EPOCHS.get(to) and "training.micro_batch_size" in reading.decided
-    if silent and (other or "scheduler.total_steps" in reading.undecided):
-        document["num_train_epochs"] = EPOCHS[reading.format]
+def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading: ReadDocument) -> None:
+    """How long the training and its warm-up are, where the source says so only by what Trainer assumes."""
     if "scheduler.total_steps" in reading.undecided:
+        if not document.keys() & {"max_steps", "num_train_epochs"}:
+            document["num_train_epochs"] = _EPOCHS
         words["scheduler.total_steps"] = FieldResult(Fit.EXACT, "num_train_epochs", "")
-    if "scheduler.warmup_steps" in reading.undecided:
+    if "scheduler.warmup_steps" in reading.undecided and "warmup_steps" in document:
         words["scheduler.warmup_steps"] = FieldResult(Fit.EXACT, "warmup_steps", "")
-        if "warmup_steps" not in document:
-            note = f"axolotl assumes {_ASSUMED:g} of the updates, at most 100; the limit is lost"
-            document["warmup_steps"] = _ASSUMED
-            words["scheduler.warmup_steps"] = FieldResult(Fit.EQUIVALENT, "warmup_steps", note)
 
 
 def _as_number(value: Any) -> Any:

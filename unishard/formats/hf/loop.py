@@ -42,7 +42,7 @@ def off(value: Any) -> bool:
     return value in (None, False, "", 0, [], {}) or str(value).lower() in ("false", "no", "none")
 
 
-def clipping(value: Any, given: DocumentValues) -> KeyEffect:
+def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
     """The largest norm; 0 for none."""
     norm = number(0)(0 if value is None else value)
     return KeyEffect(fields={"training.gradient_clipping": norm or None})
@@ -69,7 +69,7 @@ def compute(dtype: str) -> Key:
     return Key(read, "precision.compute, precision.reduce")
 
 
-def checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
+def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
     """Whether the model's blocks run again in backward."""
     if not boolean(value if value is not None else False):
         return left_out("is off")
@@ -106,7 +106,7 @@ def _compiler(value: Any, given: DocumentValues) -> KeyEffect:
 _CONVOLUTIONS = "Trainer also keeps convolutions in fp32; torch.backends.cudnn.conv.fp32_precision = 'ieee' does that"
 
 
-def matmul(value: Any) -> KeyEffect:
+def _matmul(value: Any) -> KeyEffect:
     """Whether products of fp32 tensors may be computed in TF32."""
     if boolean(value):
         return KeyEffect(fields={"precision.matmul": "tf32"})
@@ -116,7 +116,7 @@ def matmul(value: Any) -> KeyEffect:
 def _tf32(value: Any, given: DocumentValues) -> KeyEffect:
     """`tf32`; without it, Trainer switches TF32 on where it compiles, unless in fp16 (training_args.py, 9. TF32)."""
     if value is not None:
-        return matmul(value)
+        return _matmul(value)
     compiles = any(not off(given.get(f"torch_compile{argument}")) for argument in ("", "_backend", "_mode"))
     if compiles and (off(given.get("fp16")) or not off(given.get("bf16"))):
         return KeyEffect(Fit.EXACT, "Trainer switches TF32 on where it compiles", {"precision.matmul": "tf32"})
@@ -149,7 +149,7 @@ def _tokens(value: Any, given: DocumentValues) -> KeyEffect:
 def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is not set")
-    if any(not off(given.get(engine)) for engine in ("fsdp", "fsdp_config", "fsdp_version", "deepspeed")):
+    if any(not off(given.get(engine)) for engine in ("fsdp", "fsdp_config", "deepspeed")):
         return left_out("only used with DistributedDataParallel")
     return broadcast_buffers(value, given)
 
@@ -160,7 +160,7 @@ LOOP: Mapping[str, Key] = {
         "training.micro_batch_size", integer(1), Fit.EXACT, "transformers 5 calls it per_device_train_batch_size"
     ),
     "gradient_accumulation_steps": sets("training.gradient_accumulation_steps", integer(1), tool_default=1),
-    "max_grad_norm": Key(clipping, "training.gradient_clipping", tool_default=1.0),
+    "max_grad_norm": Key(_clipping, "training.gradient_clipping", tool_default=1.0),
     "average_tokens_across_devices": Key(
         _tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"
     ),
@@ -168,9 +168,9 @@ LOOP: Mapping[str, Key] = {
     "bf16": compute("bf16"),
     "fp16": compute("fp16"),
     "tf32": Key(_tf32, "precision.matmul", tool_default=None),
-    "activation_checkpointing": Key(checkpointing, "activation_checkpointing"),
+    "activation_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
-    "gradient_checkpointing": Key(checkpointing, "activation_checkpointing"),
+    "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
     "gradient_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
     "torch_compile": Key(_compiled, "compile.mode"),
     "torch_compile_backend": Key(_compiler, "compile.mode, compile.backend"),

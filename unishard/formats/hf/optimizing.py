@@ -59,62 +59,50 @@ _OTHERS = names(
 )
 
 
-def named(
-    value: Any, more: Mapping[str, tuple[str, Fit, str]] | None = None, others: tuple[str, ...] = ()
-) -> KeyEffect:
-    """What the name of an optimizer says.
-
-    Args:
-        value: The name, in any case.
-        more: Names that a tool around transformers adds.
-        others: Names that it adds and unishard has not.
+def _optimizer(value: Any) -> KeyEffect:
+    """What the name of an optimizer says, in any case.
 
     Raises:
         Unreadable: No optimizer has this name.
     """
     name = str(getattr(value, "value", value)).strip().lower()
-    known = {**_NAMES, **(more or {})}
-    if name in known:
-        found, fit, note = known[name]
+    if name in _NAMES:
+        found, fit, note = _NAMES[name]
         return KeyEffect(fit, note, {"optimizer.name": found}, rejected_upstream=name in _REMOVED)
-    if name in (*_OTHERS, *others):
+    if name in _OTHERS:
         why = f"{name} is not supported; build the optimizer in the training script"
         return KeyEffect(Fit.UNSUPPORTED, why)
     raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch or sgd")
 
 
-def _name_of(given: DocumentValues, key: str) -> str:
+def _name_of(given: DocumentValues) -> str:
     """Unishard's name of the optimizer that a document names; empty for one that it has not."""
     try:
-        effect = named(given.get(key) or "adamw_torch")
+        effect = _optimizer(given.get("optim") or "adamw_torch")
     except Unreadable:
         return ""
     return str(effect.fields.get("optimizer.name", ""))
 
 
-def _fields_of_optimizer(key: str) -> Mapping[str, Key]:
-    """The rows whose meaning depends on the optimizer.
-
-    Args:
-        key: The document's key that names it.
-    """
+def _fields_of_optimizer() -> Mapping[str, Key]:
+    """The rows whose meaning depends on the optimizer."""
 
     def belongs(field: str, names: tuple[str, ...], convert: Any) -> Any:
         def read(value: Any, given: DocumentValues) -> KeyEffect:
-            name = _name_of(given, key)
+            name = _name_of(given)
             if name in names:
                 return KeyEffect(fields={field: convert(value)})
             convert(value)
-            return left_out(f"{name or given.get(key)} has no such setting")
+            return left_out(f"{name or given.get('optim')} has no such setting")
 
         return read
 
     def beta(other: str, first: bool) -> Any:
         def read(value: Any, given: DocumentValues) -> KeyEffect:
-            name = _name_of(given, key)
+            name = _name_of(given)
             this, that = number(0, 1)(value), number(0, 1)(_or(given.get(other), 0.999 if first else 0.9))
             if name not in (*ADAM, "lion"):
-                return left_out(f"{name or given.get(key)} has no such setting")
+                return left_out(f"{name or given.get('optim')} has no such setting")
             return KeyEffect(fields={"optimizer.betas": (this, that) if first else (that, this)})
 
         return read
@@ -131,12 +119,11 @@ def _or(value: Any, otherwise: float) -> Any:
 
 
 def _arguments(value: Any, given: DocumentValues) -> KeyEffect:
-    """`optim_args`: text such as `momentum=0.9, nesterov=true`, or a mapping as axolotl takes it."""
+    """`optim_args`: text such as `momentum=0.9, nesterov=true`."""
     if value in (None, "", {}):
         return left_out("is empty")
     pairs = dict(_pairs(value))
-    name = _name_of(given, "optim") or _name_of(given, "optimizer")
-    known = {**_ARGUMENTS.get(name, {})}
+    known = _ARGUMENTS.get(_name_of(given), {})
     strange = [key for key in pairs if key not in known]
     if strange:
         return KeyEffect(
@@ -146,8 +133,6 @@ def _arguments(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 def _pairs(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [(str(key), item) for key, item in value.items()]
     if not isinstance(value, str) or any(part.count("=") != 1 for part in value.split(",")):
         raise Unreadable(f"must be pairs such as momentum=0.9,nesterov=true, got {shown(value)}; write them so")
     return [(key.strip(), text.strip()) for key, _, text in (part.partition("=") for part in value.split(","))]
@@ -185,10 +170,10 @@ def _targets(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 OPTIMIZER: Mapping[str, Key] = {
-    "optim": Key(lambda value, given: named(value), "optimizer.name", tool_default="adamw_torch_fused"),
+    "optim": Key(lambda value, given: _optimizer(value), "optimizer.name", tool_default="adamw_torch_fused"),
     "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
     "learning_rate": sets("optimizer.lr", number(0), tool_default=5e-5),
-    **_fields_of_optimizer("optim"),
+    **_fields_of_optimizer(),
     "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, tool_default=0.0),
     "optim_target_modules": Key(_targets, "", Fit.UNSUPPORTED, _TARGETS),
     "adafactor": refuses(

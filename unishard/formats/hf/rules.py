@@ -113,14 +113,14 @@ _ALWAYS = ("backend", _STRATEGY, "sharding.units", "native")
 """Fields that every document says, whichever tool the source is for; the engine only where the strategy is known."""
 
 
-def decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str, Rule]:
+def _decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str, Rule]:
     """The rows of what the source decides: what it leaves to its training script stays with that."""
     always = _ALWAYS[1:] if _STRATEGY in reading.undecided else _ALWAYS
     said = {*always, *reading.decided.difference(_ALWAYS)}
     return {path: row for path, row in rows.items() if path in said}
 
 
-def engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
+def _engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
     """The engine's part of the document, and its words.
 
     Raises:
@@ -130,7 +130,7 @@ def engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
     if name not in _ENGINES:
         what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
         raise ConfigError([Problem("backend", what, "")])
-    rows = decided_of(registry.arguments(name).rules, reading)
+    rows = _decided_of(registry.arguments(name).rules, reading)
     return _ENGINES[name](reading, render(rows, reading.config, topology, reading.undecided))
 
 
@@ -294,7 +294,7 @@ def written(reading: ReadDocument, topology: Topology) -> Rendered:
     Raises:
         ConfigError: transformers does not know the engine.
     """
-    own_words = render(decided_of(RULES, reading), reading.config, topology, reading.undecided)
-    engine = engine_of(reading, topology)
+    own_words = render(_decided_of(RULES, reading), reading.config, topology, reading.undecided)
+    engine = _engine_of(reading, topology)
     words: dict[str, FieldResult] = {**own_words.fields, **engine.fields}
     return with_arguments(Rendered(merge(own_words.document, engine.document), words), reading)

@@ -18,21 +18,20 @@ from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.loop import off
 
-FOLDER = "trainer_output"
+_FOLDER = "trainer_output"
 """Where Trainer writes if it is not set."""
 _STEPS = 500
 """Trainer's interval if it is not set."""
 
 _LAST = "Trainer also saves at the end of the training; call engine.save() there"
-EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
-"""What is left to the script where a tool saves once an epoch."""
+_EPOCHS = "saves after epochs; call engine.save() there, or set checkpoint.every_steps"
 _PART = "a fraction of all steps, which only the data knows; set checkpoint.every_steps"
 _BEST = "saves after the best evaluation so far; call engine.save(metric=...) after each, and set checkpoint.keep_best"
 
 
 def _somewhere(given: DocumentValues) -> Mapping[str, Any]:
     """Trainer's own directory, where the document names none."""
-    return {} if given.get("output_dir") else {"checkpoint.dir": FOLDER}
+    return {} if given.get("output_dir") else {"checkpoint.dir": _FOLDER}
 
 
 def _directory(value: Any, given: DocumentValues) -> KeyEffect:
@@ -57,7 +56,7 @@ def _strategy(value: Any, given: DocumentValues) -> KeyEffect:
         case "steps":
             return KeyEffect(Fit.EXACT, "", {}, copy_verbatim=True)
         case "epoch":
-            return KeyEffect(Fit.NEEDS_INPUT, EPOCHS, copy_verbatim=True)
+            return KeyEffect(Fit.NEEDS_INPUT, _EPOCHS, copy_verbatim=True)
     return KeyEffect(Fit.NEEDS_INPUT, _BEST, copy_verbatim=True)
 
 
@@ -66,20 +65,6 @@ def _steps(value: Any, given: DocumentValues) -> KeyEffect:
     strategy = given.get("save_strategy")
     if strategy not in (None, "steps"):
         return left_out(f"is read where save_strategy is steps, and not {strategy}")
-    return stepped(value, given, _somewhere(given))
-
-
-def stepped(value: Any, given: DocumentValues, beside: Mapping[str, Any]) -> KeyEffect:
-    """An interval in updates, or below 1 as a part of all of them.
-
-    Args:
-        value: The interval.
-        given: The document, which may hold `max_steps`.
-        beside: What is decided along with it.
-
-    Raises:
-        Unreadable: It is no interval.
-    """
     every = number(0)(value)
     if not every:
         return KeyEffect(fields={"checkpoint.every_steps": None})
@@ -88,10 +73,10 @@ def stepped(value: Any, given: DocumentValues, beside: Mapping[str, Any]) -> Key
         if off(whole) or whole == -1:
             return KeyEffect(Fit.NEEDS_INPUT, _PART, copy_verbatim=True)
         every = math.ceil(integer(1)(whole) * every)
-    return KeyEffect(Fit.EQUIVALENT, _LAST, {**beside, "checkpoint.every_steps": integer(1)(every)})
+    return KeyEffect(Fit.EQUIVALENT, _LAST, {**_somewhere(given), "checkpoint.every_steps": integer(1)(every)})
 
 
-def limit(value: Any, given: DocumentValues) -> KeyEffect:
+def _limit(value: Any, given: DocumentValues) -> KeyEffect:
     """How many checkpoints are kept; 0 and null keep all."""
     if value is None:
         return left_out("is not set")
@@ -113,7 +98,7 @@ SAVED: Mapping[str, Key] = {
     ),
     "save_strategy": Key(_strategy, "checkpoint.every_steps", note="your loop does epoch and best"),
     "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, _LAST),
-    "save_total_limit": Key(limit, "checkpoint.keep_last"),
+    "save_total_limit": Key(_limit, "checkpoint.keep_last"),
     "enable_jit_checkpoint": Key(_at_signal, "checkpoint.on_signal", Fit.EQUIVALENT, _EXIT),
 }
 """What each argument says."""

@@ -13,8 +13,8 @@ from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock, Spot, combined
+from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import FSDP, off
-from unishard.formats.hf.shipped import opened
 from unishard.formats.names import names
 from unishard.formats.source import Source
 
@@ -51,7 +51,7 @@ def known(key: str) -> bool:
     return key.removeprefix("fsdp_") in (*BOTH, *FIRST, *_OVERLOOKED)
 
 
-def words_of(value: Any) -> list[str]:
+def _words_of(value: Any) -> list[str]:
     """The words of the deprecated spelling of `fsdp`, such as `full_shard auto_wrap`; none for a flag.
 
     Raises:
@@ -87,7 +87,7 @@ def sharded(
         return _without(value, config, source, where)
     keys, entries = _opened(config, source, where)
     try:
-        words = words_of(value)
+        words = _words_of(value)
     except Unreadable as error:
         return [Entry(("fsdp",), value, KeyEffect(Fit.UNSUPPORTED, str(error))), *entries, *_ignored(where, keys)]
     return entries + _read(value, words, keys, topology, where, implied)

@@ -18,8 +18,8 @@ from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.hf.accepted_values import VALUES
+from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import DEEPSPEED, off
-from unishard.formats.hf.shipped import opened
 from unishard.formats.names import names
 from unishard.formats.source import Source
 

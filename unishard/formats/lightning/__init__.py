@@ -1,16 +1,15 @@
-"""Arguments of Lightning's Trainer, Fabric and LightningCLI as a file; written as Python."""
+"""Arguments of Lightning 2's Trainer, Fabric and LightningCLI as a file, which is only read."""
 
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.hydra import names_lightning
 from unishard.formats.signs import Signs, weighted
 
 __all__ = ["FORMAT"]
 
 _SIGNS = weighted(
     {
-        5: "trainer.strategy fit.trainer lightning.trainer fabric.strategy",
+        5: "trainer.strategy fit.trainer fabric.strategy",
         4: (
             "strategy trainer.accelerator trainer.devices trainer.accumulate_grad_batches trainer.gradient_clip_val "
             "accumulate_grad_batches class_path"
@@ -21,4 +20,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("lightning", Signs(_SIGNS, lambda data: 5 if names_lightning(data) else 0))
+FORMAT = Deferred("lightning", Signs(_SIGNS), read_only=True)

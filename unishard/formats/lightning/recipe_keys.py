@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import Entry, Key, KeyEffect, Path, Undecided, Unreadable, interpret, left_out
 from unishard.contract.key_rows import boolean, drops, number, sets
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.keys import HYDRA, UNSET
-from unishard.formats.lightning.shape import Built, built, short
+from unishard.formats.lightning.built import Built, built, short
+from unishard.formats.lightning.rows import UNSET
 from unishard.formats.names import each
 
 _NAMES = {
@@ -41,7 +41,6 @@ OPTIMIZER: Mapping[str, Key] = {
     "amsgrad": sets("optimizer.amsgrad", boolean),
     "momentum": sets("optimizer.momentum", number(0)),
     "nesterov": sets("optimizer.nesterov", boolean),
-    **HYDRA,
     **each("foreach fused capturable differentiable use_triton", drops("how the update is computed, not what")),
 }
 """Arguments of torch's optimizers; any other must be at its default."""
@@ -59,13 +58,13 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
     """What the optimizer's class and arguments say."""
     found = built(value)
     if found is None:
-        yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OTHER, copy_verbatim=True))
+        yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OTHER))
         return
     name = _NAMES.get(short(found.path))
     place = (*path, found.key) if found.key else path
     if name is None:
-        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OTHER, copy_verbatim=True))
-        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OTHER, copy_verbatim=True))
+        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
+        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
         return
     yield Entry(place, found.path, KeyEffect(fields={"optimizer.name": name}))
     said = {
@@ -96,12 +95,12 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
     """
     found = built(value)
     if found is None:
-        yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OWN, copy_verbatim=True))
+        yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OWN))
         return
     place = (*path, found.key) if found.key else path
     if short(found.path) != "CosineAnnealingLR" or found.arguments.get("eta_min"):
-        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OWN, copy_verbatim=True))
-        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OWN, copy_verbatim=True))
+        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OWN))
+        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OWN))
         return
     yield Entry(
         place,
@@ -117,3 +116,10 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
 def _all(found: Built, path: Path, effect: KeyEffect) -> Iterator[Entry]:
     for key, item in found.arguments.items():
         yield Entry((*path, *found.inside[key], key), item, effect)
+
+
+RECIPES: Mapping[str, Callable[[Any, Path], Iterator[Entry]]] = {
+    "optimizer": optimizer_entries,
+    "lr_scheduler": scheduler_entries,
+}
+"""Readers, by the key."""

@@ -11,7 +11,7 @@ from unishard.contract.render import AUTO, Rendered
 from unishard.formats.hf.dialects import LLAMAFACTORY
 from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import DEEPSPEED
-from unishard.formats.hf.shipped import shipped_config, told
+from unishard.formats.llamafactory.shipped import shipped_config, told
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
 
@@ -31,7 +31,7 @@ class LlamaFactoryFormat(ScriptFormat):
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, with the configs of DeepSpeed that LLaMA-Factory brings along."""
-        config = shipped_config(source, self.name)
+        config = shipped_config(source)
         if config is None:
             return _pure(super().entries(source, topology), source.data)
         found = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)

@@ -25,7 +25,7 @@ from unishard.formats.shell_words import Word
 from unishard.formats.sidecar.following import Named, launcher_named, opened, recipe_named
 from unishard.formats.source import Source, find_named, open_source
 
-TRAINER = ("hf", "trl", "llamafactory", "swift")
+TRAINER = ("hf", "trl", "llamafactory")
 """Formats whose arguments are those of TrainingArguments."""
 _SURE = "per_device_train_batch_size"
 _ONLY_TRAINER = names(
@@ -199,7 +199,7 @@ def _value(key: str, word: Word, script: str) -> Any:
 
 _NAMING = ("deepspeed", "fsdp_config")
 """Arguments that name a file of the engine's."""
-_DIRECT = {"swift": "swift", "trl": "trl", "llamafactory-cli": "llamafactory"}
+_DIRECT = {"trl": "trl", "llamafactory-cli": "llamafactory"}
 _PROCESSES = names("num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids")
 """Keys of Accelerate's config that are options of its launcher too."""
 

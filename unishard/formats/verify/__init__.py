@@ -1,7 +1,7 @@
 """Reads config files with the tools that they are for, and compares what those make of a source and of its translation.
 
 The tables of the formats take no part in it: the values come from DeepSpeedConfig, Accelerate's launcher and plugins,
-TrainingArguments, Lightning's strategy and Trainer, and `unishard.load`.
+TrainingArguments, and `unishard.load`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ _LAYOUT = ("sharding.strategy", "sharding.units")
 """Fields in which equivalent means other collectives: the report says so."""
 _UNITS = "sharding.units"
 """Of which `auto` means one for each block."""
-_LATER = "# Set auto_wrap_policy"
-"""How what we write for Lightning, which has no word for `auto`, begins to say so."""
 _ABSENT: Any = object()
 
 
@@ -165,8 +163,6 @@ def _reported(outcome: Outcome, overrides: Iterable[str]) -> set[str]:
         elif item.fit is not Fit.EXACT:
             found |= fields
     found |= {change.field for change in outcome.changes}
-    if _LATER in outcome.text:
-        found.add(_UNITS)
     if "precision.compute" in found:
         found.add("precision.loss_scale")
     if "sharding.reshard_after_forward" in found:

@@ -25,8 +25,6 @@ class _Consumer(NamedTuple):
     package: str
     settings: Callable[[Any, Document, str, ReadDocument, int], Settings]
     """From the module of this room, the document, its text, the reading and the ranks."""
-    reads_sources: bool = True
-    """Whether people's files are in the form that we write."""
     module: str = ""
     """Of this room; left out, the name of the format."""
 
@@ -55,13 +53,7 @@ _CONSUMERS: Mapping[str, _Consumer] = {
         "transformers",
         lambda at, document, text, reading, ranks: at.settings_of(document, reading.source.folder),
     ),
-    "lightning": _Consumer(
-        "Lightning",
-        "lightning",
-        lambda at, document, text, reading, ranks: at.settings_of(text, ranks),
-        reads_sources=False,
-    ),
-    **{name: _around_transformers(name) for name in ("llamafactory", "swift", "trl")},
+    **{name: _around_transformers(name) for name in ("llamafactory", "trl")},
 }
 
 
@@ -70,7 +62,7 @@ def of_source(outcome: Outcome) -> Effective:
     reading = outcome.reading
     consumer = _CONSUMERS.get(reading.format)
     found = Effective({}, "", missing="no other reader of it is known")
-    if consumer and consumer.reads_sources:
+    if consumer:
         found = _asked(
             reading.format, consumer, reading.source.data, json.dumps(reading.source.data, default=str), outcome
         )
@@ -95,8 +87,6 @@ def read_settings(outcome: Outcome) -> Effective:
             missing=f"{catalog.get(outcome.to).tool} cannot be verified here: unishard cannot ask it what it makes of "
             "a file",
         )
-    if not consumer.reads_sources and outcome.document == outcome.reading.source.data:
-        return Effective({}, consumer.tool, missing=f"{consumer.tool} cannot be asked about a file that stays as it is")
     return _asked(outcome.to, consumer, outcome.document, outcome.text, outcome)
 
 

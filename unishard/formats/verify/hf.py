@@ -1,5 +1,5 @@
-"""What transformers makes of TrainingArguments, in a file of its own or of LLaMA-Factory, ms-swift or TRL, which hand
-theirs on to it.
+"""What transformers makes of TrainingArguments, in a file of its own or of LLaMA-Factory or TRL, which hand theirs on
+to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from unishard.formats import catalog
 from unishard.formats.hf.keys import RENAMED
-from unishard.formats.hf.shipped import shipped
 from unishard.formats.verify.deepspeed import settings_of as deepspeed_settings
 from unishard.formats.verify.settings import AUTO, clipping
 
@@ -155,11 +154,6 @@ def settings_around(document: Mapping[str, Any], folder: Path | None, tool: str)
 def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under the names of transformers 5: these tools also run with versions that have the older ones."""
     found = {RENAMED.get(key, key): value for key, value in document.items() if key != _RATIO}
-    if isinstance(found.get("fsdp"), Mapping):  # as ms-swift writes it
-        found |= found["fsdp"]
-    named = found.get("deepspeed")
-    if isinstance(named, str) and named in (configs := shipped("swift")):
-        found["deepspeed"] = configs[named]
     if document.get(_RATIO) and not found.get("warmup_steps"):
         found["warmup_steps"] = document[_RATIO]
     return found

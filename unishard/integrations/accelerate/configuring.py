@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from unishard import formats
 from unishard.config import Config
-from unishard.config.loading import CONFIG, load
+from unishard.config.loading import load
+from unishard.config.loading.launched import CONFIG
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit

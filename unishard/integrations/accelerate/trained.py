@@ -14,10 +14,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
-from unishard.checkpoint.export.pretrained import only_names
+from unishard.checkpoint.export.adapters import only_names
 from unishard.contract.results import Step
 from unishard.engine.engine import Engine
-from unishard.engine.optim.public_optimizer import same_model
+from unishard.engine.optim.stepping import same_model
 from unishard.errors import ContractError
 from unishard.integrations.saving import restore_options
 

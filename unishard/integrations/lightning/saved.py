@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.checkpoint import finding, manifest
+from unishard.checkpoint import finding, manifest, tensor_names
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import unpack
@@ -91,7 +91,7 @@ def _opened(path: str | Path) -> tuple[Manifest, Tensors]:
 
 
 def _weights(facts: Manifest, tensors: Tensors) -> dict[str, Tensor]:
-    own = {name: tensors.full(key) for key in facts.tensors if (name := manifest.parameter_of(key)) is not None}
+    own = {name: tensors.full(key) for key in facts.tensors if (name := tensor_names.parameter_of(key)) is not None}
     return own | {name: own[first] for name, first in facts.ties.items()}
 
 

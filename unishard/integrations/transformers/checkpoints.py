@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.checkpoint.convert import OWN, convert, formats
-from unishard.checkpoint.manifest import PARAMETERS, of_optimizer
-from unishard.contract.checkpoint_format import Contents, ScheduleFacts, optimizer_of
+from unishard.checkpoint.convert import convert, formats
+from unishard.checkpoint.own_format import OWN
+from unishard.checkpoint.tensor_names import PARAMETERS, of_optimizer
+from unishard.contract.checkpoint_format import Contents
+from unishard.contract.training_facts import ScheduleFacts, optimizer_of
 from unishard.distributed import process_group
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import on_first
-from unishard.distributed.shards import LazyShard
 from unishard.engine.engine import Engine
 from unishard.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_N
 from unishard.config import Config
 from unishard.engine.engine import Engine
 from unishard.engine.optim.optimizers import factory
-from unishard.engine.optim.schedulers import factor
+from unishard.engine.optim.schedule import factor
 from unishard.errors import CheckpointError
 from unishard.integrations.accelerate.accelerator import Accelerator
 from unishard.integrations.accelerate.trained import Trained

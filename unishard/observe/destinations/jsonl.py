@@ -13,7 +13,7 @@ from typing import TextIO
 
 from unishard.contract.plan import ObserveSpec
 from unishard.errors import ConfigError, Problem
-from unishard.observe.destinations.table import Values
+from unishard.observe.destinations.writer import Values
 
 FILE = "log.jsonl"
 """Its name in `logging.dir`."""

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unishard.contract.plan import ObserveSpec
-from unishard.observe.destinations.table import RunFile, Values
+from unishard.observe.destinations.run_file import RunFile
+from unishard.observe.destinations.writer import Values
 
 FILE = "mlflow.db"
 """The SQLite database in `logging.dir`, where no `logging.mlflow_uri` names another place: MLflow 3.17 refuses

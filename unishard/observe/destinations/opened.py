@@ -11,7 +11,8 @@ from torch import Tensor
 from unishard.contract.plan import ObserveSpec
 from unishard.distributed.on_ranks import ranks_of
 from unishard.errors import ConfigError, Problem
-from unishard.observe.destinations.table import Writer, open_writer
+from unishard.observe.destinations.table import open_writer
+from unishard.observe.destinations.writer import Writer
 
 _logger = logging.getLogger("unishard")
 

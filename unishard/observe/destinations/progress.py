@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from unishard.contract.plan import ObserveSpec
-from unishard.observe.destinations.table import Values
+from unishard.observe.destinations.writer import Values
 
 if TYPE_CHECKING:
     from rich.live import Live

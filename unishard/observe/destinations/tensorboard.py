@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from unishard.contract.plan import ObserveSpec
-from unishard.observe.destinations.table import Values
+from unishard.observe.destinations.writer import Values
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

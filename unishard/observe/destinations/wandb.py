@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from unishard.contract.plan import ObserveSpec
-from unishard.observe.destinations.table import RunFile, Values
+from unishard.observe.destinations.run_file import RunFile
+from unishard.observe.destinations.writer import Values
 
 
 class Wandb:

@@ -10,26 +10,31 @@ from unishard.testing.features import (
     accumulation,
     combinations,
     conditional,
+    evaluation,
     lora,
     models,
+    offload,
     optimizers,
-    settings,
+    plain,
+    precision,
+    recomputation,
+    sharding,
 )
 
 __all__ = ["AREAS", "FEATURES", "area_of"]
 
 AREAS: Mapping[str, tuple[Feature, ...]] = {
-    "plain": settings.PLAIN,
+    "plain": plain.PLAIN,
     "accumulation": accumulation.FEATURES,
     "access": access.FEATURES,
     "optimizers": optimizers.FEATURES,
     "lora": lora.FEATURES,
-    "evaluation": settings.EVALUATION,
-    "sharding": settings.SHARDING,
-    "offload": settings.OFFLOAD,
-    "precision": settings.PRECISION,
+    "evaluation": evaluation.EVALUATION,
+    "sharding": sharding.SHARDING,
+    "offload": offload.OFFLOAD,
+    "precision": precision.PRECISION,
     "models": models.FEATURES,
-    "recomputation": settings.RECOMPUTATION,
+    "recomputation": recomputation.RECOMPUTATION,
     "units": conditional.FEATURES,
     "combinations": combinations.FEATURES,
 }

@@ -16,8 +16,9 @@ from unishard.config.describe import bare
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
-from unishard.contract.report import Translation, require_installed
+from unishard.contract.report import Translation
 from unishard.contract.rules import Fit
+from unishard.contract.translate import require_installed
 from unishard.engine.state.lineage import Lineage
 from unishard.errors import BackendError, CheckpointError, ConfigError, Problem
 from unishard.observe.destinations import table

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 
 from unishard.config.describe import count_of
-from unishard.config.topology import Topology, rendezvous
+from unishard.config.rendezvous import rendezvous
+from unishard.config.topology import Topology
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.tested_versions import tested
 from unishard.errors import ConfigError

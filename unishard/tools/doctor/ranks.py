@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from unishard.config.describe import count_of
-from unishard.config.topology import Topology, rendezvous, store_of_launcher
-from unishard.distributed import process_group, serving
+from unishard.config.rendezvous import rendezvous, store_of_launcher
+from unishard.config.topology import Topology
+from unishard.distributed import devices, serving
 from unishard.tools.doctor.check import Check, Status, one_line
 
 _TIMEOUT = timedelta(seconds=60)
@@ -91,8 +92,8 @@ def _compared(topology: Topology, seconds: float) -> Iterator[Check]:
     yield _versions(hosts, _gathered(_own_versions()))
     yield _all_reduce("gloo", torch.device("cpu"))
     if torch.cuda.is_available():
-        index = process_group.choose(topology, shared=True)
-        everyone = process_group.of_everyone(index)
+        index = devices.choose(topology, shared=True)
+        everyone = devices.of_everyone(index)
         own = len(set(everyone)) == len(everyone)
         yield _over_nccl(index) if own else Check("nccl", Status.OK, "not tried: ranks share a device")
 

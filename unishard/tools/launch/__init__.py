@@ -1,4 +1,1 @@
-"""Starts the ranks of a script: with torchrun on this host, as a Slurm job, or on Kubernetes.
-
-Training does not need it.
-"""
+"""Starts the ranks of a script: with torchrun on this host, as a Slurm job, or on Ray. Training does not need it."""

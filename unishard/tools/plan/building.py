@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.footprint import ModelShape
+from unishard.contract.model_shape import ModelShape
 from unishard.contract.plan import EngineSpec
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.contract.report import translate
-from unishard.engine.model.units import shape_of, units_of
+from unishard.contract.translate import translate
+from unishard.engine.model.shape import shape_of
+from unishard.engine.model.units import units_of
 from unishard.errors import ModelError
 from unishard.tools.plan.activations import Activations
-from unishard.tools.plan.model import refusal
+from unishard.tools.plan.refusals import refusal
 from unishard.tools.plan.tracing import trace
 
 _FAKE = CORE_PRIVATE_API["models-without-data"]

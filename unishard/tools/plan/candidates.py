@@ -13,9 +13,10 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.footprint import Footprint, ModelShape
-from unishard.contract.report import translate
+from unishard.contract.footprint import Footprint
+from unishard.contract.model_shape import ModelShape
 from unishard.contract.rules import Fit
+from unishard.contract.translate import translate
 from unishard.errors import BackendError, ConfigError
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.devices import Device

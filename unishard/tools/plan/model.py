@@ -22,9 +22,9 @@ from unishard.config import Config
 from unishard.config.loading.document import text_of
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import ModelShape
-from unishard.errors import ConfigError, Problem
+from unishard.contract.model_shape import ModelShape
 from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.refusals import refusal
 from unishard.version import __version__
 
 # Shapes and activations of models that were planned before, in files of the user's cache directory. Imports no torch.
@@ -172,11 +172,6 @@ class PlannedModel:
             seq_len,
         ]
         return cached_activations(key, make)
-
-
-def refusal(what: str) -> ConfigError:
-    """The error of a model that cannot be planned."""
-    return ConfigError([Problem("--model", what)])
 
 
 def _folder(name: str) -> Path:

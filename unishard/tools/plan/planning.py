@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, ModelShape
+from unishard.contract.footprint import Bytes
+from unishard.contract.model_shape import ModelShape
 from unishard.errors import ModelError
 from unishard.tools.plan import questions
 from unishard.tools.plan.activations import Activations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from unishard.config import Config
 from unishard.config.topology import Topology
-from unishard.contract.footprint import ModelShape
+from unishard.contract.model_shape import ModelShape
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.candidates import Candidate, candidate_of, peak_of, wire_of
 from unishard.tools.plan.devices import DEVICES, Device, with_unit

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unishard.config import Config
-from unishard.engine.model import activation_checkpointing, dtypes
+from unishard.engine.model import activation_checkpointing, kept_fp32
 from unishard.engine.model.dtypes import cast_to_compute
 from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.model.units import shape_of
+from unishard.engine.model.shape import shape_of
 from unishard.tools.plan.activations import Activations, Segment
 
 Place = tuple[str, str, int]
@@ -119,7 +119,7 @@ def trace(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
     activation_checkpointing.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
-    dtypes.mark_kept(model, dtypes.find_kept(model, cfg.precision, train=False).names)
+    kept_fp32.mark_kept(model, kept_fp32.find_kept(model, cfg.precision, train=False).names)
     with fake:
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:

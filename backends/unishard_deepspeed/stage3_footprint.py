@@ -1,0 +1,139 @@
+"""Bytes of stage 3: shards of each parameter, gathered by unit. Pure: imports neither torch nor deepspeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+from unishard.contract.footprint import Bytes, Collective, Footprint
+from unishard.contract.model_shape import ParameterShape
+from unishard_deepspeed import fields
+from unishard_deepspeed.second_copy import group_of
+from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
+
+
+class Stage3(StageFootprint):
+    """ZeRO-3: shards of each parameter, gathered by unit."""
+
+    @cached_property
+    def group(self) -> int | None:
+        """Ranks that keep a second copy of what was gathered, until the update if it is trainable."""
+        return group_of(self.zero, self.ranks)
+
+    def footprint(self) -> Footprint:
+        """See `StageFootprint.footprint`."""
+        masters, kept = self._part * self.master, self._part * self.accumulate
+        held = sum(parameter.flat(self.ranks) * self.element(parameter) for parameter in self.shape.parameters)
+        held += sum(map(self._copy, self.shape.frozen))
+        numels = [sum(parameter.flat(self.ranks) for parameter in group) for group in self.groups]
+        bucket = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel)) * self.reduce
+        offloads_parameters = self.cfg.offload.params != "none"
+        gradients = self.place(kept + (masters if self.offloads else 0))
+        copies = 0 if offloads_parameters else sum(map(self._copy, self.trainable))
+        return Footprint(
+            parameters=Bytes(host=held) if offloads_parameters else Bytes(held),
+            masters=self.place(masters),
+            optimizer=self.place(self.state(numels)),
+            gradients=gradients,
+            kept_gradients=gradients,
+            buffers=Bytes(self.model_buffers() + bucket),
+            gathered=max(self._gathered()),
+            forward=tuple(map(sum, zip(self._gathered(), self._saved(), self._copied(copies), strict=True))),
+            backward=tuple(
+                size + copies
+                for size in map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))
+            ),
+            final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies,
+            step=(0 if self.offloads else masters) + copies,
+            traffic=tuple(self._traffic()),
+            reserved=RESERVED,
+        )
+
+    @cached_property
+    def _part(self) -> int:
+        """Elements of this rank's shards of what trains."""
+        return sum(parameter.flat(self.ranks) for parameter in self.trainable)
+
+    def _sizes(self, measure: Callable[[ParameterShape], int]) -> list[int]:
+        return [sum(map(measure, unit)) for unit in self.shape.by_unit]
+
+    def _full(self, parameter: ParameterShape) -> int:
+        return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
+
+    def _copy(self, parameter: ParameterShape) -> int:
+        """Bytes of this rank's shard of the second copy."""
+        return self._full(parameter) // self.group if self.group else 0
+
+    def _copied(self, copies: int) -> Iterator[int]:
+        """Second copies of trainable parameters while each unit computes in forward: in the first micro-batch those of
+        the units before.
+
+        Args:
+            copies: Bytes of all of them on the device.
+        """
+        sizes = self._sizes(lambda parameter: self._copy(parameter) if parameter.trainable and copies else 0)
+        for index in range(len(sizes)):
+            yield copies if self.micro > 1 else sum(sizes[:index]) + sizes[-1]
+
+    def _saved(self, *, backward: bool = False) -> Iterator[int]:
+        """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has
+        released them.
+
+        It saves views of them unless the layer is recomputed, and DeepSpeed 0.19.8 gives a released parameter other
+        storage instead of freeing this one (runtime/zero/partition_parameters.py, free_param). DeepSpeed's own linear
+        (memory_efficient_linear, off in unishard) saves none. The first unit has the embedding, whose backward needs
+        none.
+        """
+        full = self._sizes(self._full)
+        releases = self.cfg.sharding.reshard_after_forward is not False
+        saves = (
+            releases and self.cfg.activation_checkpointing == "none" and not self.zero.get("memory_efficient_linear")
+        )
+        for index in range(len(full)):
+            yield sum(full[1 : index + backward]) if saves else 0
+
+    def _gathered(self, *, backward: bool = False) -> Iterator[int]:
+        """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole
+        gradients.
+        """
+        full = self._sizes(self._full)
+        limit = int(self.zero["stage3_prefetch_bucket_size"])
+        ahead = (
+            max(self._sizes(lambda parameter: parameter.numel)) if limit == fields.UNLIMITED else limit
+        ) * self.compute
+        grads = self._sizes(lambda parameter: parameter.numel * self.compute if parameter.trainable else 0)
+        for index, size in enumerate(full):
+            gathered = size + min(ahead, sum(full) - size)
+            if not self.cfg.sharding.reshard_after_forward:
+                gathered = sum(full) if backward else sum(full[: index + 1])
+            yield gathered + (grads[index] if backward and index + 1 < len(full) else 0)
+
+    def _traffic(self) -> Iterator[Collective]:
+        if self.ranks > 1:
+            yield from self._gathers(sum(self._sizes(self._full)), again=bool(self.cfg.sharding.reshard_after_forward))
+            sent = self._part * self.ranks * self.reduce * self.micro
+            yield Collective("reduce_scatter", "gradients", "backward", sent, self.ranks)
+        yield from self.between_groups(self._part, self.accumulate)
+
+    def _prefetched(self) -> int:
+        """Bytes that are gathered ahead for backward when forward ends, and kept: of the last unit, and of what follows
+        it.
+        """
+        limit, last = int(self.zero["stage3_prefetch_bucket_size"]), len(self.shape.units) - 1
+        unit = [place for place, parameter in enumerate(self.shape.parameters) if parameter.unit == last]
+        if last < 0 or not unit or limit < sum(self.shape.parameters[place].numel for place in unit):
+            return 0
+        return sum(self._full(parameter) for place, parameter in enumerate(self.shape.parameters) if place >= unit[0])
+
+    def _gathers(self, full: int, *, again: bool) -> Iterator[Collective]:
+        """The all-gathers of a step: with a second copy among all ranks only the first, and only of what is
+        trainable.
+        """
+        backward = full - self._prefetched() if again else 0
+        first = sum(map(self._full, self.trainable)) if self.group else full * self.micro
+        yield Collective("all_gather", "parameters", "forward", first, self.ranks)
+        near = self.group or self.ranks
+        if rest := full * self.micro - first:
+            yield Collective("all_gather", "parameters", "forward", rest, near)
+        if backward:
+            yield Collective("all_gather", "parameters", "backward", backward * self.micro, near)

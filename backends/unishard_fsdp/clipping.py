@@ -1,0 +1,55 @@
+"""Norm, division and clipping of sharded or replicated gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from unishard.engine.optim.grad_norm import multiply, norm_of
+
+
+def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) -> Tensor:
+    """Global L2 norm, an fp32 scalar on `device`, equal on all ranks. Collective unless every rank holds all gradients.
+
+    Uses local shards: one collective of one number instead of DTensor's dispatch per gradient. It reduces over all
+    ranks even if groups each hold a copy, so that the norm is bit-equal and all ranks clip and skip alike.
+
+    Args:
+        gradients: This rank's shards.
+        device: Where this rank computes.
+        copies: Number of copies of each gradient over all ranks.
+    """
+    norm = norm_of(gradients).to(device) if gradients else torch.zeros((), device=device)
+    if copies == dist.get_world_size():
+        return norm
+    square = norm.double().square()
+    dist.all_reduce(square)
+    return (square / copies).sqrt().float()
+
+
+class _Graded(NamedTuple):
+    """All that `clip_grads_with_norm_` asks of a parameter (torch 2.11 to 2.15)."""
+
+    grad: Tensor
+
+
+def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor: float) -> None:
+    """Divide gradients and clip them to `max_norm` in place, as `torch.nn.utils.clip_grad_norm_` does (torch 2.13).
+
+    Args:
+        gradients: The gradients before division.
+        norm: Their norm after division.
+        max_norm: None for no clipping.
+        divisor: The divisor, mostly 1.
+    """
+    if not gradients or (max_norm is None and divisor == 1):
+        return
+    if max_norm is not None and divisor == 1 and gradients[0].device.type != "cpu":  # one kernel for many tensors
+        clip_grads_with_norm_(cast(Any, [_Graded(gradient) for gradient in gradients]), max_norm, norm)
+        return
+    factor = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    multiply(gradients, (factor / divisor).to(gradients[0].device))

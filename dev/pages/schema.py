@@ -1,0 +1,57 @@
+"""docs/schema.md: each field of the config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from dev.pages.markdown import code, generated, table
+from unishard.config import Config, Section, items_of
+from unishard.config.describe import bare, expected
+
+_TOP = """\
+# The config, field by field
+
+A config is a YAML 1.2 file. Every field has a default, unknown fields are errors, and variables are not expanded.
+[MAPPING.md](../MAPPING.md) shows what each field becomes on each engine; `unishard explain` shows it for one config.
+"""
+
+
+def schema() -> str:
+    """docs/schema.md: type, default and description of every field."""
+    parts = [generated("the schema"), _TOP.rstrip(), "## top level", _fields(Config)]
+    for name, field in Config.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            parts += [f"## {name}", inspect.getdoc(kind) or "", *_shorthand(name, kind), _fields(kind)]
+            for inner, below in kind.model_fields.items():
+                if item := items_of(below.annotation):
+                    parts += [f"### {name}.{inner}", f"Each section of the list. {inspect.getdoc(item)}", _fields(item)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shorthand(name: str, kind: type[Section]) -> Iterator[str]:
+    if kind.shorthand:
+        usual = kind.model_fields[kind.shorthand[0]].default
+        value = f"<{kind.shorthand[0]}>" if usual is None else bare(usual)
+        fields = ", ".join(f"{field}: {value}" for field in kind.shorthand)
+        yield f"Short form: `{name}: {value}` means `{name}: {{{fields}}}`."
+
+
+def _fields(section: type[Section]) -> str:
+    rows, described = [], section.descriptions()
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            rows.append((f"`{name}`", "section", "", f"{described[name]} See [{name}](#{name})."))
+        else:
+            rows.append((f"`{name}`", expected(field), _default(section, name, field), described[name]))
+    return table(("Field", "Type", "Default", "Description"), rows)
+
+
+def _default(section: type[Section], name: str, field: FieldInfo) -> str:
+    if field.default_factory_takes_validated_data:  # it depends on the fields before it
+        return code(getattr(section(), name))
+    return code(field.get_default(call_default_factory=True))

@@ -1,0 +1,32 @@
+"""Trains every cell of the conformance suite on both engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from dev.parity.rows import FAILED, REFUSED, ParityRow
+from unishard.testing import conformance
+from unishard.testing.cells import BACKENDS, Cell
+from unishard.testing.conformance import Refusal
+
+
+def measured() -> Iterator[ParityRow]:
+    """What came of each cell, on CUDA ranks if available, else on CPU ranks."""
+    for backend in BACKENDS:
+        for cell in conformance.cells():
+            yield _row(backend, cell)
+        sys.stderr.write(f"{backend}: {len(conformance.cells())} cells\n")
+
+
+def _row(backend: str, cell: Cell) -> ParityRow:
+    try:
+        answer = conformance.measure(backend, cell)
+        if isinstance(answer, Refusal):
+            return ParityRow(backend, str(cell), error=REFUSED + " ".join(answer.reason.split(": ", 1)[-1].split()))
+        deviation = conformance.compare(answer, conformance.expected(cell))
+    except AssertionError as failure:
+        return ParityRow(backend, str(cell), error=FAILED + str(failure).strip())
+    return ParityRow(
+        backend, str(cell), (deviation.first_losses, deviation.losses, deviation.first_norm, deviation.norms)
+    )

@@ -1,0 +1,101 @@
+"""What one rank holds of each tensor, as arrays that are short to send, and cut into the chunks of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unishard.checkpoint import tensor_names
+from unishard.distributed.dtypes import dtype_named, name_of
+from unishard.distributed.lazy_shards import LazyShard
+
+_LASTING = (tensor_names.PARAMETERS, tensor_names.OPTIMIZER, tensor_names.AVERAGES)
+_FAST = 1
+"""Level of zlib; names and bounds repeat so much that a higher one saves little."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """A rank's interval of each tensor, in the order in which it writes them."""
+
+    tensors: tuple[StoredTensor, ...]
+    begins: Numbers
+    ends: Numbers
+
+
+class Cuts(NamedTuple):
+    """Intervals of at most one chunk."""
+
+    tensor: Numbers
+    """Place of its tensor in a list of tensors."""
+    begins: Numbers
+    ends: Numbers
+
+
+def divided(shards: Mapping[str, LazyShard]) -> tuple[dict[str, LazyShard], dict[str, LazyShard]]:
+    """The shards of the model, its optimizer and its average, which are alike in each save, and all others.
+
+    The state of a random number generator, of a loader or of the user may have another length in each save.
+    """
+    lasting = {name: shard for name, shard in shards.items() if name.startswith(_LASTING)}
+    return lasting, {name: shard for name, shard in shards.items() if name not in lasting}
+
+
+def held_of(shards: Mapping[str, LazyShard]) -> Held:
+    """What a rank holds."""
+    tensors = tuple(StoredTensor(name, shard.dtype, tuple(shard.shape)) for name, shard in shards.items())
+    bounds = np.array([(shard.start, shard.end) for shard in shards.values()], np.int64).reshape(-1, 2)
+    return Held(tensors, bounds[:, 0], bounds[:, 1])
+
+
+def packed(held: Held) -> tuple[bytes, bytes]:
+    """Tensors and bounds to send. The first part is the same on all ranks that hold the same tensors."""
+    tensors = json.dumps([(name, name_of(dtype), shape) for name, dtype, shape in held.tensors])
+    bounds = np.stack([held.begins, held.ends]).astype("<i8").tobytes()
+    return zlib.compress(tensors.encode(), _FAST), zlib.compress(bounds, _FAST)
+
+
+def tensors_in(sent: bytes) -> tuple[StoredTensor, ...]:
+    """The tensors of `packed`."""
+    return tuple(
+        StoredTensor(name, dtype_named(dtype), tuple(shape)) for name, dtype, shape in json.loads(zlib.decompress(sent))
+    )
+
+
+def unpacked(tensors: tuple[StoredTensor, ...], bounds: bytes) -> Held:
+    """What `packed` was passed."""
+    begins, ends = np.frombuffer(zlib.decompress(bounds), "<i8").reshape(2, -1)
+    return Held(tensors, begins, ends)
+
+
+def cut(held: Held, chunk: int) -> Cuts:
+    """Cut intervals at multiples of a chunk, so that all ranks with the same elements cut them alike.
+
+    Args:
+        held: The intervals; empty ones are left out.
+        chunk: Bytes.
+    """
+    lengths = np.array([max(1, chunk // tensor.dtype.itemsize) for tensor in held.tensors], np.int64)
+    before = held.begins // lengths if len(lengths) else held.begins
+    counts = np.where(held.ends > held.begins, -(-held.ends // lengths) - before, 0) if len(lengths) else held.begins
+    tensor = np.repeat(np.arange(len(lengths)), counts)
+    place = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a cut among those of its tensor
+    begins = np.maximum((before[tensor] + place) * lengths[tensor], held.begins[tensor])
+    ends = np.minimum((before[tensor] + place + 1) * lengths[tensor], held.ends[tensor])
+    return Cuts(tensor, begins, ends)
+
+
+Numbers = NDArray[np.int64]

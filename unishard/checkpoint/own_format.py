@@ -1,0 +1,87 @@
+"""Unishard's own checkpoints as one of the formats between which `unishard checkpoint convert` converts."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from unishard.checkpoint import manifest, metadata, shard_index
+from unishard.checkpoint.directory import write_manifest
+from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
+from unishard.checkpoint.planning import Written
+from unishard.checkpoint.summary import summary_of
+from unishard.checkpoint.tensor_names import OPTIMIZER, PARAMETERS, parameter_of
+from unishard.checkpoint.tensor_reader import Tensors
+from unishard.checkpoint.verifying import require_sound, verified
+from unishard.checkpoint.writing import write as write_tensors
+from unishard.contract.checkpoint_format import Advance, CheckpointFormat, Contents
+from unishard.version import __version__
+
+
+def _is_own(source: Path) -> bool:
+    return is_checkpoint(source) or bool(source.is_dir() and checkpoints(source))
+
+
+def _read(source: Path) -> Contents:
+    folder = locate(source)
+    facts = manifest.read(folder)
+    require_sound(
+        folder,
+        facts,
+        [name for name in (metadata.FILE, shard_index.FILE) if name == metadata.FILE or name in facts.files],
+    )
+    tensors = Tensors(folder)
+    taken = [
+        name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties
+    ]
+    left = sorted({name.partition(".")[0] for name in set(tensors) - set(taken)} - {"model"})
+    notes = [f"not converted: tensors under {', '.join(left)}, which other formats cannot store"] if left else []
+    notes += ["not converted: the data position"] if facts.data else []
+    return Contents(
+        shards={name: verified(tensors.stretch(name), folder, name, facts.tensors.get(name)) for name in taken},
+        step=facts.step,
+        world_size=facts.world_size,
+        optimizer=facts.optimizer,
+        ties=facts.ties,
+        frozen=tuple(facts.frozen),
+        buffers=tuple(facts.buffers),
+        schedule=facts.schedule,
+        loss_scale=facts.loss_scale,
+        versions=facts.versions,
+        model=facts.model.class_name,
+        notes=tuple(notes),
+    )
+
+
+def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
+    written = write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, single_process=True)
+    assert written is not None
+    write_manifest(folder, _manifest_of(contents, written))
+    return ()
+
+
+def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
+    shapes = {
+        name: stretch.shape for key, stretch in contents.shards.items() if (name := parameter_of(key)) is not None
+    }
+    return manifest.Manifest(
+        **summary_of(written, contents.buffers),
+        versions={**contents.versions, "unishard": __version__, "python": platform.python_version()},
+        step=contents.step,
+        world_size=contents.world_size,
+        model=manifest.ModelRecord(
+            class_name=contents.model,
+            fingerprint=manifest.fingerprint_of(shapes),
+            numel=sum(shape.numel() for name, shape in shapes.items() if name not in contents.buffers),
+        ),
+        ties=dict(contents.ties),
+        frozen=list(contents.frozen),
+        buffers=list(contents.buffers),
+        optimizer=contents.optimizer,
+        schedule=contents.schedule,
+        loss_scale=contents.loss_scale,
+    )
+
+
+OWN = CheckpointFormat("unishard", "unishard", _is_own, _read, _write)
+"""The format of unishard's own checkpoints."""

@@ -1,0 +1,51 @@
+"""What is kept in host memory or on a local disk instead of accelerator memory."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from unishard.config.paths import Directory
+from unishard.config.section import Section, refuse
+
+Place = Literal["none", "cpu", "nvme"]
+
+
+class Offload(Section):
+    """What is kept outside accelerator memory while it is not in use.
+
+    `offload: cpu` stands for both parameters and optimizer.
+    """
+
+    shorthand: ClassVar[tuple[str, ...]] = ("params", "optimizer")
+
+    params: Place = Field(default="none")
+    """Where sharded parameters and their fp32 master weights are kept: on the accelerator, in host memory (`cpu`), or
+    in files (`nvme`)."""
+    optimizer: Place = Field(default="none")
+    """Where the optimizer state is kept. With `cpu` and `nvme` the optimizer runs on the host."""
+    pin_memory: bool = Field(default=True)
+    """Whether offloaded tensors use page-locked host memory (faster copies; needs a CUDA device)."""
+    nvme_path: Directory = Field(default=None)
+    """Directory for the files of `nvme`, on a local disk of each node; required with `nvme`. Each rank writes its own
+    files."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        places = (self.params, self.optimizer)
+        problems: list[tuple[str, str]] = []
+        if "nvme" in places and not self.nvme_path:
+            problems.append(
+                ("nvme_path", "is required with nvme; write a directory on a local disk, or use cpu instead of nvme")
+            )
+        if self.nvme_path is not None and "nvme" not in places:
+            problems.append(
+                ("nvme_path", "is unused: nothing is offloaded to nvme; remove it or set offload.params to nvme")
+            )
+        if "pin_memory" in self.changed and places == ("none", "none"):
+            problems.append(
+                ("pin_memory", "is unused: nothing is offloaded; remove it or set offload.optimizer to cpu")
+            )
+        refuse(problems)
+        return self

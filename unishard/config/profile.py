@@ -1,0 +1,55 @@
+"""Which optimizer steps are profiled, and what is recorded of them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from unishard.config.paths import Directory
+from unishard.config.section import Section, refuse
+
+
+class Profile(Section):
+    """Traces of chosen optimizer steps by `torch.profiler`, the same on every engine. Training does not change.
+
+    `profile: [10, 11]` stands for `steps`.
+    """
+
+    shorthand: ClassVar[tuple[str, ...]] = ("steps",)
+
+    steps: list[int] = Field(default=[])
+    """The optimizer steps to record, counted from 1 at the start of the training, also after a resume. Consecutive ones
+    share a trace; take some after the first few, which compile and allocate. Empty: none."""
+    dir: Directory = Field(default=None)
+    """Directory for the files: `steps-10-12.rank0.trace.json`, for chrome://tracing or ui.perfetto.dev."""
+    ranks: Literal["first", "all"] = Field(default="first")
+    """Whose steps are recorded: rank 0's, or those of each rank, in a file each."""
+    memory: bool = Field(default=False)
+    """Whether memory is recorded too. On CUDA a snapshot with the stack of each allocation,
+    `steps-10-12.rank0.memory.pickle`, for pytorch.org/memory_viz; on a CPU the bytes allocated over time,
+    `steps-10-12.rank0.memory.json`."""
+    shapes: bool = Field(default=False)
+    """Whether the trace has the input shapes of each operation. The steps get slower, and the files larger."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems: list[tuple[str, str]] = []
+        if any(step < 1 for step in self.steps):
+            problems.append(
+                ("steps", f"counts from 1, got {min(self.steps)}; write numbers of at least 1, such as [10, 11]")
+            )
+        elif list(self.steps) != sorted(set(self.steps)):
+            problems.append(("steps", "must rise, without a number twice; sort them, as in [10, 11, 12]"))
+        if self.dir is not None and not self.dir.strip():
+            problems.append(("dir", "is empty; write a directory, or null for none"))
+        if self.steps and self.dir is None:
+            problems.append(("dir", "is missing; traces need a directory, such as runs/profile"))
+        if not self.steps:
+            unused = [field for field in ("dir", "ranks", "memory", "shapes") if field in self.changed]
+            problems += [
+                (field, f"is unused without profile.steps; name the steps, or remove profile.{field}")
+                for field in unused
+            ]
+        refuse(problems)
+        return self

@@ -1,0 +1,50 @@
+"""The shape of a model, by which a backend says what it holds."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from unishard.config import Sharding
+from unishard.contract.model_shape import ModelShape, ParameterShape, TensorShape
+from unishard.distributed.dtypes import declared_by, name_of
+from unishard.engine.model.units import find_units
+
+
+def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
+    """Describe a model before it is sharded; its units are those of any strategy that has some.
+
+    Args:
+        model: On any device, also the meta device.
+        sharding: The section `sharding`, for the units.
+
+    Raises:
+        ModelError: A class that the section names is not in the model.
+    """
+    found = find_units(
+        model,
+        Sharding(
+            units=sharding.units,
+            min_unit_params=sharding.min_unit_params,
+            conditional_modules=sharding.conditional_modules,
+        ),
+    )
+    declared = {compute: declared_by(model, compute) for compute in ("bf16", "fp16")}
+    unit_of = {id(parameter): index for index, unit in enumerate(found) for parameter in unit.module.parameters()}
+    return ModelShape(
+        parameters=tuple(
+            ParameterShape(
+                name,
+                tuple(each.shape),
+                name_of(each.dtype),
+                each.requires_grad,
+                unit_of.get(id(each), -1),
+                tuple(dtype for dtype, names in declared.items() if name in names),
+            )
+            for name, each in model.named_parameters()
+        ),
+        buffers=tuple(
+            TensorShape(name, tuple(each.shape), name_of(each.dtype)) for name, each in model.named_buffers()
+        ),
+        units=tuple(unit.name for unit in found),
+        embeddings=frozenset(index for index, unit in enumerate(found) if unit.is_embedding),
+    )

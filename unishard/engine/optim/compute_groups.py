@@ -1,0 +1,57 @@
+"""Parameter groups of one compute dtype each: DeepSpeed's optimizers flatten a group into one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from unishard.engine.model.kept_fp32 import is_kept
+from unishard.errors import ConfigError, Problem
+
+
+def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+    """Move parameters that stay in fp32 (`precision.keep_fp32`) into groups of their own, with the same options, behind
+    the others.
+
+    The same for every engine, so that optimizers and checkpoints have the same groups. Changes nothing if nothing is
+    kept.
+
+    Args:
+        optimizer: Has not stepped yet.
+        scheduler: One that the caller has built on the optimizer, with a rate for each of its groups.
+
+    Raises:
+        ConfigError: There is such a scheduler, and groups would be moved.
+    """
+    others: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        places = [at for at, parameter in enumerate(group["params"]) if is_kept(parameter)]
+        if 0 < len(places) < len(group["params"]):
+            _refuse_with(scheduler)
+            kept.append(_only(group, places))
+            group.update(_only(group, [at for at in range(len(group["params"])) if at not in places]))
+            others.append(group)
+        else:
+            (kept if places else others).append(group)
+    if [*map(id, others + kept)] != [*map(id, optimizer.param_groups)]:
+        _refuse_with(scheduler)
+        optimizer.param_groups[:] = others + kept
+
+
+def _only(group: dict[str, Any], places: list[int]) -> dict[str, Any]:
+    lists = [key for key in ("params", "param_names") if key in group]
+    return {**group, **{key: [group[key][at] for at in places] for key in lists}}
+
+
+def _refuse_with(scheduler: LRScheduler | None) -> None:
+    if scheduler is not None:
+        what = (
+            f"{type(scheduler).__name__} has a rate for each group of the optimizer, and precision.keep_fp32 makes "
+            "other groups; pass a"
+        )
+        raise ConfigError(
+            [Problem("scheduler", f"{what} function that builds it, such as lambda optimizer: StepLR(optimizer, 30)")]
+        )

@@ -1,0 +1,74 @@
+"""Who calls an engine's optimizer: the engine; calls of others are refused, or do nothing where they do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from unishard.contract.adapter import EngineAdapter
+from unishard.engine.optim.public_optimizer import GuardedOptimizer, PublicOptimizer
+from unishard.engine.optim.stepping import OwnCalls, forget, watch
+from unishard.errors import ContractError
+
+
+class OptimizerCalls:
+    """Separates the engine's calls of its optimizer from those of others, which act differently on each engine, or on
+    none.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        built: torch.optim.Optimizer,
+        model_class: str,
+        require_no_gradients: Callable[[str], None],
+        *,
+        whole: bool,
+    ) -> None:
+        """From now on refuse the calls of others.
+
+        Args:
+            adapter: The sharded model and its optimizer.
+            built: The optimizer that was passed to `prepare` or built for it; the user may hold it.
+            model_class: Class of the model before it was sharded.
+            require_no_gradients: Raises if the engine holds gradients that the named call would drop.
+            whole: Whether this rank has all of the optimizer's state.
+        """
+        self._own = own = OwnCalls()
+        self.public = PublicOptimizer(adapter.optimizer, adapter.torch_optimizer, own, require_no_gradients)
+        """`engine.optimizer`."""
+        self._guarded = GuardedOptimizer(built, own, require_no_gradients, whole=whole)
+        self._number = watch(adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own)
+
+    def own(self) -> AbstractContextManager[None]:
+        """A block in which the engine calls its optimizer."""
+        return self._own.run()
+
+    def require_one_schedule(self, *, writes: bool) -> None:
+        """Check before an update that only one schedule writes the learning rates.
+
+        Args:
+            writes: Whether the engine's schedule does.
+
+        Raises:
+            ContractError: So does one that was built on `engine.optimizer`.
+        """
+        if writes and self.public.scheduled:
+            raise ContractError(
+                "a scheduler was built on engine.optimizer, but the engine's own schedule writes the learning rates "
+                "after each update; use only one: remove `scheduler` from the config, or pass a function that builds "
+                "yours, as in unishard.prepare(model, cfg, scheduler=lambda optimizer: ...)"
+            )
+
+    def updated(self) -> None:
+        """Tell schedulers that were built on `engine.optimizer` of an update; they warn if there was none."""
+        if self.public.scheduled:
+            with self._own.run():
+                self.public.step()
+
+    def close(self) -> None:
+        """Refuse nothing any longer."""
+        self._guarded.remove()
+        forget(self._number, self._own)

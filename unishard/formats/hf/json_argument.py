@@ -1,0 +1,26 @@
+"""An argument that takes JSON, or the name of a file that holds it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from unishard.errors import ConfigError
+from unishard.formats.source import Source, open_named
+
+
+def opened(text: str, source: Source) -> Mapping[str, Any] | str:
+    """What JSON in a text says, or the file of this name holds; or what is wrong with it."""
+    try:
+        if text.strip().startswith("{"):
+            found: Mapping[str, Any] = json.loads(text)
+            return found if isinstance(found, dict) else "is no mapping; write {...}, or name a file"
+        named = open_named(text, source.folder)
+    except ConfigError as error:
+        return str(error)
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON ({error}); fix it, or name a file"
+    if named:
+        return named.data
+    return f"{text} was not found here or in the working directory; add it, or inline its content"

@@ -1,0 +1,159 @@
+"""The arguments of Lightning's `FSDPStrategy` (2.6.6): those that are FSDP's own go through its backend, and come back
+to where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
+
+from unishard.config.describe import shown
+from unishard.config.nested import Native
+from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable
+from unishard.contract.key_rows import drops
+from unishard.contract.rules import Fit
+from unishard.formats.engine_block import EngineBlock
+from unishard.formats.lightning.built import built, short
+from unishard.formats.lightning.rows import UNSET, left, off
+from unishard.formats.lightning.strategy_arguments import StrategyArguments
+from unishard.formats.names import ignored
+
+ToNative = Callable[[Any], Native]
+
+
+def _defaults(*, fabric: bool) -> Mapping[str, Any]:
+    """What the strategy assumes: FSDP1, the whole model as one unit, and another kind of checkpoint in Fabric."""
+    return {
+        "version": 1,
+        "sharding_strategy": "FULL_SHARD",
+        "auto_wrap_policy": "NO_WRAP",
+        "state_dict_type": "sharded" if fabric else "full",
+    }
+
+
+def _as(name: str) -> ToNative:
+    return lambda value: {name: value}
+
+
+def _word(name: str) -> ToNative:
+    """An enum by its name, also with that of its class before it."""
+    return lambda value: {name: short(value) if isinstance(value, str) else value}
+
+
+def _offload(value: Any) -> Native:
+    found = built(value)
+    return {"cpu_offload": found.arguments.get("offload_params", False) if found and found.key else value}
+
+
+def _formats(value: Any) -> Native:
+    found = built(value)
+    formats = found.arguments if found and found.key else value
+    if not isinstance(formats, Mapping):
+        raise Unreadable(
+            f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) "
+            "and init_args"
+        )
+    known = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
+    quiet = ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
+    if unknown := [name for name in formats if name not in known + quiet]:
+        raise Unreadable(f"must be a MixedPrecision, which has no {unknown[0]!r}; write one of {', '.join(known)}")
+    return {"mixed_precision": {name: item for name, item in formats.items() if name in known}}
+
+
+def _wrapping(value: Any) -> Native:
+    names = _classes(value)
+    if names:
+        return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": names}
+    found = built(value)
+    policy = short(found.path) if found else shown(value)
+    if found and policy == "size_based_auto_wrap_policy":
+        return {
+            "auto_wrap_policy": "SIZE_BASED_WRAP",
+            "min_num_params": found.arguments.get("min_num_params", 100_000_000),
+        }
+    raise Unreadable(f"must be module classes, got {policy}; write the classes of the model's blocks")
+
+
+def _recomputed(value: Any) -> Native:
+    names = _classes(value)
+    if not names:
+        raise Unreadable(f"must be module classes, got {shown(value)}; write the classes to recompute")
+    return {"activation_checkpointing": names}
+
+
+def _classes(value: Any) -> list[str]:
+    """Names of classes without their modules, from a class, a list of them, or a policy made of them; empty for
+    anything else.
+    """
+    if isinstance(value, list | tuple | Set):
+        return [short(item) for item in value] if all(isinstance(item, str) for item in value) else []
+    found = built(value)
+    if found is None:
+        # YAML's set of names is a mapping to nothing.
+        return _classes(list(value)) if isinstance(value, Mapping) and value and not any(value.values()) else []
+    if short(found.path) in ("ModuleWrapPolicy", "transformer_auto_wrap_policy"):
+        return _classes(found.arguments.get("module_classes") or found.arguments.get("transformer_layer_cls") or [])
+    return [short(found.path)] if not found.key and not found.path.endswith(("policy", "fn")) else []
+
+
+def _mesh(value: Any) -> Native:
+    sizes = value if isinstance(value, list | tuple) else None
+    if (
+        sizes is None
+        or len(sizes) != 2
+        or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    ):
+        raise Unreadable(f"must be [replicas, ranks in each], got {shown(value)}; write such as [2, 8]")
+    return {"mesh": {"replicate": sizes[0], "shard": sizes[1]}}
+
+
+def _unless_off(convert: ToNative) -> ToNative:
+    return lambda value: {} if off(value) else convert(value)
+
+
+ARGUMENTS: Mapping[str, ToNative] = {
+    "sharding_strategy": _word("sharding_strategy"),
+    "cpu_offload": _offload,
+    "mixed_precision": _unless_off(_formats),
+    "auto_wrap_policy": _unless_off(_wrapping),
+    "activation_checkpointing": _unless_off(_recomputed),
+    "activation_checkpointing_policy": _unless_off(_recomputed),
+    "device_mesh": _unless_off(_mesh),
+    "state_dict_type": _as("state_dict_type"),
+    "backward_prefetch": _word("backward_prefetch"),
+    "forward_prefetch": _as("forward_prefetch"),
+    "limit_all_gathers": _as("limit_all_gathers"),
+    "sync_module_states": _as("sync_module_states"),
+    "use_orig_params": _as("use_orig_params"),
+    "ignored_modules": _as("ignored_modules"),
+    "ignored_states": _as("ignored_modules"),
+}
+"""The arguments that FSDP itself has, and how the backend that knows FSDP calls them."""
+
+
+OWN: Mapping[str, Key] = {
+    **ignored("lightning/ignored_fsdp.txt", left, off),
+    "timeout": drops("how long a collective may hang; see communication.desync_timeout"),
+}
+"""The arguments that concern only Lightning, with those that no file can say."""
+
+
+def entries_of(given: StrategyArguments) -> Iterator[Entry]:
+    """What the strategy and its arguments say."""
+    arguments = {**given.strategy.stands_for, **given.arguments}
+    block = EngineBlock("fsdp", given.base)
+    for name in [name for name in arguments if name in ARGUMENTS]:
+        try:
+            fragment = ARGUMENTS[name](arguments[name])
+        except Unreadable as error:
+            yield given.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
+            continue
+        if not fragment:
+            yield given.of(name, UNSET)
+        for key, value in fragment.items():
+            block.add(key, value, *given.spots(block, name))
+    block.spots["version"] = (given.name_spot(block),)
+    defaults = _defaults(fabric=given.strategy.fabric)
+    yield from given.with_name(block, block.entries(defaults=defaults, topology=given.topology))
+    rest = [name for name in given.arguments if name not in ARGUMENTS]
+    yield from given.table(OWN, rest, ARGUMENTS)

@@ -1,0 +1,44 @@
+"""Rows of Lightning's tables: many of its arguments say nothing at null."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from unishard.config.describe import shown
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
+from unishard.contract.rules import SCRIPT, Fit
+
+UNSET = left_out("is not set")
+ELSEWHERE = Key(lambda value, given: UNSET)
+"""The row of a key that another table reads."""
+
+
+def off(value: Any) -> bool:
+    """Whether a value switches its key off."""
+    return value is None or value is False or value in ("", "false", "False", "null", "None")
+
+
+def optional(
+    read: Callable[[Any, DocumentValues], KeyEffect], fields: str = "", fit: Fit = Fit.EXACT, note: str = ""
+) -> Key:
+    """A row that has nothing to say where the value is null."""
+    return Key(lambda value, given: UNSET if value is None else read(value, given), fields, fit, note)
+
+
+def left(why: str) -> Key:
+    """A key that concerns only a launcher, a log, or files."""
+    return optional(lambda value, given: left_out(why), "", Fit.IGNORED, why)
+
+
+def by_script(what: str, *idle: Any) -> Key:
+    """Something that the training script must do, unless the value is one of those with which there is nothing to
+    do.
+    """
+
+    def read(value: Any, given: DocumentValues) -> KeyEffect:
+        if off(value) or value in idle:
+            return left_out("is off")
+        return KeyEffect(Fit.NEEDS_INPUT, what.format(value=shown(value)))
+
+    return optional(read, SCRIPT, Fit.NEEDS_INPUT, what.format(value="..."))

@@ -1,0 +1,1 @@
+"""The demo: one training script, one config, both engines, and their loss curves in one plot."""

@@ -1,1 +1,0 @@
-"""The generated pages: MAPPING.md, docs/schema.md, docs/formats.md and others."""
