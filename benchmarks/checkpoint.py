@@ -311,7 +311,7 @@ def background(backend: str, strategy: str, shape: dict[str, Any], place: Path, 
 
 def held(engine: Any) -> int:
     """Bytes of masters and optimizer state on this rank."""
-    return 3 * 4 * engine.placement().master_numel
+    return 3 * 4 * engine.weights.placement().master_numel
 
 
 def by_hand(engine: Any) -> dict[str, Any]:

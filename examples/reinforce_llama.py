@@ -104,7 +104,7 @@ def log_probabilities(engine: unishard.Engine, sequences: Tensor) -> Tensor:
 
 def push(engine: unishard.Engine, server: LlamaForCausalLM | None) -> None:
     """Send the weights to an inference server, tensor by tensor; here it is a plain model on rank 0."""
-    for name, tensor in engine.weights(dtype="fp32", merged=True):
+    for name, tensor in engine.weights.stream(dtype="fp32", merged=True):
         if server is not None:
             server.state_dict()[name].copy_(tensor)
 

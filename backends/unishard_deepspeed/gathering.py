@@ -1,4 +1,4 @@
-"""Stage 3: keep parameters gathered for `engine.unsharded`."""
+"""Stage 3: keep parameters gathered for `engine.weights.unsharded`."""
 
 from __future__ import annotations
 

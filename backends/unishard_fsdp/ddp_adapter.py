@@ -79,7 +79,7 @@ class DDPAdapter(TorchAdapter):
             if frozen is not None:
                 raise ModelError(
                     f"{frozen} was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not "
-                    f"reduce its bucket; call engine.set_trainable({frozen!r}, False) instead"
+                    f"reduce its bucket; call engine.weights.set_trainable({frozen!r}, False) instead"
                 )
             unused = [
                 name

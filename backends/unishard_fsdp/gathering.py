@@ -1,4 +1,4 @@
-"""Sharded modules whose parameters stay gathered for `engine.unsharded`."""
+"""Sharded modules whose parameters stay gathered for `engine.weights.unsharded`."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def save_and_load(backend: str, strategy: str, device: str) -> Answer:
     with tempfile.TemporaryDirectory(prefix="async-save-") as folder:
         with build(backend, strategy, device, seed=7) as engine:
             train(engine, before)
-            there = {name: engine.parameter(name).cpu() for name in names(engine)}
+            there = {name: engine.weights.read(name).cpu() for name in names(engine)}
             start = time.perf_counter()
             checkpoint = Path(engine.save(folder))
             returned = time.perf_counter() - start
@@ -88,7 +88,9 @@ def save_and_load(backend: str, strategy: str, device: str) -> Answer:
             complete = time.perf_counter() - start
         with build(backend, strategy, device, seed=8) as engine:
             engine.load(checkpoint, verify="bits")
-            differing = [name for name, value in there.items() if not torch.equal(engine.parameter(name).cpu(), value)]
+            differing = [
+                name for name, value in there.items() if not torch.equal(engine.weights.read(name).cpu(), value)
+            ]
             resumed = list(train(engine, after).losses)
     return Answer(returned, complete, meanwhile, differing, losses, resumed)
 

@@ -9,6 +9,9 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.contract.backend import Backend
 from unishard.contract.results import Placement, Resumed, Step
 from unishard.engine.engine import Engine
+from unishard.engine.framework import Framework
+from unishard.engine.gradients import Gradients
+from unishard.engine.weights import Weights
 
 PUBLIC = [
     "Backend",
@@ -65,43 +68,21 @@ def test_public_things_are_documented() -> None:
 
 def test_what_an_engine_is() -> None:
     assert members(Engine) == {
-        "__call__",
-        "__enter__",
-        "__exit__",
-        "backward",
-        "batches",
-        "close",
-        "device",
-        "discard",
-        "eval",
-        "frozen",
-        "gathered",
-        "grad",
-        "grad_norms",
-        "gather_for_metrics",
-        "generate",
-        "lockstep",
-        "log",
-        "loss_scale",
-        "lr",
-        "mean",
-        "module",
-        "optimizer",
-        "parameter",
-        "parameter_norms",
-        "placement",
-        "reached_by",
-        "resumed",
-        "set_grad",
-        "set_parameter",
-        "set_trainable",
-        "step",
-        "train",
-        "unsharded",
-        "windows",
-        *("save", "load", "leave", "on_save", "wait", "export"),
-        *("set_boundary", "grad_norm", "state_dict", "load_weights", "weights", "routed", "release"),
-        *("ema", "is_main", "print", "rank", "world_size"),
+        *("__call__", "__enter__", "__exit__"),
+        *("backward", "step", "discard", "batches", "windows", "train", "eval"),
+        *("generate", "lockstep", "gather_for_metrics", "mean", "log"),
+        *("save", "load", "wait", "export", "close"),
+        *("weights", "gradients", "framework"),
+        *("module", "optimizer", "lr", "resumed"),
+        *("device", "rank", "world_size", "is_main", "print"),
+    }
+    assert members(Weights) == {
+        *("read", "write", "gathered", "unsharded", "norms", "state_dict", "load", "stream"),
+        *("set_trainable", "frozen", "average", "placement", "rounded"),
+    }
+    assert members(Gradients) == {"read", "write", "norms", "norm", "loss_scale"}
+    assert members(Framework) == {
+        *("set_boundary", "scaled_backward", "routed", "reached_by", "on_save", "leave", "release"),
     }
     assert Resumed._fields == ("path", "step", "epoch", "state", "notes")
     assert Step._fields == ("updated", "grad_norm", "lr", "skipped")

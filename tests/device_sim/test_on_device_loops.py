@@ -212,9 +212,9 @@ def written(backend: str) -> tuple[list[float], list[str]]:
     training."""
     found = []
     with prepare(config(backend)) as engine:
-        ema, weight = engine.ema(0.5), engine.parameter("head.weight") * 2
+        ema, weight = engine.weights.average(0.5), engine.weights.read("head.weight") * 2
         for micro_batch in engine.batches(own_share(3)):
-            engine.set_parameter("head.weight", weight)
+            engine.weights.write("head.weight", weight)
             engine.backward(engine(**micro_batch).loss)
             engine.step()
             with ema.weights():
@@ -223,7 +223,7 @@ def written(backend: str) -> tuple[list[float], list[str]]:
         found = [engine.mean(loss) for loss in found]
     with unishard.prepare(MODELS["mlp"].build(), config(backend), train=False) as engine:
         for turn, micro_batch in enumerate(own_share(3)):
-            engine.set_parameter("head.weight", weight * turn)
+            engine.weights.write("head.weight", weight * turn)
             found.append(engine(**micro_batch).loss)
         return [*found[:3], *map(engine.mean, found[3:])], races()
 

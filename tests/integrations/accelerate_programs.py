@@ -120,7 +120,7 @@ def against_each_other(backend, strategy, freezes=True):
 def frozen(acc, model):
     """As Accelerate's own run freezes a model, and as engines do."""
     if hasattr(acc, "engine_of"):
-        with acc.engine_of(model).frozen():
+        with acc.engine_of(model).weights.frozen():
             yield
         return
     model.requires_grad_(False)

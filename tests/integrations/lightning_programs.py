@@ -52,7 +52,7 @@ class Regression(lightning.LightningModule):
     def norm(self):
         engine = getattr(self.trainer.strategy, "engine", None)
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        self.norms.append((engine.grad_norm() if engine else torch.nn.utils.get_total_norm(grads)).item())
+        self.norms.append((engine.gradients.norm() if engine else torch.nn.utils.get_total_norm(grads)).item())
 
     def training_step(self, batch):
         loss = self.loss(batch) + 0.1 * self.scale.square().sum()
@@ -272,7 +272,7 @@ def agreed():
     runs = [trainer(strategy("fsdp", precision="bf16"), precision=given) for given in ("bf16-mixed", None)]
     for run in runs:
         run.fit(Regression(), loader())
-        assert run.strategy.engine.loss_scale == 1.0
+        assert run.strategy.engine.gradients.loss_scale == 1.0
     return [run.precision for run in runs]
 
 

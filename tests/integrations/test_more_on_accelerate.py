@@ -46,7 +46,7 @@ def test_two_models_train_against_each_other_as_with_ddp(cell):
 def test_a_loss_that_trains_two_models_is_one_error(backend):
     for both, frozen, none in of(programs.refused_for_several, backend):
         assert "the loss reaches the parameters of 2 prepared models, Layers and Layers" in both
-        assert "inside `with accelerator.engine_of(other).frozen():`" in both
+        assert "inside `with accelerator.engine_of(other).weights.frozen():`" in both
         assert "all parameters of Sequential were frozen after prepare" in frozen
         assert "0 prepared models could be meant, not one; prepare a model with its optimizer" in none
 

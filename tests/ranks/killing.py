@@ -208,7 +208,7 @@ def train(log: Path) -> None:
     with unishard.prepare(model, cfg) as engine:
         step = engine.resumed.step if engine.resumed else 0
         note("resumed", step)
-        engine.on_save(lambda: note("saving", step))
+        engine.framework.on_save(lambda: note("saving", step))
         while True:
             engine.backward(engine(torch.randn(2, 64)).square().mean())
             step += 1

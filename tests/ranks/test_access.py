@@ -87,11 +87,11 @@ def read(*place):
         whole_window(engine, micro_batches[:2])
         engine.step()
         whole_window(engine, micro_batches[2:])
-        gradients = {name: engine.grad(name) for name in NAMES}
-        again = {name: engine.grad(name) for name in NAMES}
-        norms = engine.grad_norms()
+        gradients = {name: engine.gradients.read(name) for name in NAMES}
+        again = {name: engine.gradients.read(name) for name in NAMES}
+        norms = engine.gradients.norms()
         step = engine.step(clip_grad_norm=0.5)
-        masters = {name: engine.parameter(name) for name in NAMES}
+        masters = {name: engine.weights.read(name) for name in NAMES}
         kinds = {
             (tensor.dtype, tensor.device.type, tensor.is_contiguous())
             for tensor in (*gradients.values(), *masters.values())
@@ -102,7 +102,7 @@ def read(*place):
             "norms": norms,
             "step": step.grad_norm,
             "masters": masters,
-            "master norms": engine.parameter_norms(),
+            "master norms": engine.weights.norms(),
             "kinds": kinds,
         }
 
@@ -179,13 +179,13 @@ def test_norms_cost_at_most_one_collective_of_a_number_for_each_parameter(*place
     """Collectives of per-parameter norms, of gradients and of masters: kind, and elements."""
     with prepare(configured(place, accumulation=1)) as engine:
         whole_window(engine, own_share(1))
-        engine.grad(NAMES[0])
+        engine.gradients.read(NAMES[0])
         recorder = Recorder()
         with recorder:
             recorder.phase = "gradients"
-            engine.grad_norms()
+            engine.gradients.norms()
             recorder.phase = "masters"
-            engine.parameter_norms()
+            engine.weights.norms()
         engine.step()
     found = [(event.phase, event.kind, event.numel) for event in recorder.events if event.numel]
     assert set(found) <= {(phase, "all_reduce", len(NAMES)) for phase in ("gradients", "masters")}
@@ -207,26 +207,28 @@ def test_what_is_written_counts_on_every_rank(*place):
         batches = own_share(5)
         whole_window(engine, batches[:1])
         engine.step()
-        before = {name: engine.parameter(name) for name in NAMES}
+        before = {name: engine.weights.read(name) for name in NAMES}
         whole_window(engine, batches[1:2])
         for name in NAMES:
-            engine.set_grad(name, torch.zeros_like(engine.grad(name)))
+            engine.gradients.write(name, torch.zeros_like(engine.gradients.read(name)))
         zeroed = engine.step()
-        moved = max(float((engine.parameter(name) - before[name]).abs().max()) for name in NAMES)
+        moved = max(float((engine.weights.read(name) - before[name]).abs().max()) for name in NAMES)
         loss = engine(**batches[2]).loss
         engine.backward(loss * math.inf if rank == 1 else loss)
         for name in NAMES:
-            engine.set_grad(name, torch.ones_like(engine.grad(name)))
+            engine.gradients.write(name, torch.ones_like(engine.gradients.read(name)))
         replaced = engine.step()
         whole_window(engine, batches[3:4])
-        engine.set_grad(NAMES[-1], engine.grad(NAMES[-1]).fill_(math.inf))
+        engine.gradients.write(NAMES[-1], engine.gradients.read(NAMES[-1]).fill_(math.inf))
         put_in = engine.step()
         whole_window(engine, batches[4:])
-        engine.set_grad(NAMES[0], torch.full_like(engine.grad(NAMES[0]), rank + 1.0, dtype=torch.bfloat16))
-        engine.set_parameter(NAMES[0], torch.full_like(engine.parameter(NAMES[0]), rank + 2.0, dtype=torch.float64))
-        with engine.gathered([NAMES[1]]) as tensors:
+        engine.gradients.write(
+            NAMES[0], torch.full_like(engine.gradients.read(NAMES[0]), rank + 1.0, dtype=torch.bfloat16)
+        )
+        engine.weights.write(NAMES[0], torch.full_like(engine.weights.read(NAMES[0]), rank + 2.0, dtype=torch.float64))
+        with engine.weights.gathered([NAMES[1]]) as tensors:
             tensors[NAMES[1]].fill_(rank + 3.0)
-        own = [engine.grad(NAMES[0]), engine.parameter(NAMES[0]), engine.parameter(NAMES[1])]
+        own = [engine.gradients.read(NAMES[0]), engine.weights.read(NAMES[0]), engine.weights.read(NAMES[1])]
     assert moved == 0.0
     assert zeroed == unishard.Step(updated=True, grad_norm=0.0, lr=0.1, skipped=False)
     assert (replaced.updated, replaced.skipped) == (True, False)
@@ -254,9 +256,9 @@ def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(*pl
             engine.backward(loss, num_items=counts)
             if turn == 0:
                 engine.step()
-        before = {name: engine.grad(name) for name in NAMES}
-        engine.set_grad(NAMES[0], before[NAMES[0]] * 2)
-        doubled, norms, step = engine.grad(NAMES[0]), engine.grad_norms(), engine.step()
+        before = {name: engine.gradients.read(name) for name in NAMES}
+        engine.gradients.write(NAMES[0], before[NAMES[0]] * 2)
+        doubled, norms, step = engine.gradients.read(NAMES[0]), engine.gradients.norms(), engine.step()
     assert worst(before, wanted) < (5e-6 if place[2] == "fp32" else 3e-2)
     assert torch.allclose(doubled, before[NAMES[0]] * 2, rtol=1e-6)
     assert math.hypot(*norms.values()) == pytest.approx(step.grad_norm, rel=1e-5)
@@ -296,20 +298,24 @@ def test_tied_frozen_and_unused_parameters(*place):
     native = {"fsdp": {"find_unused_parameters": True}} if place[:3] == ("fsdp", "no_shard", "fp32") else {}
     with unishard.prepare(Kinds(), configured(place, accumulation=1, native=native)) as engine:
         engine.backward(engine(x, both=True).loss)
-        tied = torch.equal(engine.grad("head.weight"), engine.grad("embedding.weight"))
-        names, all_names, frozen = engine.grad_norms(), engine.parameter_norms(), engine.grad("frozen.weight")
+        tied = torch.equal(engine.gradients.read("head.weight"), engine.gradients.read("embedding.weight"))
+        names, all_names, frozen = (
+            engine.gradients.norms(),
+            engine.weights.norms(),
+            engine.gradients.read("frozen.weight"),
+        )
         engine.step()
         engine.backward(engine(x).loss)
-        unused, norms = engine.grad("sometimes.weight"), engine.grad_norms()
-        engine.set_grad("sometimes.weight", torch.ones(7, 7))
-        norm = math.hypot(*engine.grad_norms().values())
+        unused, norms = engine.gradients.read("sometimes.weight"), engine.gradients.norms()
+        engine.gradients.write("sometimes.weight", torch.ones(7, 7))
+        norm = math.hypot(*engine.gradients.norms().values())
         step = engine.step()
-        with engine.gathered(["embedding.weight", "head.weight", "frozen.weight"]) as tensors:
+        with engine.weights.gathered(["embedding.weight", "head.weight", "frozen.weight"]) as tensors:
             shared = tensors["embedding.weight"] is tensors["head.weight"]
             tensors["head.weight"].fill_(0.5)
             tensors["frozen.weight"].fill_(0.25)
-        engine.set_parameter("frozen.bias", torch.full((7,), 1.5))
-        written = [engine.parameter(name) for name in ("embedding.weight", "frozen.weight", "frozen.bias")]
+        engine.weights.write("frozen.bias", torch.full((7,), 1.5))
+        written = [engine.weights.read(name) for name in ("embedding.weight", "frozen.weight", "frozen.bias")]
         with torch.no_grad():
             logits = engine.eval()(x).logits.float()
     trainable = ["embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias"]
@@ -363,7 +369,7 @@ def test_after_a_discard_the_next_window_is_clean_and_whole(*place):
             engine.backward(engine(**micro_batch).loss, num_items=0)
             nothing = refused(engine.step)
         inside, step = [update(engine, micro_batch) for micro_batch in batches[:2]]
-        lr, parameters = engine.lr, {name: engine.parameter(name) for name in NAMES}
+        lr, parameters = engine.lr, {name: engine.weights.read(name) for name in NAMES}
     assert said.startswith("ContractError: step was called without a backward")
     assert batches_seen == (2, 6)
     assert nothing.startswith("ContractError: num_items add up to 0")
@@ -377,7 +383,7 @@ def test_after_a_discard_the_next_window_is_clean_and_whole(*place):
 
 
 def edit(engine, names, change):
-    with engine.gathered(names) as tensors:
+    with engine.weights.gathered(names) as tensors:
         change(tensors)
 
 
@@ -392,33 +398,38 @@ def test_calls_that_have_no_meaning_are_refused_with_what_to_do_instead(backend,
 
     with prepare(config(backend, strategy, training={"gradient_accumulation_steps": 2})) as engine:
         first, second = own_share(2)
-        zeros = torch.zeros(engine.parameter(name).shape)
-        says("grad was called after 0 of 2 backward calls", engine.grad, name)
+        zeros = torch.zeros(engine.weights.read(name).shape)
+        says("gradients.read was called after 0 of 2 backward calls", engine.gradients.read, name)
         loss = engine(**first).loss
         graph = "call it after backward, or drop the forward with engine.discard()"
-        says(graph, engine.set_parameter, name, zeros)
+        says(graph, engine.weights.write, name, zeros)
         engine.backward(loss)
-        says("set_grad was called after 1 of 2 backward calls", engine.set_grad, name, zeros)
+        says("gradients.write was called after 1 of 2 backward calls", engine.gradients.write, name, zeros)
         engine.step()
-        says("call it between the last backward of a window and engine.step()", engine.grad_norms)
+        says("call it between the last backward of a window and engine.step()", engine.gradients.norms)
         engine.backward(engine(**second).loss)
-        near = "grad: the model has no parameter 'head.wieght'; did you mean head.weight"
-        says(near, engine.grad, "head.wieght")
-        says("parameter: the model has no parameter 'zzz'; the first of", engine.parameter, "zzz")
-        says("set_grad: head.weight has the shape (11, 23), got (2, 2)", engine.set_grad, name, zeros[:2, :2])
-        says("set_grad: head.weight needs a floating-point tensor, got float", engine.set_grad, name, 0.0)
-        integers = "set_parameter: head.weight needs a floating-point tensor, got torch.int64"
-        says(integers, engine.set_parameter, name, zeros.long())
+        near = "gradients.read: the model has no parameter 'head.wieght'; did you mean head.weight"
+        says(near, engine.gradients.read, "head.wieght")
+        says("weights.read: the model has no parameter 'zzz'; the first of", engine.weights.read, "zzz")
+        says(
+            "gradients.write: head.weight has the shape (11, 23), got (2, 2)",
+            engine.gradients.write,
+            name,
+            zeros[:2, :2],
+        )
+        says("gradients.write: head.weight needs a floating-point tensor, got float", engine.gradients.write, name, 0.0)
+        integers = "weights.write: head.weight needs a floating-point tensor, got torch.int64"
+        says(integers, engine.weights.write, name, zeros.long())
         says("write gathered(['head.weight'])", edit, engine, name, dict.clear)
         says("only edit its tensors", edit, engine, [name], dict.clear)
-        replaced = "gathered: head.weight has the shape (11, 23), got (3,)"
+        replaced = "weights.gathered: head.weight has the shape (11, 23), got (3,)"
         says(replaced, edit, engine, [name], lambda tensors: tensors.update({name: torch.zeros(3)}))
         engine.step()
-        says("grad was called after 0 of 2 backward calls", engine.grad, name)
-    for call in ("grad", "parameter"):
-        says("closed engine", getattr(engine, call), name)
-    for call in ("grad_norms", "parameter_norms", "discard"):
-        says("closed engine", getattr(engine, call))
+        says("gradients.read was called after 0 of 2 backward calls", engine.gradients.read, name)
+    for call in (engine.gradients.read, engine.weights.read):
+        says("closed engine", call, name)
+    for call in (engine.gradients.norms, engine.weights.norms, engine.discard):
+        says("closed engine", call)
     assert wrong == []
 
 
@@ -426,8 +437,8 @@ def test_calls_that_have_no_meaning_are_refused_with_what_to_do_instead(backend,
 def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
     with unishard.prepare(Kinds(), config(backend)) as engine:
         engine.backward(engine(torch.arange(6), both=True).loss)
-        told = refused(engine.set_grad, "frozen.weight", torch.ones(7, 7))
-    assert told.startswith("ContractError: set_grad: frozen.weight is frozen")
+        told = refused(engine.gradients.write, "frozen.weight", torch.ones(7, 7))
+    assert told.startswith("ContractError: gradients.write: frozen.weight is frozen")
 
 
 # -- complex parameters ----------------------------------------------------------------------------
@@ -455,17 +466,17 @@ def test_a_frozen_complex_parameter_is_read_and_written_whole(backend, strategy,
 
         def look():
             loss = engine.mean(engine(**own_share(1)[0]).loss)
-            return engine.parameter("turn"), engine.parameter_norms()["turn"], loss
+            return engine.weights.read("turn"), engine.weights.norms()["turn"], loss
 
         found = [look()]
-        engine.set_parameter("turn", found[0][0] * 1j)
+        engine.weights.write("turn", found[0][0] * 1j)
         found.append(look())
-        with engine.gathered(["turn"]) as tensors:
+        with engine.weights.gathered(["turn"]) as tensors:
             tensors["turn"].mul_(2j)
         found.append(look())
-        said = refused(engine.set_parameter, "head.bias", torch.zeros(11, dtype=torch.complex64))
+        said = refused(engine.weights.write, "head.bias", torch.zeros(11, dtype=torch.complex64))
     for (value, norm, _), factor in zip(found, (1, 1j, -2), strict=True):
         assert torch.allclose(value, factor * Turned().turn.detach())
         assert norm == pytest.approx(abs(factor) * 13**0.5)
     assert len({loss for *_, loss in found}) == 3, "the model computes with each of them"
-    assert said == "ContractError: set_parameter: head.bias needs a floating-point tensor, got torch.complex64"
+    assert said == "ContractError: weights.write: head.bias needs a floating-point tensor, got torch.complex64"

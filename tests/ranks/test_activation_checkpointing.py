@@ -52,7 +52,7 @@ def cost(backend, strategy, asked):
         step = engine.step()
         mentioned = [name for name, _ in (*engine.module.named_modules(), *engine.module.named_parameters())]
         assert mentioned == names
-        assert set(engine.placement().units) <= set(names)
+        assert set(engine.weights.placement().units) <= set(names)
         return len(calls), products.count, sum(kept), (engine.mean(loss), step.grad_norm)
 
 
@@ -181,7 +181,7 @@ def test_blocks_are_really_compiled_and_keep_their_names(backend, mode, inner):
         found = curve(train(engine, own_share(2)))
         with engine._guarded.lifted():
             held = engine.module.state_dict()
-        seen = [*held, *(name for name, _ in engine.module.named_modules()), *engine.placement().units]
+        seen = [*held, *(name for name, _ in engine.module.named_modules()), *engine.weights.placement().units]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert [name for name in seen if "_orig_mod" in name] == []
     assert found.losses == pytest.approx(wanted.losses, rel=1e-6)

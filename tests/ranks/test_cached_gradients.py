@@ -42,7 +42,7 @@ def trained(backend, strategy, precision):
             loss = contrastive(cached.requires_grad_())
             loss.backward()
             for chunk, gradient in zip(chunks, cached.grad.split(SIZE), strict=True):
-                engine.backward((engine(chunk) * gradient).sum(), scaled=True)
+                engine.framework.scaled_backward((engine(chunk) * gradient).sum())
                 step = engine.step()
             found += [engine.mean(loss), step.grad_norm]
     return found

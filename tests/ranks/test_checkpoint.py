@@ -126,11 +126,11 @@ def test_what_does_not_fit_or_is_damaged_is_named_before_anything_changes(backen
         train(engine, own_share(1))
         folder = engine.save(root)
     with unishard.prepare(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), config(backend, optimizer=ADAMW)) as engine:
-        before = engine.parameter("0.weight")
+        before = engine.weights.read("0.weight")
         told = refused(engine.load, folder)
         assert "0.weight: not in the checkpoint" in told
         assert "or pass strict=False" in told
-        assert torch.equal(before, engine.parameter("0.weight"))
+        assert torch.equal(before, engine.weights.read("0.weight"))
     with prepare(config(backend)) as engine:
         told = refused(engine.load, folder)
         assert "AdamW kept exp_avg, exp_avg_sq, step, the current optimizer keeps momentum_buffer" in told
@@ -160,7 +160,7 @@ def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
         for _ in range(4):
             train(engine, own_share(1))
             folder = engine.save()
-            kept[folder.name] = engine.parameter("inp.weight").clone()
+            kept[folder.name] = engine.weights.read("inp.weight").clone()
         train(engine, own_share(1))
         engine.wait()
         saved = {
@@ -202,7 +202,7 @@ def test_the_config_says_when_to_save_and_what_to_keep(backend, root):
     cfg = config(backend, checkpoint={"dir": root, "every_steps": 2, "keep_last": 2, "keep_every": 4})
     with prepare(cfg) as engine:
         done = []
-        engine.on_save(lambda: {"losses": len(done)})
+        engine.framework.on_save(lambda: {"losses": len(done)})
         for micro_batch in engine.batches(own_share(11)):
             done.append(update(engine, micro_batch))
     with prepare(cfg) as engine:
@@ -222,7 +222,7 @@ def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root)
     with prepare(config(backend, optimizer=ADAMW)) as engine:
         train(engine, own_share(1))
         engine.optimizer.param_groups[0]["lr"] = 0.5
-        engine.set_trainable("head", False)
+        engine.weights.set_trainable("head", False)
         train(engine, own_share(1))
         folder = engine.save(root)
     with prepare(config(backend, optimizer=ADAMW)) as engine:
@@ -237,7 +237,7 @@ def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root)
     with unishard.prepare(mlp(3), config(backend, precision="bf16"), train=False) as engine:
         engine.load(folder)
         saved = Tensors(folder).full("model.head.bias").bfloat16().float()
-        assert torch.equal(engine.parameter("head.bias").cpu(), saved)
+        assert torch.equal(engine.weights.read("head.bias").cpu(), saved)
 
 
 @in_turn

@@ -29,7 +29,7 @@ def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
         train(engine, own_share(4))
         engine.save()
     with prepare(config(OTHER[backend], checkpoint=place)) as engine:
-        engine.set_trainable("head", False)
+        engine.weights.set_trainable("head", False)
         engine.load()
         assert engine.module.head.bias.requires_grad
         train(engine, own_share(5))
@@ -57,12 +57,12 @@ def test_a_loss_scale_goes_on_with_its_value_and_its_count(backend, root):
         train(engine, own_share(3))
         folder = engine.save(root)
         train(engine, own_share(1))
-        assert engine.loss_scale == 32.0
+        assert engine.gradients.loss_scale == 32.0
     with prepare(config(OTHER[backend], precision=fp16)) as engine:
         engine.load(folder)
-        assert engine.loss_scale == 16.0
+        assert engine.gradients.loss_scale == 16.0
         train(engine, own_share(1))
-        assert engine.loss_scale == 32.0
+        assert engine.gradients.loss_scale == 32.0
 
 
 @in_turn

@@ -30,7 +30,7 @@ def test_the_config_alone_resumes_the_newest_checkpoint_and_its_run(backend, roo
     checkpoint = {"dir": root, "every_steps": 2, "keep_last": 2, "on_existing": "resume"}
     for kind, begins in ((backend, 0), (OTHER[backend], 4), (backend, 8)):
         with prepare(config(kind, checkpoint=checkpoint)) as engine:
-            engine.on_save(lambda: {"by": "the run"})
+            engine.framework.on_save(lambda: {"by": "the run"})
             resumed = engine.resumed and (engine.resumed.step, engine.resumed.state)
             assert resumed == ((begins, {"by": "the run"}) if begins else None)
             if begins < 8:

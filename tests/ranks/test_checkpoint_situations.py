@@ -48,7 +48,7 @@ def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, ro
         told = refused(second.save, cfgs[0].checkpoint.dir)
         assert "another engine of this process saves in" in told
         first.save(f"{root}/c")
-        first.leave(f"{root}/c")
+        first.framework.leave(f"{root}/c")
         second.save(f"{root}/c")
         assert "another engine" in refused(first.save, f"{root}/c")
     with prepare(cfgs[0]) as again:
@@ -133,9 +133,9 @@ def test_a_run_in_bf16_that_goes_on_in_fp16_begins_with_a_scale(backend, root):
     with prepare(config(backend, precision="bf16")) as engine:
         folder = engine.save(root)
     with prepare(config(backend, precision="fp16")) as engine:
-        before = engine.loss_scale
+        before = engine.gradients.loss_scale
         engine.load(folder)
-        assert engine.loss_scale == before > 1
+        assert engine.gradients.loss_scale == before > 1
 
 
 @in_turn
@@ -205,7 +205,9 @@ def odd(backend, root):
         expected |= {f"frozen.{name}": value for name, value in odd_tensors(101).items() if name in FROZEN}
         buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers() if name in expected}
         shards = {
-            name: engine.parameter(name).cpu() for name in expected if name.startswith("frozen.") and "conj" not in name
+            name: engine.weights.read(name).cpu()
+            for name in expected
+            if name.startswith("frozen.") and "conj" not in name
         }
     assert resumed.notes == ()
     assert [name for name, value in buffers.items() if hash_of(value) != hash_of(expected[name])] == []
@@ -362,12 +364,12 @@ def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backen
         with unishard.prepare(Grown(before), config(backend, optimizer=ADAMW)) as engine:
             train(engine, own_share(2))
             folder = engine.save(f"{root}/{before}")
-            kept = engine.parameter("layers.0.weight")
+            kept = engine.weights.read("layers.0.weight")
         with unishard.prepare(Grown(after), config(OTHER[backend], "shard_grad_op", optimizer=ADAMW)) as engine:
             notes = engine.load(folder, strict=False).notes
             assert said in (notes[0] if after == 2 else "\n".join(notes))
             assert after == 1 or groups in notes
-            assert torch.equal(kept, engine.parameter("layers.0.weight"))
+            assert torch.equal(kept, engine.weights.read("layers.0.weight"))
             train(engine, own_share(1))
             saved = manifest.read(engine.save(f"{root}/{before}-on")).tensors
         assert len([name for name in saved if name.endswith(".step")]) == count
@@ -387,10 +389,10 @@ def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_sta
             break
         later = engine.save(root)
     with prepare(cfg) as engine:
-        with engine.frozen():
+        with engine.weights.frozen():
             for call, place in (("save", root), ("load", later)):
                 told = refused(getattr(engine, call), place)
-                assert told.startswith(f"ContractError: {call} was called inside engine.frozen()")
+                assert told.startswith(f"ContractError: {call} was called inside engine.weights.frozen()")
         engine(**own_share(1)[0])
         assert refused(engine.load, later).startswith(
             "ContractError: load would change a parameter that the backward of an earlier forward still needs"

@@ -38,7 +38,7 @@ def prepared(backend, strategy, kind, whole, **sharding):
 
 def units(backend, kind, whole, **sharding):
     with prepared(backend, "full_shard", kind, whole, **sharding) as engine:
-        return engine.placement().units
+        return engine.weights.placement().units
 
 
 def held(backend, strategy):
@@ -46,10 +46,10 @@ def held(backend, strategy):
     the tower for."""
     with prepared(backend, strategy, "Pictures", "Tower") as engine:
         whole = sum(parameter.numel() * 4 for parameter in built("Pictures").parameters())
-        before = engine.placement().param_bytes / whole
+        before = engine.weights.placement().param_bytes / whole
         engine.backward(engine(**batch(picture=my_rank() == 1)).loss)
         engine.step()
-        return before, engine.placement().param_bytes / whole
+        return before, engine.weights.placement().param_bytes / whole
 
 
 def told(backend, strategy):

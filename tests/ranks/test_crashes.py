@@ -185,7 +185,7 @@ def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(
         folder = engine.save(root)
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(names)
-        before = engine.parameter("inp.weight")
+        before = engine.weights.read("inp.weight")
         for name, (harm, how) in product(names, HARMS):
             whole = (folder / name).read_bytes()
             dist.barrier()
@@ -200,6 +200,6 @@ def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(
             if my_rank() == 0:
                 (folder / name).write_bytes(whole)
         dist.barrier()
-        assert engine.parameter("inp.weight").equal(before)
+        assert engine.weights.read("inp.weight").equal(before)
         assert engine.load(folder, verify="bits").step == 1
         assert problems_of(folder) == []

@@ -31,7 +31,7 @@ def sharing(backend):
     dist.init_process_group("gloo")
     with prepare(config(backend, "no_shard")) as engine:
         train(engine, own_share(3))
-        return str(engine.device), dist.get_backend_config(), engine.parameter_norms()
+        return str(engine.device), dist.get_backend_config(), engine.weights.norms()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -212,7 +212,7 @@ def holes(engine, specs):
 def begin(engine):
     """The first updates, one of them without a bias."""
     train(engine, 0, BEFORE - 1)
-    engine.set_trainable("late.bias", False)
+    engine.weights.set_trainable("late.bias", False)
     train(engine, BEFORE - 1, BEFORE)
 
 
@@ -232,7 +232,7 @@ def resumed(strategy, precision, variety):
         read = train(engine, BEFORE, BEFORE + AFTER)
         wanted = comparable(parts_of(engine))
     with prepared(4, strategy, precision, variety) as engine:
-        engine.set_trainable("late.bias", False)
+        engine.weights.set_trainable("late.bias", False)
         load(engine, parts, named(engine, by_name))
         loaded = comparable(parts_of(engine))
         fresh = train(engine, BEFORE, BEFORE + AFTER)
@@ -317,9 +317,9 @@ def whole(strategy, precision):
         by_name = {name: specs[parameter] for name, parameter in engine.module.named_parameters()}
         read = train(engine, BEFORE, BEFORE + AFTER)
     with unishard.prepare(mlp(4), config("deepspeed", strategy, precision=precision, optimizer=ADAMW)) as engine:
-        engine.set_trainable("head", False)
+        engine.weights.set_trainable("head", False)
         train(engine, 7, 8)  # what it has of its own is forgotten
-        engine.set_trainable("head", True)
+        engine.weights.set_trainable("head", True)
         load(engine, parts, named(engine, by_name))
         inner = engine._adapter._inner.optimizer
         entries = sum(bool(state) for state in inner.state.values())

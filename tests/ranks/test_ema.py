@@ -1,4 +1,4 @@
-"""`engine.ema`: the average of plain torch, on every engine, number of ranks and strategy, in evaluation, checkpoints
+"""`engine.weights.average`: the average of plain torch, on every engine, number of ranks and strategy, in evaluation, checkpoints
 and exports."""
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def flat(tensors):
 
 
 def read(engine, ema):
-    return flat(ema.parameter(name) for name, _ in engine.module.named_parameters())
+    return flat(ema.read(name) for name, _ in engine.module.named_parameters())
 
 
 def masters(engine):
-    return flat(engine.parameter(name) for name, _ in engine.module.named_parameters())
+    return flat(engine.weights.read(name) for name, _ in engine.module.named_parameters())
 
 
 def averaged(backend, strategy, how):
     """The average, that of the weights that a user reads after each update, and both in evaluation."""
     batches = own_share(UPDATES + 2)
     with prepare(configured(backend, strategy, how)) as engine:
-        ema = engine.ema(DECAY)
+        ema = engine.weights.average(DECAY)
         wanted = torch.tensor(
             flat(parameter.bfloat16() if how == PURE else parameter for parameter in mlp().parameters())
         )
@@ -136,7 +136,7 @@ def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(back
 def saved(backend, strategy, folder):
     """What is saved after two updates, and the average after the third."""
     with prepare(configured(backend, strategy, checkpoint={"dir": f"{folder}/run"})) as engine:
-        ema = engine.ema(DECAY)
+        ema = engine.weights.average(DECAY)
         train(engine, own_share(UPDATES))
         engine.save()
         with ema.weights():
@@ -147,9 +147,9 @@ def saved(backend, strategy, folder):
 def resumed(backend, strategy, folder, keeps):
     """The average after a load, and what the log says."""
     with heard() as lines, prepare(configured(backend, strategy, checkpoint={"dir": f"{folder}/run"})) as engine:
-        ema = engine.ema(DECAY) if keeps == "before" else None
+        ema = engine.weights.average(DECAY) if keeps == "before" else None
         engine.load(verify="bits")
-        ema = engine.ema(DECAY) if keeps == "after" else ema
+        ema = engine.weights.average(DECAY) if keeps == "after" else ema
         found = read(engine, ema) if ema else masters(engine)
         train(engine, own_share(1))
         return found, masters(engine) != found, [line for line in lines if "moving average" in line]
@@ -183,7 +183,7 @@ def test_a_checkpoint_and_an_export_hold_the_average_for_any_engine(there, here,
     said = [lines for _, _, lines in values(played[without])]
     assert [len(lines) for lines in said] == [1] + [0] * (world - 1)
     assert said[0][0].endswith(
-        "is not resumed; to resume it, call engine.ema(decay) before the first training forward, and before a save"
+        "is not resumed; to resume it, call engine.weights.average(decay) before the first training forward, and before a save"
     )
 
 
@@ -191,7 +191,7 @@ def interrupted(backend, folder, batches, *, stops):
     """The average of a run that `prepare` resumes, over some batches; saved at a stop."""
     checkpoint = {"dir": folder, "on_existing": "resume"}
     with prepare(configured(backend, "full_shard", checkpoint=checkpoint)) as engine:
-        ema = engine.ema(DECAY)
+        ema = engine.weights.average(DECAY)
         train(engine, batches)
         if stops:
             engine.save()
@@ -224,16 +224,16 @@ def test_a_checkpoint_without_an_average_starts_one_at_its_weights(tmp_path):
 # -- refusals --------------------------------------------------------------------------------------
 
 MISUSE = {
-    "decay": "ContractError: ema: decay must be a number from 0 to 1, such as 0.999, got 1.5",
-    "twice": "ContractError: ema was called before; keep what it returned",
-    "in a window": "ContractError: ema was called inside an accumulation window...",
-    "save inside": "ContractError: save was called inside ema.weights(), where the model has averaged weights; call it "
+    "decay": "ContractError: weights.average: decay must be a number from 0 to 1, such as 0.999, got 1.5",
+    "twice": "ContractError: weights.average was called before; keep what it returned",
+    "in a window": "ContractError: weights.average was called inside an accumulation window...",
+    "save inside": "ContractError: save was called inside average.weights(), where the model has averaged weights; call it "
     "after the block",
-    "edit inside": "ContractError: set_parameter was called inside ema.weights()...",
-    "train inside": "ContractError: forward was called in training mode inside ema.weights(); call engine.eval() "
+    "edit inside": "ContractError: weights.write was called inside average.weights()...",
+    "train inside": "ContractError: forward was called in training mode inside average.weights(); call engine.eval() "
     "first, or train...",
-    "closed": "ContractError: ema was called on a closed engine; build a new model and prepare it",
-    "no such name": "ContractError: ema.parameter: 'nothing' is not the first name of a parameter that was trainable "
+    "closed": "ContractError: weights.average was called on a closed engine; build a new model and prepare it",
+    "no such name": "ContractError: average.read: 'nothing' is not the first name of a parameter that was trainable "
     "in prepare",
 }
 
@@ -245,16 +245,16 @@ def test_misuse_is_one_clear_error(backend):
         assert refused(call, *arguments, **named).startswith(MISUSE[what].partition("...")[0]), what
 
     with prepare(configured(backend, "full_shard", training={"gradient_accumulation_steps": 2})) as engine:
-        says("decay", engine.ema, 1.5)
+        says("decay", engine.weights.average, 1.5)
         engine.backward(engine(**own_share(1)[0]).loss)
-        says("in a window", engine.ema, 0.5)
+        says("in a window", engine.weights.average, 0.5)
         engine.discard()
-        ema = engine.ema(0.5)
-        says("twice", engine.ema, 0.5)
-        says("no such name", ema.parameter, "nothing")
+        ema = engine.weights.average(0.5)
+        says("twice", engine.weights.average, 0.5)
+        says("no such name", ema.read, "nothing")
         with ema.weights():
             says("save inside", engine.save, "nowhere")
-            says("edit inside", engine.set_parameter, "head.bias", torch.zeros(11))
+            says("edit inside", engine.weights.write, "head.bias", torch.zeros(11))
             says("train inside", engine, **own_share(1)[0])
         engine.close()
-        says("closed", engine.ema)
+        says("closed", engine.weights.average)

@@ -30,9 +30,9 @@ def test_evaluation_needs_no_no_grad_and_leaves_no_graph(backend, strategy):
             graphs.add(engine.eval()(**micro_batch).loss.requires_grad)
             engine.train().backward(loss)
             engine.step()
-            before = engine.placement().param_bytes
+            before = engine.weights.placement().param_bytes
             engine.eval()(**micro_batch)
-            kept.add(engine.placement().param_bytes - before)
+            kept.add(engine.weights.placement().param_bytes - before)
             engine.train()
     assert graphs == {False}
     assert strategy != "full_shard" or max(kept) <= 0 or backend == "fsdp"

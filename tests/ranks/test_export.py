@@ -135,9 +135,9 @@ def saved(model, backend, folder):
     with unishard.prepare(MODELS[model](), config(backend)) as engine:
         where = engine.save(root / "checkpoints")
         engine.export(root / "online", dtype="bf16")
-        streamed = {name: weight.dtype for name, weight in engine.weights(dtype="bf16")}
+        streamed = {name: weight.dtype for name, weight in engine.weights.stream(dtype="bf16")}
         assert streamed == {
-            name: weight.dtype for name, weight in engine.state_dict(dtype="bf16", all_ranks=True).items()
+            name: weight.dtype for name, weight in engine.weights.state_dict(dtype="bf16", all_ranks=True).items()
         }
     if my_rank() == 0:
         export_checkpoint(where, root / "offline", dtype="bf16")

@@ -285,7 +285,7 @@ def logged(backend):
         model = MODELS["mlp"].build()
         planned = registry.get(backend).footprint(shape_of(model, cfg.sharding), cfg, topology)
         with heard() as said, unishard.prepare(model, cfg) as engine:
-            held = engine.placement().param_bytes
+            held = engine.weights.placement().param_bytes
         lines[level] = [line for line in said if "planned" in line]
     logger.setLevel(before)
     return lines, planned.parameters.total, held

@@ -29,12 +29,15 @@ def losses(engine, micro_batches, *, lengths=None, scaled=False):
     for length in LENGTHS:
         for turn in range(length):
             if lengths == "pushed":
-                engine.set_boundary(turn + 1 == length)
+                engine.framework.set_boundary(turn + 1 == length)
             loss = engine(**next(batches)).loss
-            engine.backward(loss / length if scaled else loss, scaled=scaled)
+            if scaled:
+                engine.framework.scaled_backward(loss / length)
+            else:
+                engine.backward(loss)
             if turn + 1 == length:
-                norm = engine.grad_norm()
-                assert engine.grad_norm() == norm
+                norm = engine.gradients.norm()
+                assert engine.gradients.norm() == norm
             step = engine.step()
             found.append(engine.mean(loss))
         assert step.updated
@@ -60,7 +63,7 @@ def windows(backend, strategy, precision):
             pushed = losses(engine, data, lengths="pushed", scaled=scaled)
             assert_close(pushed, pulled, rtol=TOLERANCE[precision], atol=0)
             # A value holds until the next one, a discarded window is forgotten, and the config's windows come back.
-            engine.set_boundary(False)
+            engine.framework.set_boundary(False)
             for batch in data[:2]:
                 engine.backward(engine(**batch).loss)
                 assert not engine.step().updated
@@ -75,19 +78,19 @@ def going_on(backend, strategy, precision):
     found = []
     for said in (False, True):
         with prepare(cfg) as engine:
-            engine.set_boundary(said)
+            engine.framework.set_boundary(said)
             for turn, batch in enumerate(data):
                 engine.backward(engine(**batch).loss)
                 if not said and turn < 3:
-                    engine.set_boundary(turn == 2)
+                    engine.framework.set_boundary(turn == 2)
             found.append(engine.step().grad_norm)
             engine.backward(engine(**data[0]).loss)
             found.append(engine.step().grad_norm)
     assert_close(found[2:], found[:2], rtol=TOLERANCE[precision], atol=0)
     with prepare(cfg) as engine:
-        engine.set_boundary(True)
+        engine.framework.set_boundary(True)
         engine.backward(engine(**data[0]).loss)
-        engine.grad_norm()
+        engine.gradients.norm()
         return refused(engine, **data[1])
 
 
@@ -95,14 +98,14 @@ def wrong_windows(backend):
     with prepare(checked(backend, training={"gradient_accumulation_steps": 2})) as engine:
         one, two = own_share(2)
         engine.backward(engine(**one).loss)
-        after_backward = refused(engine.set_boundary, True)
+        after_backward = refused(engine.framework.set_boundary, True)
         engine.step()
-        known = refused(engine.set_boundary, True)
-        mixed = refused(engine.backward, engine(**two).loss, scaled=True)
+        known = refused(engine.framework.set_boundary, True)
+        mixed = refused(engine.framework.scaled_backward, engine(**two).loss)
         engine.discard()
-        engine.set_boundary(True)
+        engine.framework.set_boundary(True)
         loss = engine(**one).loss
-        late = refused(engine.set_boundary, False)
+        late = refused(engine.framework.set_boundary, False)
         engine.backward(loss)
         assert engine.step().updated
         return after_backward, known, mixed, late
@@ -137,7 +140,7 @@ def routed(backend, strategy):
     plain = [model(**batch).loss.item(), model.score(x).item(), model.inner(**batch).loss.item()]
     plain += [model.penalized(**batch).item(), 4.0]
     with unishard.prepare(model, cfg, reseed=False) as engine:
-        assert engine.routed("score", "penalized", parts=["inner"]) is model
+        assert engine.framework.routed("score", "penalized", parts=["inner"]) is model
         assert [*inspect.signature(model.score).parameters] == ["x"]
         assert isinstance(model, given)
         assert type(model).__name__ == "Parts"
@@ -149,21 +152,21 @@ def routed(backend, strategy):
             engine.step(clip_grad_norm=1e-12)
         loss = model.penalized(**batch)
         engine.backward(loss)
-        found += [loss.item(), engine.grad("own").mean().item()]
+        found += [loss.item(), engine.gradients.read("own").mean().item()]
         engine.step(clip_grad_norm=1e-12)
         assert_close(found, plain, rtol=1e-5, atol=0)
-        engine.backward(engine.routed()(**batch).loss)  # no part of it is routed, only the model
+        engine.backward(engine.framework.routed()(**batch).loss)  # no part of it is routed, only the model
         assert engine.step(clip_grad_norm=1e-12).updated
         model.eval()
         assert not model(**batch).loss.requires_grad
-        none = refused(engine.routed, "compute_loss")
+        none = refused(engine.framework.routed, "compute_loss")
     assert "compute_loss" in none
     return type(model).__call__ is nn.Module.__call__
 
 
 def generated(backend):
     with unishard.prepare(llama(), checked(backend)) as engine:
-        model = engine.routed()
+        model = engine.framework.routed()
         model.eval()
         ids = torch.ones(1, 3 + my_rank(), dtype=torch.int64)
         return model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] - ids.shape[1]
@@ -173,30 +176,30 @@ def whole(backend, strategy, precision, folder):
     """All weights out and in again."""
     expected = {name: value.clone() for name, value in MODELS["llama"].build().state_dict().items()}
     with unishard.prepare(MODELS["llama"].build(), checked(backend, strategy, precision=precision)) as engine:
-        first = engine.state_dict()
+        first = engine.weights.state_dict()
         assert bool(first) is (my_rank() == 0)
-        everywhere = engine.state_dict(all_ranks=True, dtype="bf16")
-        streamed = dict(engine.weights())
+        everywhere = engine.weights.state_dict(all_ranks=True, dtype="bf16")
+        streamed = dict(engine.weights.stream())
         assert everywhere.keys() == expected.keys()
         for name, value in expected.items():
             assert everywhere[name].equal(value.to(torch.bfloat16)), name
             assert name not in streamed or streamed[name].equal(value), name
             assert not first or first[name].equal(value), name
         train(engine, own_share(2, "llama"))
-        assert not engine.state_dict(all_ranks=True)["model.norm.weight"].equal(expected["model.norm.weight"])
+        assert not engine.weights.state_dict(all_ranks=True)["model.norm.weight"].equal(expected["model.norm.weight"])
         wrong = {**expected, "model.norm.weight": torch.ones(3)}
-        problems = refused(engine.load_weights, wrong if my_rank() == 0 else None)
+        problems = refused(engine.weights.load, wrong if my_rank() == 0 else None)
         missing = {name: value for name, value in expected.items() if name != "model.norm.weight"}
-        problems += refused(engine.load_weights, missing)
-        engine.load_weights(missing, strict=False)
-        engine.load_weights(expected if my_rank() == 0 else None)
+        problems += refused(engine.weights.load, missing)
+        engine.weights.load(missing, strict=False)
+        engine.weights.load(expected if my_rank() == 0 else None)
         if my_rank() == 0:
             save_file({name: value.contiguous() for name, value in expected.items()}, f"{folder}/model.safetensors")
         for _ in range(2):
-            for name, value in engine.state_dict(all_ranks=True).items():
+            for name, value in engine.weights.state_dict(all_ranks=True).items():
                 assert value.equal(expected[name]), name
             train(engine, own_share(1, "llama"))
-            engine.load_weights(folder)
+            engine.weights.load(folder)
     return problems
 
 
@@ -222,10 +225,10 @@ def buffers(backend):
         "norm.num_batches_tracked": torch.tensor(7),
     }
     with unishard.prepare(Normed(), checked(backend)) as engine:
-        refused_names = refused(engine.load_weights, {**values, "scratch": torch.ones(2)})
-        engine.load_weights(values if my_rank() == 0 else None)
-        found = engine.state_dict(all_ranks=True)
-        assert found.keys() == values.keys() == dict(engine.weights()).keys()
+        refused_names = refused(engine.weights.load, {**values, "scratch": torch.ones(2)})
+        engine.weights.load(values if my_rank() == 0 else None)
+        found = engine.weights.state_dict(all_ranks=True)
+        assert found.keys() == values.keys() == dict(engine.weights.stream()).keys()
         for name, value in values.items():
             assert found[name].equal(value), name
             assert found[name].dtype == value.dtype, name
@@ -243,14 +246,14 @@ def merged(backend, strategy):
         warnings.simplefilter("ignore")
         expected = own.merge_and_unload().state_dict()
     with unishard.prepare(model, checked(backend, strategy)) as engine:
-        found = dict(engine.weights(merged=True))
+        found = dict(engine.weights.stream(merged=True))
         assert (
             found.keys() == {name for name, _ in own.get_base_model().named_parameters()}
             or found.keys() <= expected.keys()
         )
         for name, value in found.items():
             assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
-        assert any("lora_A" in name for name, _ in engine.weights())
+        assert any("lora_A" in name for name, _ in engine.weights.stream())
 
 
 def empty_group(backend, strategy):
@@ -284,27 +287,27 @@ def again(backend, strategy, precision):
     cfg = {name: checked(name, strategy, precision=precision, activation_checkpointing="full") for name in BACKENDS}
     with unishard.prepare(llama(), cfg[backend]) as engine:
         expected = train(engine, data)
-        weights = engine.state_dict(all_ranks=True)
+        weights = engine.weights.state_dict(all_ranks=True)
     model = llama()
     before = {name: type(module) for name, module in model.named_modules()}
     with torch.no_grad():
         loss = model(**data[0]).loss
     engine = unishard.prepare(model, checked(backend, strategy), train=False)
-    engine.routed()
+    engine.framework.routed()
     with torch.no_grad():
         assert_close(engine(**data[0]).loss.cpu(), loss, rtol=1e-5, atol=0)
-    assert engine.release() is model
+    assert engine.framework.release() is model
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert model.state_dict().keys() == weights.keys()
     assert_close(model(**data[0]).loss, loss, rtol=1e-6, atol=0, check_device=False)
     engine = unishard.prepare(model, cfg[backend])
     assert [step.grad_norm for _, step in train(engine, data)] == [step.grad_norm for _, step in expected]
-    engine.release()
+    engine.framework.release()
     for name, value in model.state_dict().items():
         assert value.cpu().equal(weights[name]), name
     with unishard.prepare(model, cfg[other]) as engine:
         found = train(engine, data)
-    with pytest.raises(unishard.ModelError, match=r"call engine.release\(\) on its engine in place of close"):
+    with pytest.raises(unishard.ModelError, match=r"call engine.framework.release\(\) on its engine in place of close"):
         unishard.prepare(model, cfg[other])
     fresh = llama()
     fresh.load_state_dict(weights)
@@ -312,7 +315,7 @@ def again(backend, strategy, precision):
         assert [loss for loss, _ in train(engine, data)] == [loss for loss, _ in found]
     if precision == "bf16":
         rounded = unishard.prepare(llama(), cfg[backend], train=False)
-        assert "was rounded to bf16 by prepare(..., train=False)" in refused(rounded.release)
+        assert "was rounded to bf16 by prepare(..., train=False)" in refused(rounded.framework.release)
         rounded.close()
 
 
@@ -350,7 +353,7 @@ def test_a_window_whose_end_is_known_is_not_told_again(backend):
     (after_backward, known, mixed, late), _ = of(wrong_windows, backend)
     assert "set_boundary was called after backward; call engine.step() first" in after_backward
     assert "set_boundary was called after 1 of 2 micro-batches of a window" in known
-    assert "called without num_items and with scaled=True in one accumulation window" in mixed
+    assert "called without num_items and by framework.scaled_backward in one accumulation window" in mixed
     assert "after a forward that was told otherwise" in late
 
 

@@ -353,7 +353,7 @@ def counted(backend, sharding, trained, name, where):
     try:
         with unishard.prepare(unishard.from_pretrained(cls, path, cfg), cfg, train=trained) as engine:
             right = all(
-                torch.equal(engine.parameter(name).cpu(), full[name]) for name, _ in engine.module.named_parameters()
+                torch.equal(engine.weights.read(name).cpu(), full[name]) for name, _ in engine.module.named_parameters()
             )
     finally:
         safetensors.safe_open = plain

@@ -25,7 +25,7 @@ def test_what_the_engine_does_to_gradients_is_not_refused(backend, strategy):
         for index, batch in enumerate(engine.batches(own_share(6))):
             engine.backward(engine(**batch).loss)
             if index % 2:
-                engine.set_grad("head.weight", torch.zeros_like(engine.grad("head.weight")))
+                engine.gradients.write("head.weight", torch.zeros_like(engine.gradients.read("head.weight")))
             step = engine.step(clip_grad_norm=1e-3)
         engine.backward(engine(**own_share(1)[0]).loss)
         engine.discard()
@@ -125,7 +125,7 @@ def frozen_late(backend, strategy, by_hand):
         if by_hand:
             engine.module.head.requires_grad_(False)
         else:
-            engine.set_trainable("head", False)
+            engine.weights.set_trainable("head", False)
         return losses + losses_of(engine, own_share(3))
 
 
@@ -138,7 +138,7 @@ def test_a_layer_that_is_frozen_by_hand_is_as_one_that_the_engine_freezes(backen
 def test_distributed_data_parallel_names_a_layer_that_is_frozen_by_hand():
     assert refused(frozen_late, "fsdp", "no_shard", True) == (
         "ModelError: head.weight was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did "
-        "not reduce its bucket; call engine.set_trainable('head.weight', False) instead"
+        "not reduce its bucket; call engine.weights.set_trainable('head.weight', False) instead"
     )
 
 

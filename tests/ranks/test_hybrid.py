@@ -60,7 +60,7 @@ def held(backend, strategy):
         for _ in range(ACCUMULATION):
             engine.backward(engine(torch.randn(2, 4), torch.arange(2)).loss)
             engine.step()
-        placement, optimizer = engine.placement(), getattr(engine.optimizer, "optimizer", engine.optimizer)
+        placement, optimizer = engine.weights.placement(), getattr(engine.optimizer, "optimizer", engine.optimizer)
         masters = [part(tensor) for tensor in MASTERS[backend](engine)]
         state = [
             value
@@ -278,7 +278,7 @@ def beside(backend, strategy):
     """A hybrid engine and one without groups take turns; the second is built while the first is there."""
     first = unishard.prepare(mlp(), hybrid(backend, strategy))
     second = unishard.prepare(mlp(), configured(backend, "full_shard"))
-    sizes = [engine.placement().master_numel for engine in (first, second)]
+    sizes = [engine.weights.placement().master_numel for engine in (first, second)]
     done = [[], []]
     for micro_batch in own_share(MICRO_BATCHES):
         for engine, curve_of in zip((first, second), done, strict=True):
@@ -302,7 +302,7 @@ def test_groups_are_those_of_one_engine_alone(cell):
 def one_group(backend, strategy):
     """All ranks are one node, so that left out, a group is all of them."""
     with unishard.prepare(mlp(), configured(backend, strategy)) as engine:
-        return engine.placement(), curve(train(engine, own_share(MICRO_BATCHES)))
+        return engine.weights.placement(), curve(train(engine, own_share(MICRO_BATCHES)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

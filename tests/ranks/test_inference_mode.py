@@ -22,11 +22,11 @@ def evaluated(engine, folder):
     with engine.lockstep():
         engine(**made)
     name = next(iter(dict(engine.module.named_parameters())))
-    before = engine.parameter(name)
-    engine.set_parameter(name, before.clone())
-    with engine.gathered([name]) as tensors:
+    before = engine.weights.read(name)
+    engine.weights.write(name, before.clone())
+    with engine.weights.gathered([name]) as tensors:
         tensors[name].mul_(1)
-    assert torch.equal(engine.parameter(name), before)
+    assert torch.equal(engine.weights.read(name), before)
     if folder:
         engine.load(engine.save(folder), data=False)
         engine.export(f"{folder}/exported")
@@ -39,7 +39,7 @@ def trained(backend, strategy, precision, first, folder=""):
     """Trains with an evaluation in inference mode before the first update and inside averaged weights, or between two
     updates."""
     with prepare(configured(backend, strategy, precision=precision)) as engine:
-        average = engine.ema(0.5)
+        average = engine.weights.average(0.5)
         done = [] if first else train(engine, own_share(MICRO_BATCHES)[:2])
         with average.weights():
             if first:

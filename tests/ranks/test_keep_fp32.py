@@ -94,7 +94,7 @@ def trained(backend, strategy, compute, patterns=PATTERNS):
                 lambda module, args, out, name=name: seen.update({name: (module.weight.dtype, out.dtype)})
             )
         curve = steps(engine, 0, UPDATES)
-        return curve, {name: engine.parameter(name) for name, _ in Mixture().named_parameters()}, seen
+        return curve, {name: engine.weights.read(name) for name, _ in Mixture().named_parameters()}, seen
 
 
 class InFp32(nn.Module):

@@ -150,27 +150,27 @@ def steps(loop: Loop) -> None:
 
 
 def saves(loop: Loop) -> None:
-    loop.engine.on_save(loop.sleep)
+    loop.engine.framework.on_save(loop.sleep)
     for _ in range(EVERY):
         loop.update()
-    loop.engine.on_save(lambda: None)
+    loop.engine.framework.on_save(lambda: None)
 
 
 def loads_a_checkpoint(loop: Loop) -> None:
     name = next(iter(dict(loop.engine.module.named_parameters())))
     loop.engine.save(loop.folder)
-    loop.engine.parameter(name)
+    loop.engine.weights.read(name)
     loop.sleep()
     loop.engine.load(loop.folder)
 
 
 def streams_weights(loop: Loop) -> None:
-    for _ in loop.engine.weights():
+    for _ in loop.engine.weights.stream():
         loop.sleep()
 
 
 def looks_at_gathered_weights(loop: Loop) -> None:
-    with loop.engine.gathered([name for name, _ in loop.engine.module.named_parameters()]):
+    with loop.engine.weights.gathered([name for name, _ in loop.engine.module.named_parameters()]):
         loop.sleep()
 
 

@@ -81,9 +81,9 @@ def adapted(backend, strategy, compute):
         return {
             "formats": {str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values()},
             "frozen bytes": sum(tensor.nbytes for tensor in frozen.values()),
-            "bytes": engine.placement().param_bytes,
-            "masters": engine.placement().master_dtypes,
-            "master numel": engine.placement().master_numel,
+            "bytes": engine.weights.placement().param_bytes,
+            "masters": engine.weights.placement().master_dtypes,
+            "master numel": engine.weights.placement().master_numel,
             "state": state_bytes(engine),
             "gradients": gradients,
             "reduced": reduced / 3,
@@ -202,7 +202,7 @@ def test_what_is_frozen_keeps_its_value_and_others_move_and_the_state_is_that_of
         still = []
         for number, micro_batch in enumerate(engine.batches(own_share(UPDATES))):
             if number in TOGGLES:
-                engine.set_trainable(*TOGGLES[number])
+                engine.weights.set_trainable(*TOGGLES[number])
             before = {name: own(parameter).clone() for name, parameter in engine.module.named_parameters()}
             update(engine, micro_batch)
             now = {name: own(parameter) for name, parameter in engine.module.named_parameters()}
@@ -234,9 +234,9 @@ CALLS = {
     "all that is left": (["blocks", "head"], False),
 }
 REFUSALS = {
-    "inside a window": "ContractError: set_trainable was called inside an accumulation window",
+    "inside a window": "ContractError: weights.set_trainable was called inside an accumulation window",
     "different names": "RankMismatchError: ranks hold different calls of set_trainable",
-    "closed": "ContractError: set_trainable was called on a closed engine",
+    "closed": "ContractError: weights.set_trainable was called on a closed engine",
     "frozen in prepare": "ContractError: inp.weight was frozen when the model was prepared, so it has no fp32 master",
     "unknown": "ContractError: set_trainable: no parameter or module is called 'block.1'; did you mean blocks.1",
     "everything": "ContractError: set_trainable('*', False) would leave no trainable parameter",
@@ -254,7 +254,7 @@ def test_set_trainable_refuses(backend, what):
             call = ("head" if my_rank() else "blocks", False)
         elif what == "closed":
             engine.close()
-        told = refused(engine.set_trainable, *CALLS.get(what, call))
+        told = refused(engine.weights.set_trainable, *CALLS.get(what, call))
     assert told.startswith(REFUSALS[what])
 
 
@@ -273,7 +273,7 @@ def test_a_tie_stays_one_parameter_under_all_its_names(backend, strategy):
         assert get(first) is get(second)
         train(engine, own_share(2, "llama"))
         assert get(first) is get(second)
-        engine.set_trainable(second, False)
+        engine.weights.set_trainable(second, False)
         assert not get(first).requires_grad
         before = own(get(first)).clone()
         *_, (_, step) = train(engine, own_share(2, "llama"))

@@ -143,7 +143,7 @@ def distil(backend, strategy, precision, first="student"):
             loss = functional.mse_loss(student(noise), wanted)
             student.backward(loss)
             found.append((student.mean(loss), student.step().grad_norm))
-        held = teacher.placement()
+        held = teacher.weights.placement()
         return (
             found,
             held.master_numel,
@@ -169,10 +169,10 @@ def evaluated(backend, strategy, precision):
         inputs = [batch["x"].clone().requires_grad_() for _ in range(2)]
         engine(inputs[0], batch["labels"]).loss.backward()
         plain(inputs[1].to(low), batch["labels"]).loss.backward()
-        placement = engine.placement()
-        same &= torch.equal(engine.parameter("blocks.1.up.weight"), plain.blocks[1].up.weight.float())
+        placement = engine.weights.placement()
+        same &= torch.equal(engine.weights.read("blocks.1.up.weight"), plain.blocks[1].up.weight.float())
         edited = torch.full((37, 23), 0.125)
-        engine.set_parameter("blocks.1.up.weight", edited)
+        engine.weights.write("blocks.1.up.weight", edited)
         plain.blocks[1].up.weight.data.copy_(edited)
         same &= torch.equal(engine(**batch).logits, plain(batch["x"].to(low), batch["labels"]).logits)
         return (
@@ -193,7 +193,7 @@ def refused(backend, strategy):
             "train": lambda: engine.train(),
             "lr": lambda: engine.lr,
             "optimizer": lambda: engine.optimizer,
-            "grad": lambda: engine.grad("head.bias"),
+            "grad": lambda: engine.gradients.read("head.bias"),
         }
         for name, call in calls.items():
             try:
@@ -274,7 +274,7 @@ def test_the_order_of_prepare_calls_makes_no_difference(backend):
 def test_a_backward_of_another_engine_that_would_leave_gradients_is_refused(backend, strategy):
     for told in played(backend, mixed_up, strategy):
         assert "reaches the parameters of its" in told
-        assert "with engine.frozen():" in told
+        assert "with engine.weights.frozen():" in told
 
 
 @pytest.mark.parametrize(("backend", "strategy", "precision"), SPANNING)

@@ -150,7 +150,7 @@ def flagged(strategy):
     model = mlp()
     set_z3_leaf_modules(model, [type(model.blocks[0])])
     with unishard.prepare(model, config("deepspeed", strategy)) as engine:
-        return engine.placement().units
+        return engine.weights.placement().units
 
 
 AROUND = (

@@ -75,7 +75,7 @@ def with_option(backend, option):
         found = curve(train(engine, own_share(MICRO_BATCHES)))
         return {
             "curve": found,
-            "units": engine.placement().units,
+            "units": engine.weights.placement().units,
             "optimizer": type(engine._adapter.optimizer).__name__,
         } | SEEN[backend](engine)
 

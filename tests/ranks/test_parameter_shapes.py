@@ -35,18 +35,22 @@ class Numbers(nn.Module):
 def edited(backend, strategy):
     """What was read after each edit, and the names and shapes of all."""
     with unishard.prepare(Numbers(), config(backend, strategy)) as engine:
-        engine.set_parameter("scale", torch.tensor(0.25))
-        read = [engine.parameter("scale")]
-        with engine.gathered(["scale", "shifts.0", "nothing"]) as weights:
+        engine.weights.write("scale", torch.tensor(0.25))
+        read = [engine.weights.read("scale")]
+        with engine.weights.gathered(["scale", "shifts.0", "nothing"]) as weights:
             shapes = [tuple(each.shape) for each in weights.values()]
             weights["scale"].fill_(0.5)
-        engine.set_trainable("no_inputs", False)
-        engine.set_trainable("no_inputs", True)
+        engine.weights.set_trainable("no_inputs", False)
+        engine.weights.set_trainable("no_inputs", True)
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(my_rank()))
         engine.backward(engine(x).square().mean())
-        engine.set_grad("scale", torch.tensor(3.0))
-        read += [engine.parameter("scale"), engine.grad("scale"), torch.tensor(engine.parameter_norms()["scale"])]
-        held = {name: engine.parameter(name).shape for name, _ in engine.module.named_parameters()}
+        engine.gradients.write("scale", torch.tensor(3.0))
+        read += [
+            engine.weights.read("scale"),
+            engine.gradients.read("scale"),
+            torch.tensor(engine.weights.norms()["scale"]),
+        ]
+        held = {name: engine.weights.read(name).shape for name, _ in engine.module.named_parameters()}
         return [float(each) for each in read], [tuple(each.shape) for each in read], shapes, held
 
 

@@ -28,7 +28,7 @@ def saved(backend, where, background):
             for step in range(4):
                 folder = engine.save(Path(where))
                 engine.wait()
-                weights = {name: engine.parameter(name).cpu() for name, _ in engine.module.named_parameters()}
+                weights = {name: engine.weights.read(name).cpu() for name, _ in engine.module.named_parameters()}
                 stored = Tensors(folder)
                 equal = all(torch.equal(stored.full(f"model.{name}"), value) for name, value in weights.items())
                 states = sum(name.startswith("optim.state.") for name in stored)

@@ -131,7 +131,7 @@ def with_an_engine(root):
             process = engine._checkpoints._plans._process
             stored = Tensors(folder)
             equal = all(
-                torch.equal(stored.full(f"model.{name}"), engine.parameter(name).cpu())
+                torch.equal(stored.full(f"model.{name}"), engine.weights.read(name).cpu())
                 for name, _ in engine.module.named_parameters()
             )
             found.append((process is not None, equal))

@@ -85,12 +85,12 @@ def overflowing(backend, strategy):
             loss = engine(**batch).loss
             engine.backward(loss * (1e6 if turn == 2 and my_rank() == 1 else 1.0))
             before = held(engine.module), state_of(engine)
-            scale, lr = engine.loss_scale, engine.lr
+            scale, lr = engine.gradients.loss_scale, engine.lr
             step = engine.step()
             after = held(engine.module), state_of(engine)
             same = [unchanged(one, other) for one, other in zip(before, after, strict=True)]
             log.append((scale, step.updated, step.skipped, step.grad_norm, same, engine.lr == lr))
-        return log, engine.loss_scale
+        return log, engine.gradients.loss_scale
 
 
 @everywhere
@@ -112,7 +112,7 @@ def test_a_step_that_one_rank_overflows_is_skipped_on_all_and_leaves_everything_
 def scaled(backend, strategy, scale):
     formats = {"compute": "fp16", "loss_scale": scale}
     with prepare(config(backend, strategy, precision=formats, training={"gradient_clipping": 1.0})) as engine:
-        return [(loss, step.grad_norm) for loss, step in train(engine, own_share(3))], engine.loss_scale
+        return [(loss, step.grad_norm) for loss, step in train(engine, own_share(3))], engine.gradients.loss_scale
 
 
 @everywhere
@@ -128,9 +128,9 @@ def looked_at(backend, strategy):
     """The norms of a window's gradients before and after one of them is doubled."""
     with prepare(config(backend, strategy, precision={"compute": "fp16", "loss_scale": 64.0})) as engine:
         engine.backward(engine(**own_share(1)[0]).loss)
-        before = engine.grad_norms()
-        engine.set_grad("head.weight", 2 * engine.grad("head.weight"))
-        after = engine.grad_norms()
+        before = engine.gradients.norms()
+        engine.gradients.write("head.weight", 2 * engine.gradients.read("head.weight"))
+        after = engine.gradients.norms()
         return before, after, engine.step().grad_norm
 
 
@@ -159,7 +159,7 @@ def test_an_error_is_raised_once_a_lower_scale_cannot_help(backend, strategy, dy
         for batch in own_share(3):
             engine.backward(engine(**batch).loss * (float("inf") if my_rank() else 1.0))
             log.append(refused(engine.step).partition(":")[0])
-        scale = engine.loss_scale
+        scale = engine.gradients.loss_scale
     assert log == (["nothing", "nothing", "NonFiniteError"] if dynamic else ["NonFiniteError"] * 3)
     assert scale == (0.5 if dynamic else 4.0)
 
@@ -203,7 +203,7 @@ def test_masters_and_state_have_the_asked_format_whatever_the_model_was_loaded_i
     with unishard.prepare(in_format(loaded), cfg) as engine:
         train(engine, own_share(2))
         state = {tensor.dtype for tensor in state_of(engine) if tensor.dim()}
-        logits, placement = engine(**own_share(1)[0]).logits, engine.placement()
+        logits, placement = engine(**own_share(1)[0]).logits, engine.weights.placement()
     assert placement.master_dtypes == {NAMES[master]}
     assert state == {getattr(torch, NAMES[master])}
     assert logits.dtype == getattr(torch, NAMES[compute])

@@ -87,7 +87,7 @@ def test_a_closed_engine_leaves_nothing_on_the_device_when_the_next_is_prepared(
 def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_theirs(backend, strategy, precision):
     with unishard.prepare(Watching(), config(backend, strategy, precision=precision)) as engine:
         train(engine, own_share(2))
-        placement, module = engine.placement(), engine.module
+        placement, module = engine.weights.placement(), engine.module
         buffers = {name: (buffer.dtype, buffer.flatten()[0].item()) for name, buffer in module.named_buffers()}
     assert placement.master_dtypes == {"float32"}
     assert module.head.seen == ({"fp32": "float32", "bf16": "bfloat16"}[precision],) * 4
@@ -116,8 +116,8 @@ class Lying:
 
     def build(self, *args):
         engine = self._backend.build(*args)
-        told, close = engine.placement()._replace(**self._lie), engine.close
-        engine.placement = lambda: told
+        told, close = engine.weights.placement()._replace(**self._lie), engine.close
+        engine.weights.placement = lambda: told
         engine.close = lambda: (LEFT_OPEN.remove(engine), close())
         LEFT_OPEN.append(engine)
         return engine

@@ -139,7 +139,7 @@ def trained(backend: str, strategy: str, bad: int | None, reads: bool) -> dict[s
             steps.append(engine.step())
             if reads:
                 rates.append((engine.lr, engine.optimizer.param_groups[0]["lr"], steps[-1].skipped))
-        weights = {name: engine.parameter(name) for name, _ in engine.module.named_parameters()}
+        weights = {name: engine.weights.read(name) for name, _ in engine.module.named_parameters()}
         return {"weights": weights, "steps": [tuple(step) for step in steps], "rates": rates, "lr": engine.lr}
 
 

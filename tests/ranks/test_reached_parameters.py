@@ -102,8 +102,8 @@ def in_turns(backend, strategy, frozen):
                 engine.backward(engine(mine(2 * update + turn), [task]))
                 engine.step()
             if frozen:
-                engine.set_trainable("second", False)
-        return {name: engine.parameter(name) for name, _ in engine.module.named_parameters()}
+                engine.weights.set_trainable("second", False)
+        return {name: engine.weights.read(name) for name, _ in engine.module.named_parameters()}
 
 
 def in_turns_of_plain_torch(*, frozen):

@@ -70,7 +70,7 @@ def read(backend, strategy, train=True):
             found.append(all_of(engine.module))
             engine.step()
         plain = Scaled()
-        plain.load_state_dict(engine.state_dict(all_ranks=True))
+        plain.load_state_dict(engine.weights.state_dict(all_ranks=True))
         assert engine.module.head.weight.grad is None
         return [*found, all_of(engine.module)], [all_of(Scaled())] * len(found) + [all_of(plain)]
 
@@ -127,7 +127,7 @@ SCENARIOS = (
 @pytest.mark.parametrize("name", ["norm", "mean", "sizes"])
 def test_a_forward_that_reads_a_weight_of_another_module_is_refused_at_stage_3(name):
     for said in values(play(SCENARIOS)[refused_in_forward, ("deepspeed", "full_shard", name)]):
-        assert "engine.unsharded" in said
+        assert "engine.weights.unsharded" in said
 
 
 @pytest.mark.parametrize("name", ["norm", "mean", "sizes"])
@@ -158,8 +158,11 @@ def test_what_a_backend_cannot_read_names_what_to_write(backend):
         said_of(backend, lambda engine: engine.module.layers[0].up.weight.tolist()),
         said_of(backend, lambda engine: parameters_to_vector(engine.module.parameters())),
     ]
-    assert all("engine.parameter(name)" in each for each in said) or (backend, said) == ("deepspeed", ["nothing"] * 2)
-    assert "engine.unsharded" in said_of(backend, in_the_loss)
+    assert all("engine.weights.read(name)" in each for each in said) or (backend, said) == (
+        "deepspeed",
+        ["nothing"] * 2,
+    )
+    assert "engine.weights.unsharded" in said_of(backend, in_the_loss)
 
 
 @in_ranks(cells=EACH)

@@ -175,7 +175,7 @@ REFUSED = {
         "optimizer: is in the config and was also passed to prepare; remove one of them",
     ),
     wrapped_already: ("ModelError", "DistributedDataParallel is already wrapped; pass model.module instead"),
-    prepared_twice: ("ModelError", "this Mlp was already prepared; call engine.release() on its engine"),
+    prepared_twice: ("ModelError", "this Mlp was already prepared; call engine.framework.release() on its engine"),
     a_path_for_a_config: ("ConfigError", "expected a unishard.Config, got str; load one with unishard.load(path)"),
     an_optimizer_of_another_model: ("ConfigError", "optimizer: SGD has 25 parameters that are not in Mlp"),
     different_optimizers: (

@@ -62,7 +62,7 @@ def update(engine, both=True, **step):
 def trains(strategy, precision="fp32", **sections):
     with prepared(strategy, precision, **sections) as engine:
         assert all(update(engine).updated for _ in range(2))
-        assert engine.placement().param_bytes
+        assert engine.weights.placement().param_bytes
 
 
 def leaves_out(strategy, precision="fp32", **sections):
@@ -181,11 +181,11 @@ MEETING = {
 
 
 def read_gradients(engine):
-    engine.set_grad("head.bias", engine.grad("head.bias"))
+    engine.gradients.write("head.bias", engine.gradients.read("head.bias"))
 
 
 def read_masters(engine):
-    engine.set_parameter("head.bias", engine.parameter("head.bias"))
+    engine.weights.write("head.bias", engine.weights.read("head.bias"))
 
 
 def step(engine):
@@ -197,7 +197,7 @@ def discard(engine):
 
 
 def read_in_a_loss(engine):
-    with torch.no_grad(), engine.unsharded(["head.bias"]):
+    with torch.no_grad(), engine.weights.unsharded(["head.bias"]):
         pass
 
 

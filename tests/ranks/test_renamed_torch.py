@@ -158,7 +158,7 @@ def discard():
 
 def trainable_dtypes():
     with unishard.prepare(Branching(), branching("full_shard", "bf16")) as engine:
-        return refused(engine.set_trainable, "pair.sometimes", False)
+        return refused(engine.weights.set_trainable, "pair.sometimes", False)
 
 
 def ddp_buckets():
@@ -168,7 +168,7 @@ def ddp_buckets():
 
 def released():
     engine = unishard.prepare(mlp(), configured("fsdp", "full_shard"))
-    said = refused(engine.release)
+    said = refused(engine.framework.release)
     engine.close()
     return said
 

@@ -56,7 +56,7 @@ def trained(kept, backend, precision, place=""):
         backend, kept, precision, frozen=(backend, precision) == ("deepspeed", "bf16"), offload=OFFLOAD[place]
     ) as engine:
         first = curve(train(engine, own_share(2 * ACCUMULATION)))
-        logits, held = evaluated(engine), engine.parameter_norms()
+        logits, held = evaluated(engine), engine.weights.norms()
         return first, logits, held, curve(train(engine, own_share(2 * ACCUMULATION)))
 
 
@@ -71,7 +71,7 @@ def written(kept):
         engine.save(folder[0])
         for name in ("blocks.1.up.weight", "blocks.0.up.weight"):
             evaluated(engine)
-            engine.set_parameter(name, torch.full_like(engine.parameter(name), 0.01))
+            engine.weights.write(name, torch.full_like(engine.weights.read(name), 0.01))
             found.append(evaluated(engine))
         train(engine, own_share(ACCUMULATION))
         evaluated(engine)
@@ -92,7 +92,7 @@ def saved(folder):
 def resumed(folder, kept):
     """The same rest from the checkpoint, in an engine whose units have shards of other weights."""
     with prepared("deepspeed", kept, frozen=True) as engine:
-        engine.set_parameter("blocks.0.up.weight", torch.zeros_like(engine.parameter("blocks.0.up.weight")))
+        engine.weights.write("blocks.0.up.weight", torch.zeros_like(engine.weights.read("blocks.0.up.weight")))
         evaluated(engine)
         engine.load(folder, verify="bits")
         return curve(train(engine, own_share(REST)))
@@ -118,7 +118,7 @@ def inferred(kept):
     cfg = config("deepspeed", {"strategy": "full_shard", "reshard_after_forward": kept})
     with unishard.prepare(mlp(), cfg, train=False) as engine, torch.no_grad():
         found = [engine(**batch("mlp", 500, 4)).logits.tolist() for _ in range(2)]
-        engine.set_parameter("head.bias", torch.ones(11))
+        engine.weights.write("head.bias", torch.ones(11))
         return [*found, engine(**batch("mlp", 500, 4)).logits.tolist()]
 
 

@@ -31,7 +31,7 @@ def reinforced(backend):
         for weight in server.parameters():
             weight.data.zero_()
         example["push"](engine, server)
-        own = engine.state_dict(dtype="fp32")
+        own = engine.weights.state_dict(dtype="fp32")
         pushed = all(torch.equal(value, server.state_dict()[name]) for name, value in own.items())
     return log, pushed
 

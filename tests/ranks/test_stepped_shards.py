@@ -75,12 +75,12 @@ def test_what_hooks_write_counts(strategy, where):
 
         engine.optimizer.register_step_pre_hook(drop)
         engine.optimizer.register_step_post_hook(halve)
-        before = engine.state_dict(all_ranks=True)
+        before = engine.weights.state_dict(all_ranks=True)
         batch = own_share(1)[0]
         engine.backward(engine(**batch).loss)
-        gradient = engine.grad(name)
+        gradient = engine.gradients.read(name)
         engine.step()
-        after = engine.state_dict(all_ranks=True)
+        after = engine.weights.state_dict(all_ranks=True)
     assert len(mask) == 1
     for each in before:
         wanted = (before[each] - 0.1 * gradient) * 0.5 if each == name else before[each]

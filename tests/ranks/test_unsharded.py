@@ -1,4 +1,4 @@
-"""Weights that are read outside the forward of their modules: `engine.unsharded` makes every engine train them as plain
+"""Weights that are read outside the forward of their modules: `engine.weights.unsharded` makes every engine train them as plain
 torch does."""
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def trained(backend, strategy, precision, kind, extra="plain"):
     done = []
     with unishard.prepare(build(), configured(backend, strategy, precision, extra)) as engine:
         for micro_batch in range(WINDOW * UPDATES):
-            with engine.unsharded(NAMES[kind]) as weights:
+            with engine.weights.unsharded(NAMES[kind]) as weights:
                 assert {name: weight.shape for name, weight in weights.items()} == {
                     name: weight.shape for name, weight in build().named_parameters() if name in NAMES[kind]
                 }
@@ -135,7 +135,7 @@ def trained(backend, strategy, precision, kind, extra="plain"):
                 engine.backward(loss)
             step = engine.step()
             done.append((engine.mean(loss), step.grad_norm if step.updated else None))
-        return done, {name: engine.parameter(name) for name in ALL}
+        return done, {name: engine.weights.read(name) for name in ALL}
 
 
 @cache
@@ -192,16 +192,16 @@ def in_turn(backend, strategy):
 
         def update(loss):
             for _ in range(WINDOW):
-                with engine.unsharded(ALL):
+                with engine.weights.unsharded(ALL):
                     engine.backward(loss())
                 step = engine.step()
             found.append(step.grad_norm)
 
-        with contextlib.suppress(KeyError), engine.unsharded(ALL):
+        with contextlib.suppress(KeyError), engine.weights.unsharded(ALL):
             before(engine, model, words)
             raise KeyError
         engine.discard()
-        with engine.unsharded(ALL):
+        with engine.weights.unsharded(ALL):
             before(engine, model, words)
             engine.discard()
             engine.backward(before(engine, model, words))
@@ -209,11 +209,11 @@ def in_turn(backend, strategy):
         update_of_window(engine, model, words, found)
         update(lambda: (engine(words), penalty(model))[1])  # not through the forward
         engine.eval()
-        with engine.unsharded(["head.weight"]) as weights:
+        with engine.weights.unsharded(["head.weight"]) as weights:
             found.append(float(engine(words, fused=True).loss.detach()))
             found.append(float(weights["head.weight"].detach().norm()))
         engine.train()
-        with torch.no_grad(), engine.unsharded(reversed(ALL)) as weights:
+        with torch.no_grad(), engine.weights.unsharded(reversed(ALL)) as weights:
             found.append(sum(float(weight.norm()) for weight in weights.values()))
         assert not weights
         update(lambda: before(engine, model, words))
@@ -223,7 +223,7 @@ def in_turn(backend, strategy):
 def update_of_window(engine, model, words, found):
     """The rest of a window, with a block that is entered after the forward."""
     hidden = engine(words).hidden
-    with engine.unsharded(ALL):
+    with engine.weights.unsharded(ALL):
         engine.backward(chunked(hidden, model.head.weight, words) + penalty(model))
     found.append(engine.step().grad_norm)
 
@@ -231,7 +231,7 @@ def update_of_window(engine, model, words, found):
 @in_ranks(cells=EACH)
 def test_weights_are_full_in_inference(backend):
     model = unishard.prepare(build(), configured(backend, "full_shard", "fp32"), train=False)
-    with torch.no_grad(), model as engine, engine.unsharded(["head.weight"]) as weights:
+    with torch.no_grad(), model as engine, engine.weights.unsharded(["head.weight"]) as weights:
         words = words_of(0, engine.rank)
         found = [engine(words, fused=True).loss, chunked(engine(words).hidden, weights["head.weight"], words)]
     assert list(map(float, found)) == pytest.approx([float(build()(words, fused=True).loss.detach())] * 2, abs=1e-6)
@@ -239,7 +239,7 @@ def test_weights_are_full_in_inference(backend):
 
 @in_ranks(cells=tuple(product(BACKENDS, ("outside", "penalty"))))
 def test_an_error_without_it_names_it(backend, kind):
-    block = re.escape("put the forward and the backward into a block `with engine.unsharded([name, ...]):`")
+    block = re.escape("put the forward and the backward into a block `with engine.weights.unsharded([name, ...]):`")
     cfg = configured(backend, "full_shard", "fp32")
     with pytest.raises(Exception, match=block) as told, unishard.prepare(build(), cfg) as engine:
         engine.backward(LOSSES[kind](engine, engine.module, words_of(0, engine.rank)))

@@ -188,7 +188,7 @@ def test_what_is_replaced_before_the_first_forward_is_named_and_reading_is_no_wr
     reading = []
     for evaluates in (False, True):
         with prepared(backend, strategy, precision) as engine:
-            with torch.no_grad(), engine.unsharded(["parts.0.weight"]):
+            with torch.no_grad(), engine.weights.unsharded(["parts.0.weight"]):
                 pass
             if evaluates:
                 engine.eval()
@@ -243,7 +243,7 @@ def test_two_forwards_of_a_window_and_one_of_a_frozen_model_write_nothing(backen
             loss = nn.functional.softplus(-judges(inputs(number + 9, my_rank()))).mean()
             judges.backward(loss + nn.functional.softplus(judges(made)).mean())
             judges.step()
-            with judges.frozen():
+            with judges.weights.frozen():
                 makes.backward(nn.functional.softplus(-judges(makes(inputs(number, my_rank())))).mean())
             losses.append(makes.step().grad_norm)
     assert all(loss > 0 for loss in losses)
@@ -259,9 +259,9 @@ def test_the_way_on_trains_as_plain_torch(backend, strategy):
             engine.backward(loss)
             engine.step()
             found.append(float(engine.mean(loss)))
-            with engine.gathered(["parts.0.weight"]) as weights:
+            with engine.weights.gathered(["parts.0.weight"]) as weights:
                 weights["parts.0.weight"].clamp_(-0.1, 0.1)
-            engine.set_parameter("head.bias", torch.zeros(1))
+            engine.weights.write("head.bias", torch.zeros(1))
             engine.eval()
             engine(inputs(number, my_rank()))
             engine.train()

@@ -13,20 +13,26 @@ from unishard.config import hints, leaves
 from unishard.config.loading.other_tools import other_tool
 from unishard.contract import registry
 from unishard.engine.engine import Engine
+from unishard.engine.framework import Framework
+from unishard.engine.gradients import Gradients
+from unishard.engine.weights import Weights
 
 HINTS = [
     *hints.METHODS.values(),
     *hints.PACKAGE.values(),
     *hints.BACKENDS.values(),
     *hints.IN_SCRIPT.values(),
-    *(hint for rows in (*hints._VALUES.values(), hints._KEYWORDS) for hint in rows.values()),
+    *(hint for rows in hints._VALUES.values() for hint in rows.values()),
 ]
+PARTS = {"weights": Weights, "gradients": Gradients, "framework": Framework}
 FIELDS = {path for path, _ in leaves(Config)}
 
 
 @pytest.mark.parametrize("hint", dict.fromkeys(HINTS))
 def test_what_a_hint_names_exists(hint: str) -> None:
     assert {name for name in re.findall(r"\bengine\.(\w+)", hint) if not hasattr(Engine, name)} == set()
+    parts = re.findall(r"\bengine\.(weights|gradients|framework)\.(\w+)", hint)
+    assert {(part, name) for part, name in parts if not hasattr(PARTS[part], name)} == set()
     assert {name for name in re.findall(r"\bunishard\.(\w+)", hint) if name not in unishard.__all__} == set()
     sections = "|".join(Config.model_fields)
     assert {path for path in re.findall(rf"\b(?:{sections})\.\w+", hint) if path not in FIELDS} == set()
@@ -90,8 +96,3 @@ def test_keys_of_other_tools_beside_backend_have_a_hint_each() -> None:
 def test_no_field_is_a_key_of_another_tool_at_the_top() -> None:
     assert other_tool(dict.fromkeys(Config.model_fields)) == ""
     assert other_tool({name: None for name in Config.model_fields if name != "backend"}) == ""
-
-
-def test_keywords_that_no_tool_has() -> None:
-    with pytest.raises(TypeError, match=r"backward\(\) got an unexpected keyword argument 'retain'"):
-        hints.refuse_keywords(["retain"])

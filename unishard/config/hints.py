@@ -4,9 +4,7 @@ habit or in the wrong order, and what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from unishard.errors import ContractError
+from collections.abc import Mapping
 
 
 def _by_name(rows: Mapping[str, str]) -> dict[str, str]:
@@ -15,8 +13,8 @@ def _by_name(rows: Mapping[str, str]) -> dict[str, str]:
 
 
 _PARAMETERS = (
-    "engine.module.parameters() and named_parameters() list them, and engine.parameter(name) reads one; an optimizer "
-    "is made from model.parameters() before unishard.prepare(model, cfg, optimizer)"
+    "engine.module.parameters() and named_parameters() list them, and engine.weights.read(name) reads one; an "
+    "optimizer is made from model.parameters() before unishard.prepare(model, cfg, optimizer)"
 )
 _WHOLE_RUN = (
     "write the loop: for batch in engine.batches(loader): loss = engine(...); engine.backward(loss); engine.step(); "
@@ -32,14 +30,27 @@ METHODS = _by_name(
             "engine.step().grad_norm"
         ),
         "parameters named_parameters get_parameter": _PARAMETERS,
-        "get_state_dict": "engine.state_dict() returns all weights, and engine.save() writes a checkpoint",
-        "load_state_dict": "engine.load_weights(weights) replaces the weights, and engine.load() resumes a run",
-        "set_gradient_accumulation_boundary": "call engine.set_boundary(last) before the forward",
+        "get_state_dict": "engine.weights.state_dict() returns all weights, and engine.save() writes a checkpoint",
+        "load_state_dict": "engine.weights.load(weights) replaces the weights, and engine.load() resumes a run",
+        "parameter": "write engine.weights.read(name)",
+        "set_parameter": "write engine.weights.write(name, value)",
+        "gathered unsharded set_trainable frozen placement": "it is one of engine.weights",
+        "state_dict": "write engine.weights.state_dict()",
+        "load_weights": "write engine.weights.load(source)",
+        "parameter_norms": "write engine.weights.norms()",
+        "ema": "write engine.weights.average(decay)",
+        "grad": "write engine.gradients.read(name)",
+        "set_grad": "write engine.gradients.write(name, value)",
+        "grad_norms": "write engine.gradients.norms()",
+        "grad_norm": "write engine.gradients.norm()",
+        "loss_scale": "write engine.gradients.loss_scale",
+        "set_boundary routed reached_by release leave on_save": "it is one of engine.framework",
+        "set_gradient_accumulation_boundary": "call engine.framework.set_boundary(last) before the forward",
         "to cuda cpu xpu to_empty to_device": "remove the call: unishard.prepare puts the model on engine.device, "
         "engine.batches the data",
         "half bfloat16 float double type autocast": "remove the call: dtypes are those of `precision` in the config",
         "get_grad_scaler scaler cur_scale": "remove it: with precision: fp16 the engine scales the loss; the factor is "
-        "engine.loss_scale",
+        "engine.gradients.loss_scale",
         "config": "engine.module.config is that of the model; what the engine runs is the config that you passed to "
         "unishard.prepare",
         "lr_scheduler lr_schedulers scheduler get_lr get_last_lr learning_rate": (
@@ -77,8 +88,8 @@ METHODS = _by_name(
         "log_dict log_metrics": "call engine.log(name=value)",
         "global_step global_steps": "count the steps whose `updated` is true, from engine.resumed.step on in a run "
         "that was resumed",
-        "requires_grad_ freeze unfreeze": "call engine.set_trainable(names, False) to freeze, and without False to "
-        "train",
+        "requires_grad_ freeze unfreeze": "call engine.weights.set_trainable(names, False) to freeze, and without "
+        "False to train",
         "compile": "set `compile` in the config",
         "gradient_checkpointing_enable": "set `activation_checkpointing` in the config",
         "join": "use `with engine.lockstep():` in evaluation mode; in training, ranks need the same number of batches",
@@ -201,17 +212,6 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """By argument and class of the value, or of a class that it inherits from; `object` for all others."""
 
-_KEYWORDS: Mapping[str, str] = {
-    "retain_graph": "add the losses of a micro-batch and call it once: engine.backward(loss_1 + loss_2)",
-    "create_graph": "a gradient penalty is part of the loss: torch.autograd.grad(..., create_graph=True) before "
-    "engine.backward(loss)",
-    "gradient": "pass a scalar loss",
-    "inputs": "freeze the other parameters: engine.set_trainable(names, False)",
-    "scale_wrt_gas": "remove it: the engine divides the loss by the length of the window",
-    "model": "remove it: the engine has one model",
-}
-"""Keyword arguments of `backward` elsewhere."""
-
 
 def instead(argument: str, value: object) -> str:
     """What to write in place of a value; empty where nothing is known.
@@ -222,19 +222,3 @@ def instead(argument: str, value: object) -> str:
     """
     hints = _VALUES[argument]
     return next((hints[kind.__name__] for kind in type(value).__mro__ if kind.__name__ in hints), "")
-
-
-def refuse_keywords(given: Iterable[str]) -> None:
-    """Refuse keyword arguments that `engine.backward` does not have.
-
-    Args:
-        given: Names of the arguments.
-
-    Raises:
-        ContractError: One is an argument of the same call elsewhere; says what to write instead.
-        TypeError: One is unknown.
-    """
-    for name in given:
-        if name not in _KEYWORDS:
-            raise TypeError(f"backward() got an unexpected keyword argument {name!r}")
-        raise ContractError(f"backward does not accept {name}; {_KEYWORDS[name]}")

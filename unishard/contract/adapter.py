@@ -118,7 +118,7 @@ class InferenceAdapter(ABC):
         """Recognize the error of an operation on a parameter that is sharded at the time.
 
         Returns:
-            None for other errors; else what helps besides `engine.unsharded`, or nothing.
+            None for other errors; else what helps besides `engine.weights.unsharded`, or nothing.
         """
         return None
 

@@ -143,7 +143,7 @@ CORE_PRIVATE_API = by_name(
         names=("torch._C:_will_engine_execute_node",),
         versions="torch 2.11 to 2.15",
         link=f"{_TORCH}/autograd/graph.py#L664",
-        instead="call engine.backward(loss), or compute and backward the loss inside `with engine.frozen():`",
+        instead="call engine.backward(loss), or compute and backward the loss inside `with engine.weights.frozen():`",
     ),
     PrivateApi(
         name="checkpoint-index",

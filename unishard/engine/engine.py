@@ -6,64 +6,66 @@ adapter (`unishard.contract.adapter`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Literal, Never, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config.hints import refuse_keywords
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
-from unishard.contract.results import Placement, Resumed, Step
+from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
 from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_windows
+from unishard.engine.entering import entered
+from unishard.engine.framework import Framework
+from unishard.engine.gradients import Gradients
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching, Passes
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import Phase
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.guarded_module import RoutedCalls
-from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.loop.reached_parameters import Trainable, reaches
+from unishard.engine.loop.reached_parameters import Trainable
 from unishard.engine.loop.training_passes import OutsideBatches
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.other_names import OtherNames
-from unishard.engine.state import gradient_access, parameter_access
-from unishard.engine.state.moving_average import MovingAverage, begin_average
+from unishard.engine.process import Process
+from unishard.engine.state.named_parameters import NamedParameters
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
+from unishard.engine.state.sharded_reads import explain_sharded_read, naming_sharded_reads
 from unishard.engine.state.tensors import StateTensors
-from unishard.engine.state.unsharded import explain_sharded_read, naming_sharded_reads, unsharded
-from unishard.engine.state.weights import Weights
+from unishard.engine.training_only import require_training
+from unishard.engine.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
-from unishard.failures.endings import names_causes
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
 
 
-@names_causes
-@with_inference_as_no_grad
-class Engine(OtherNames):
+@entered
+class Engine(OtherNames, Process):
     """A prepared model and, for training, its optimizer, with the training loop. Created by `unishard.prepare`.
 
-    Every method except `log`, `print`, `placement`, `set_boundary`, `routed`, `reached_by`, `leave`, `on_save` and
-    `close` is collective: call it on all ranks, with the same arguments but for a rank's own data. If ranks make
-    different calls, all of them raise `RankMismatchError`, which names each rank's call. A call on a closed engine, or
-    a training call on a model prepared with `train=False`, raises `ContractError`.
+    Every method except `log`, `print` and `close` is collective: call it on all ranks, with the same arguments but for
+    a rank's own data. If ranks make different calls, all of them raise `RankMismatchError`, which names each rank's
+    call. A call on a closed engine, or a training call on a model prepared with `train=False`, raises `ContractError`.
+
+    What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
     def __init__(self, adapter: InferenceAdapter, plan: RunPlan) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
         training, module, warn = adapter.training, adapter.module, WarnOnce()
-        self._adapter, self._precision = adapter, plan.model.precision
+        super().__init__(adapter.device)
+        self._adapter = adapter
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
         if training is not None:
@@ -72,37 +74,39 @@ class Engine(OtherNames):
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         self._batching = Batching(plan.loop, module, adapter.device, order, self._evaluation, self._observers, warn)
         self._outside = OutsideBatches(self._batching.training, warn)
-        self._trainable = Trainable(module)
-        self._tensors = StateTensors(adapter, training)
-        self._parameters = parameter_access.ParameterAccess(adapter, order, self._tensors)
-        self._weights = Weights(adapter, order, self._tensors, self._parameters)
+        trainable, tensors = Trainable(module), StateTensors(adapter, training)
         self._accumulation: Accumulation | None = None
         if training is None or plan.optimizer is None:
             module.eval()
         else:
             self._accumulation = training_windows(
-                training, plan.optimizer, plan, order, self._observers, self._trainable, self._outside
+                training, plan.optimizer, plan, order, self._observers, trainable, self._outside
             )
-            self._gradients = gradient_access.GradientAccess(self._parameters, self._accumulation, order, self._tensors)
-        run = Run(
-            training=plan.loop,
-            checkpoint=plan.checkpoint,
-            text=plan.text.saved,
-            packages=["torch", *(name for name in plan.backend.requires if name != "torch")],
-            adapter=adapter,
-            order=order,
-            tensors=self._tensors,
-            buffers=self._buffers,
-            batching=self._batching,
-            observers=self._observers,
-            accumulation=self._accumulation,
-            model_class=plan.model.name,
-            group_names=[] if plan.optimizer is None else plan.optimizer.groups,
+        self._checkpoints = SaveAndLoad(
+            Run(
+                training=plan.loop,
+                checkpoint=plan.checkpoint,
+                text=plan.text.saved,
+                packages=["torch", *(name for name in plan.backend.requires if name != "torch")],
+                adapter=adapter,
+                order=order,
+                tensors=tensors,
+                buffers=self._buffers,
+                batching=self._batching,
+                observers=self._observers,
+                accumulation=self._accumulation,
+                model_class=plan.model.name,
+                group_names=[] if plan.optimizer is None else plan.optimizer.groups,
+            )
         )
-        self._checkpoints = SaveAndLoad(run)
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
         self._routed = RoutedCalls(module, order, self)
-        self._plain = plan.model.plain
+        parameters = NamedParameters(adapter, order, tensors)
+        self._weights = Weights(adapter, order, parameters, tensors, trainable, self._buffers, self._accumulation)
+        self._gradients = Gradients(order, parameters, tensors, self._accumulation, LossScale(plan.model.precision))
+        self._framework = Framework(
+            adapter, plan, order, self._accumulation, self._weights, self._checkpoints, self._routed, self.close
+        )
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -132,27 +136,7 @@ class Engine(OtherNames):
                 )
             return self._accumulation.forward(*args, **kwargs)
 
-    def set_boundary(self, last: bool) -> None:
-        """Say whether the coming micro-batch ends its accumulation window, in a loop that decides that by itself.
-
-        Call it before each forward, with the same value on every rank; a value holds until the next call or the end of
-        the window. Not for loops over `batches` or `windows`, which know. Not collective.
-
-        The length of such a window is not known before its end, so mean losses are divided by it in the update. A
-        window whose end was said goes on if the next forward, or the next call of this, comes in place of `step`.
-
-        Args:
-            last: Whether the coming micro-batch is the last one of its window.
-
-        Raises:
-            ContractError: Inside a window whose length is known, between a forward and its backward, on a closed
-                engine, or the window goes on after its gradients were read.
-        """
-        self._training("set_boundary").set_boundary(last)
-
-    def backward(
-        self, loss: Tensor, num_items: int | Tensor | None = None, *, scaled: bool = False, **refused: Never
-    ) -> None:
+    def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
         """Run the backward of one micro-batch. Collective.
 
         Args:
@@ -161,18 +145,14 @@ class Engine(OtherNames):
             num_items: How many items (tokens, samples) `loss` sums over on this rank, 0 or more; for every micro-batch
                 of a window and on every rank, or for none. The update then uses the gradient of the mean over all items
                 of the window and of all ranks.
-            scaled: Whether `loss` is already divided, as frameworks do: the update then uses the sum of the gradients
-                over the window, averaged over the ranks. For every micro-batch of a window, or for none.
-            refused: Nothing: arguments of torch's `backward`, such as `retain_graph`, are not accepted.
 
         Raises:
             ContractError: `loss` is not a scalar tensor with a graph, the engine was not called since the last step
                 (gradients of `engine.module(...)` would not be reduced), `step` was not called since the last backward,
                 or `num_items` is not a count or is missing for some micro-batches of the window.
         """
-        refuse_keywords(refused)
         with naming_sharded_reads(self._adapter):
-            self._training("backward").backward(loss, num_items, scaled=scaled)
+            self._training("backward").backward(loss, num_items, scaled=False)
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
         """End a micro-batch, after every backward; at the end of an accumulation window, make the update. Collective.
@@ -310,44 +290,6 @@ class Engine(OtherNames):
         """Set the model to evaluation mode. Collective, as `train`."""
         return self.train(False)
 
-    def set_trainable(self, names: str | Iterable[str], trainable: bool = True) -> None:
-        """Freeze parameters, or unfreeze them, from the next accumulation window on. Collective.
-
-        As in plain torch when `requires_grad` changes and gradients are None: a frozen parameter keeps its value and
-        its optimizer state, without weight decay, and one that was never trained starts with new state and its own step
-        count.
-
-        Args:
-            names: Names of parameters, of modules (all their parameters) or patterns such as `*.lora_A.*`; for a tied
-                parameter any of its names.
-            trainable: False to freeze them.
-
-        Raises:
-            ContractError: Inside a window, a name matches nothing, a parameter was frozen in `prepare`, or no trainable
-                one would be left.
-        """
-        training = self._training("set_trainable")
-        self._order.require_boundary("set_trainable")
-        self._order.check_now("set_trainable")
-        training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
-
-    @without_inference_mode
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Freeze the whole model inside the block: gradients reach inputs, but not its parameters. Collective.
-
-        For another engine's loss that is computed through this model; this engine's window and gradients do not change.
-        Keep its `backward` inside the block too, because activation checkpointing recomputes the forward there.
-        """
-        self._order.require_open("frozen")
-        self._order.require_sharded("frozen")
-        was, self._order.frozen = self._order.frozen, True
-        try:
-            with self._adapter.frozen():
-                yield
-        finally:
-            self._order.frozen = was
-
     # -- evaluation --------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -398,250 +340,27 @@ class Engine(OtherNames):
         self._order.require_open("gather_for_metrics")
         return self._evaluation.gather_for_metrics(data, pad=pad)
 
-    # -- parameters and gradients by name ----------------------------------------------------------
+    # -- its parts, and what it is -----------------------------------------------------------------
 
-    def parameter(self, name: str) -> Tensor:
-        """Read a master weight, at any time. Collective.
+    @property
+    def weights(self) -> Weights:
+        """The weights by name: read, write, gather, load, stream, freeze, average."""
+        return self._weights
 
-        Args:
-            name: Name in `module.named_parameters()`; for a tied parameter any of its names.
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the coming update by name, and their norms."""
+        return self._gradients
 
-        Returns:
-            A full copy on `device`, in fp32, or complex64 if it is complex; for a frozen parameter a copy of what the
-            engine keeps, which may be rounded to `precision.compute`.
-
-        Raises:
-            ContractError: There is no such parameter.
-        """
-        return self._parameters.parameter(name)
-
-    def set_parameter(self, name: str, value: Tensor) -> None:
-        """Replace a master weight and every copy that the engine computes with. Collective.
-
-        Args:
-            name: Name in `module.named_parameters()`.
-            value: The full tensor, any floating dtype and device. Rank 0's value is used; every rank must pass one.
-
-        Raises:
-            ContractError: There is no such parameter, `value` does not fit it, or a forward waits for its backward.
-        """
-        self._parameters.set_parameter(name, value)
-
-    def gathered(self, names: Iterable[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """Edit several master weights: on exit the tensors are written back, as with `set_parameter`. Collective.
-
-        Rank 0's edits are used, none after an exception inside the block. To use weights in a loss, see `unsharded`.
-
-        Args:
-            names: Names in `module.named_parameters()`; all these are in memory at once on every rank.
-
-        Yields:
-            Full fp32 tensors without a graph by name, on `device`; tied names share one tensor. Edit them in place.
-
-        Raises:
-            ContractError: There is no such parameter, a tensor was replaced by one that does not fit, or a forward
-                waits for its backward.
-        """
-        return self._parameters.gathered(names)
-
-    def unsharded(self, names: Iterable[str]) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """Use full weights, which autograd knows, outside the forward of their modules. Collective.
-
-        For a fused loss that takes `lm_head.weight`, a penalty on weights, or an output projection with the embedding's
-        weight. Put the forward and its backward into the block, and `step` after it. To edit weights, see `gathered`.
-
-        Args:
-            names: Names in `module.named_parameters()`; all these, and those that are gathered with them, are in memory
-                at once on every rank.
-
-        Yields:
-            The parameters by name, as the model's modules have them in the block, and valid only there: full, in the
-            dtype that the model computes with. Tied names share one parameter.
-
-        Raises:
-            ContractError: There is no such parameter, a parameter was edited, the block ends before a backward that
-                needs it, or it is inside another one.
-        """
-        return unsharded(self._parameters, self._adapter, self._order, names)
-
-    def state_dict(self, *, dtype: str | None = None, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Read all weights and persistent buffers into host memory, one at a time. Collective, at any time.
-
-        Args:
-            dtype: `fp32`, `bf16` or `fp16`, for floating-point tensors; what a class of transformers keeps in fp32 is
-                fp32. None for the master weights as they are.
-            all_ranks: Whether every rank gets them; each then holds the whole model in host memory.
-
-        Returns:
-            Full tensors by name, as the unsharded model's `state_dict`, on rank 0; empty on the others unless
-            `all_ranks` is set. Tied names share one tensor.
-
-        Raises:
-            ContractError: There is no such dtype.
-        """
-        self._order.require_open("state_dict")
-        return self._weights.state_dict(dtype, all_ranks=all_ranks)
-
-    def load_weights(self, source: Mapping[str, Tensor] | str | Path | None, *, strict: bool = True) -> None:
-        """Replace all weights, and every copy that the engine computes with, one at a time. Collective.
-
-        The optimizer's state stays, and so do schedule and step count: to continue a run, see `load`.
-
-        Args:
-            source: Full tensors by name, as `state_dict` returns them, or a directory with safetensors in the layout of
-                `save_pretrained`. Rank 0's is used; the others may pass None.
-            strict: Whether every name must match; if not, what matches is loaded.
-
-        Raises:
-            CheckpointError: On every rank, before anything is changed: a name is missing or unknown, a shape differs,
-                or the files cannot be read.
-            ContractError: Inside an accumulation window or `unsharded`.
-        """
-        self._order.require_boundary("load_weights")
-        self._order.require_no_graph("load_weights")
-        self._weights.load(source, strict=strict)
-        self._buffers.begin()
-
-    def weights(self, *, dtype: str | None = None, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Stream all weights and persistent buffers, for example to an inference server. Collective: iterate over all.
-
-        Args:
-            dtype: As in `state_dict`.
-            merged: Whether to add LoRA adapters of peft to the weights that they change, under the base model's names.
-
-        Yields:
-            Name and full tensor on `device`, on every rank, one at a time: no rank ever holds the whole model twice.
-            Tied weights come once, under their first name.
-
-        Raises:
-            ContractError: There is no such dtype, or `merged` finds adapters other than LoRA of linear layers.
-        """
-        self._order.require_open("weights")
-        return self._weights.stream(dtype, merged=merged)
-
-    def routed(self, *methods: str, parts: Iterable[str] = ()) -> nn.Module:
-        """Let calls of the model itself run through the engine, for frameworks that hold a model and call it.
-
-        Not collective. The model keeps its identity and its weights' names; its class becomes a subclass of its own
-        with the same name, until the engine is closed or `routed` is called again.
-
-        Args:
-            methods: Names of methods, besides `generate`, that are to run as the engine's forward too: `compute_loss`.
-            parts: Names of modules inside the model, such as `encoder`, that are called from outside.
-
-        Returns:
-            `engine.module`: `model(...)` is then `engine(...)`.
-
-        Raises:
-            ContractError: The model has no such method or part.
-        """
-        self._order.require_open("routed")
-        return self._routed.open(methods, [*parts])
-
-    def reached_by(self, loss: Tensor) -> bool:
-        """Whether the backward of a loss would leave gradients on the model; never inside `frozen`. Not collective."""
-        return reaches(loss, self._training("reached_by").adapter.leaves())
-
-    def parameter_norms(self) -> dict[str, float]:
-        """L2 norm of each master weight, frozen ones too, at any time. Collective: one all-reduce, as `grad_norms`.
-
-        Returns:
-            Norms by name, fp32 accuracy, the same on every rank; a tied parameter under its first name.
-        """
-        self._order.require_open("parameter_norms")
-        return self._parameters.parameter_norms()
-
-    def grad(self, name: str) -> Tensor | None:
-        """Read the gradient of the coming update: averaged over window and ranks, before clipping. Collective.
-
-        Call it between the backward of a window's last micro-batch and `step`.
-
-        Args:
-            name: Name in `module.named_parameters()`; a tied parameter has one gradient under all its names.
-
-        Returns:
-            A full fp32 copy on `device`; None for a frozen parameter and for one that no rank used.
-
-        Raises:
-            ContractError: There is no such parameter, or the window is not at its end.
-        """
-        self._training("grad")
-        return self._gradients.grad(name)
-
-    def set_grad(self, name: str, value: Tensor) -> None:
-        """Replace the gradient of the coming update, before its norm is computed and it is clipped. Collective.
-
-        Args:
-            name: Name in `module.named_parameters()`, of a trainable parameter.
-            value: Full, in the units of `grad`, any floating dtype and device. Rank 0's is used; every rank passes one.
-
-        Raises:
-            ContractError: As in `grad`; or the parameter is frozen, or `value` does not fit it.
-        """
-        self._training("set_grad")
-        self._gradients.set_grad(name, value)
-
-    def grad_norms(self) -> dict[str, float]:
-        """L2 norm of each gradient that `grad` reads; the norm of these norms is `Step.grad_norm`.
-
-        Collective: one all-reduce of one number per parameter; nothing is gathered. Call it where `grad` can be called.
-
-        Returns:
-            As of `parameter_norms`; parameters without a gradient are omitted.
-
-        Raises:
-            ContractError: The window is not at its end.
-        """
-        self._training("grad_norms")
-        return self._gradients.grad_norms()
-
-    def grad_norm(self) -> Tensor:
-        """The norm that `step` will return as `grad_norm`, before the step, which uses it again if its engine can.
-
-        Collective. Call it where `grad` can be called.
-
-        Returns:
-            A 0-d fp32 tensor on `device`, the same on every rank; FSDP2 does not wait for it.
-
-        Raises:
-            ContractError: The window is not at its end.
-        """
-        self._training("grad_norm")
-        return self._gradients.grad_norm()
-
-    def ema(self, decay: float = 0.999) -> MovingAverage:
-        """Keep an exponential moving average of the weights that train, from now on. Collective.
-
-        It starts at the current weights, and each update that was not skipped makes it
-        `decay * average + (1 - decay) * weights`, in fp32, in one pass over this rank's shards. `save` includes it.
-        After a load, also that of `checkpoint.on_existing: resume` in `prepare`, it continues with the saved average of
-        any engine and number of ranks: call this before the first training forward.
-
-        Args:
-            decay: The part of the average that an update keeps, from 0 to 1.
-
-        Returns:
-            The average: `with ema.weights():` evaluates, generates and exports with it, `ema.parameter(name)` reads it.
-
-        Raises:
-            CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
-            ContractError: `decay` is something else, there is one already, or inside an accumulation window.
-        """
-        training = self._training("ema")
-        average, training.after_update = begin_average(decay, training.adapter, self._tensors, self._order)
-        return average
-
-    # -- what it is --------------------------------------------------------------------------------
+    @property
+    def framework(self) -> Framework:
+        """What a framework with a loop of its own needs."""
+        return self._framework
 
     @property
     def module(self) -> nn.Module:
         """The user's model, sharded in place, with its module and parameter names."""
         return self._adapter.module
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._adapter.device
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -658,41 +377,9 @@ class Engine(OtherNames):
         return self._training("lr").schedule.lr
 
     @property
-    def loss_scale(self) -> float:
-        """The factor of the loss in backward, by which gradients are divided after it; 1.0 except in fp16."""
-        return LossScale(self._precision).value if self._accumulation is None else self._accumulation.loss_scale.value
-
-    @property
     def resumed(self) -> Resumed | None:
         """What the last `load` returned, or `prepare` with `checkpoint.on_existing: resume`; None for a new run."""
         return self._checkpoints.resumed
-
-    def placement(self) -> Placement:
-        """What the engine holds, read from its live tensors."""
-        return self._adapter.placement()
-
-    @property
-    def rank(self) -> int:
-        """This process among all of the run, from 0."""
-        return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes of the run."""
-        return dist.get_world_size()
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which logs and writes what only one process should; not to guard collective calls."""
-        return self.rank == 0
-
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 only, as the built-in `print`; above the progress bar if one is shown. Not collective.
-
-        The values are computed on every rank: `engine.print(engine.mean(loss))` is right.
-        """
-        if self.is_main:
-            print(*values, **options)  # noqa: T201 (what the method is for)
 
     # -- checkpoints and export --------------------------------------------------------------------
 
@@ -758,21 +445,6 @@ class Engine(OtherNames):
         """
         return self._checkpoints.load(source, strict=strict, verify=verify, data=data)
 
-    def leave(self, root: str | Path) -> None:
-        """Release a directory of checkpoints as soon as what was saved there is complete.
-
-        The engine otherwise owns it until `close`, and no other engine of this process may save there.
-
-        Args:
-            root: What `save` was passed.
-        """
-        self._order.require_open("leave")
-        self._checkpoints.leave(root)
-
-    def on_save(self, state: Callable[[], Any]) -> None:
-        """Set what returns `state` for automatic saves, on every rank; an explicit `save` uses its own argument."""
-        self._checkpoints.on_save(state)
-
     def wait(self) -> None:
         """Wait until the background save is complete. Collective.
 
@@ -818,35 +490,6 @@ class Engine(OtherNames):
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def release(self) -> nn.Module:
-        """Close the engine, and make its model plain again, so that it can be used or prepared once more. Collective.
-
-        For a model that is evaluated and then trained, or trained in two runs. Every rank gets the full weights, in
-        host memory: those that trained in `precision.master`, the others as they are. Hooks and methods that the model
-        got after `prepare` are removed.
-
-        Returns:
-            The model.
-
-        Raises:
-            BackendError: This torch lacks a private name that FSDP2 needs for it.
-            ContractError: `train=False` rounded the weights to `precision.compute`, or inside an accumulation window.
-        """
-        self._order.require_boundary("release")
-        self._order.require_no_graph("release")
-        plain, rounded = self._plain, self._weights.rounded(self._plain.dtypes)
-        if rounded is not None:
-            raise ContractError(
-                f"release: {rounded} was rounded to {self._precision.compute} by prepare(..., train=False), and what "
-                "it was is lost; build the model again, or prepare it with precision: fp32"
-            )
-        forget, weights = self._adapter.releasing(), self._weights.state_dict(None, all_ranks=True)
-        module = self.module
-        self._close(None)
-        plain.restore(weights)
-        forget()
-        return module
-
     def close(self) -> None:
         """Release the engine's resources. A second call does nothing; any other use afterwards is an error."""
         self._close(None)
@@ -875,14 +518,7 @@ class Engine(OtherNames):
             self._adapter.close()
 
     def _training(self, call: str) -> Accumulation:
-        """The training loop's state, which an engine for inference has not."""
-        self._order.require_open(call)
-        if self._accumulation is None:
-            raise ContractError(
-                f"{call} needs an engine for training, but this model was prepared with train=False; prepare it "
-                "without train=False, or call the engine that trains"
-            )
-        return self._accumulation
+        return require_training(self._accumulation, self._order, call)
 
 
 class EngineInMode(Engine):

@@ -50,6 +50,6 @@ class OtherNames:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ContractError(
-            "an engine cannot be copied or pickled; average its weights with engine.ema(decay), write them with "
-            "engine.export(folder), or read one with engine.parameter(name)"
+            "an engine cannot be copied or pickled; average its weights with engine.weights.average(decay), write them "
+            "with engine.export(folder), or read one with engine.weights.read(name)"
         )

@@ -212,8 +212,8 @@ def _require_new(model: nn.Module) -> None:
     """
     if model in PREPARED:
         raise ModelError(
-            f"this {type(model).__name__} was already prepared; call engine.release() on its engine in place of "
-            "close(), which makes it plain again, or build a new model"
+            f"this {type(model).__name__} was already prepared; call engine.framework.release() on its engine in place "
+            "of close(), which makes it plain again, or build a new model"
         )
     shared = (
         f"module {name}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,8 +20,6 @@ _SHOWN = 300
 """Characters of a line of an error's text."""
 _WORKER = "Original Traceback (most recent call last):"
 _SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
-
-C = TypeVar("C", bound=type)
 
 
 def headline(error: BaseException) -> str:
@@ -57,41 +52,11 @@ def naming_causes() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        _raise_cause(error)
+        raise_cause(error)
         raise
 
 
-def names_causes(cls: C) -> C:
-    """Run each public method of a class, also the inherited ones, in a block of `naming_causes`."""
-    return wrap_methods(cls, _naming)
-
-
-def wrap_methods(cls: C, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> C:
-    """Replace each public method of a class, also the inherited ones, but no generator."""
-    for name in dir(cls):
-        method = getattr(cls, name)
-        if (
-            inspect.isfunction(method)
-            and not inspect.isgeneratorfunction(method)
-            and (name == "__call__" or not name.startswith("_"))
-        ):
-            setattr(cls, name, wrapped(method))
-    return cls
-
-
-def _naming(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except (RuntimeError, OSError) as error:
-            _raise_cause(error)
-            raise
-
-    return named
-
-
-def _raise_cause(error: BaseException) -> None:
+def raise_cause(error: BaseException) -> None:
     """Raise a RankMismatchError if another rank's end explains an error."""
     line = monitor_client.current()
     if line is None or isinstance(error, RankMismatchError) or not is_lost_connection(error):

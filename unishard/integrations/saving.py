@@ -35,7 +35,7 @@ def replace_checkpoint(engine: Engine, folder: str | Path, state: Any = None) ->
         engine.wait()
         if engine.is_main and each.path.name != made.name:
             shutil.rmtree(each.path)
-    engine.leave(folder)
+    engine.framework.leave(folder)
 
 
 def restore_options(engine: Engine, folder: str | Path) -> None:

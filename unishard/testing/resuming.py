@@ -186,7 +186,7 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path, after
     losses = tuple(islice(updates, after))
     digest = hashlib.sha256()
     for name, _ in engine.module.named_parameters():
-        digest.update(engine.parameter(name).cpu().numpy().tobytes())
+        digest.update(engine.weights.read(name).cpu().numpy().tobytes())
     tensors = manifest.read(folder).tensors
     kept = [
         (name, facts.hash)

@@ -282,10 +282,12 @@ UPDATING = (
 """Needed by unusual updates."""
 
 REACHING = (
-    _row("gradients-stage-0", "engine.grad, set_grad and grad_norms, with no_shard,", _EARLY, _ENGINE_FILE, _DIRECTLY),
+    _row(
+        "gradients-stage-0", "engine.gradients.read, write and norms, with no_shard,", _EARLY, _ENGINE_FILE, _DIRECTLY
+    ),
     *_by_kind(
         "gradients",
-        "engine.grad, set_grad and grad_norms, with {},",
+        "engine.gradients.read, write and norms, with {},",
         _DIRECTLY,
         {
             "bf16-stage-1": (
@@ -310,7 +312,7 @@ REACHING = (
     ),
     *_by_kind(
         "master-weights",
-        "engine.parameter, set_parameter, gathered and parameter_norms, with {},",
+        "engine.weights.read, write, gathered and norms, with {},",
         _DIRECTLY,
         {
             "bf16-stage-1": (*_of(_BF16, "_hp_mapping dp_process_group"), *_FRAGMENTS),
@@ -367,11 +369,11 @@ REACHING = (
             "torch:_C.DisableTorchFunctionSubclass",
         ),
         f"{_TAG}/runtime/zero/partition_parameters.py",
-        "read weights with engine.parameter(name), and their norms with engine.parameter_norms()",
+        "read weights with engine.weights.read(name), and their norms with engine.weights.norms()",
     ),
     _row(
         "unsharded-stage-3",
-        "engine.unsharded, with full_shard,",
+        "engine.weights.unsharded, with full_shard,",
         _of(_INIT, "is_external_param"),
         _COORDINATOR_FILE,
         _NOT_STAGE_3,

@@ -62,11 +62,11 @@ PRIVATE_API = by_name(
     ),
     PrivateApi(
         name="released-modules",
-        case="engine.release()",
+        case="engine.framework.release()",
         names=("torch.distributed._composable_state:_module_state_mapping",),
         versions=_RUN,
         link="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable_state.py#L11",
-        instead="build the model again, and load its weights with engine.load_weights",
+        instead="build the model again, and load its weights with engine.weights.load",
     ),
     PrivateApi(
         name="conditional-modules",
@@ -133,7 +133,7 @@ PRIVATE_API = by_name(
         ),
         versions=_RUN,
         link="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/_sharding_prop.py#L745",
-        instead="read weights with engine.parameter(name), and their norms with engine.parameter_norms()",
+        instead="read weights with engine.weights.read(name), and their norms with engine.weights.norms()",
     ),
     PrivateApi(
         name="ddp-buckets",

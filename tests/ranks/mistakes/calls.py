@@ -28,7 +28,6 @@ def name_of_another_tool(backend, name):
 
 
 CALLS = {
-    "retain_graph": lambda engine, loss: engine.backward(loss, retain_graph=True),
     "step": lambda engine, loss: (engine.backward(loss), engine.step(torch.tensor(0.5))),
     "mean": lambda engine, loss: engine.mean(torch.stack([loss, loss])),
     "list": lambda engine, loss: engine.mean([0.5, 1.5]),
@@ -39,7 +38,6 @@ CALLS = {
 }
 
 
-@mistake("`engine.backward(loss, retain_graph=True)`", "retain_graph")
 @mistake("`engine.step(loss)`", "step")
 @mistake("`engine.mean` of a loss per sample", "mean")
 @mistake("`engine.mean` of a list", "list")

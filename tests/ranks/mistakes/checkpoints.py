@@ -101,6 +101,6 @@ def own_metric(backend):
 
 
 elsewhere(
-    "`engine.ema(decay)` after `prepare` under `checkpoint.on_existing: resume`",
+    "`engine.weights.average(decay)` after `prepare` under `checkpoint.on_existing: resume`",
     "tests/ranks/test_ema.py::test_a_run_that_prepare_resumes_continues_its_average",
 )

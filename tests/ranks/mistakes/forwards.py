@@ -107,7 +107,7 @@ elsewhere(
 
 @mistake("`requires_grad_(False)` on all of a discriminator for the generator's loss, and `True` after it")
 def toggled_discriminator(backend):
-    """It trains as inside `engine.frozen()`."""
+    """It trains as inside `engine.weights.frozen()`."""
     got, right = [], []
     for strategy in ("no_shard", "shard_grad_op", "full_shard"):
         for by_hand in (True, False):
@@ -129,7 +129,7 @@ def adversarial(backend, strategy, *, by_hand):
                 generator.backward(critic(fake).mean())
                 critic.module.requires_grad_(True)
             else:
-                with critic.frozen():
+                with critic.weights.frozen():
                     generator.backward(critic(fake).mean())
             norms.append(generator.step().grad_norm)
             critic.backward(critic(fake.detach()).square().mean())

@@ -279,10 +279,10 @@ def state_of_a_replicated_model(backend):
     with prepare(config(backend, "no_shard")) as engine:
         train(engine, own_share(1))
         trained = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        right = [engine.parameter(name).norm().item() for name, _ in engine.module.named_parameters()]
+        right = [engine.weights.read(name).norm().item() for name, _ in engine.module.named_parameters()]
         engine.module.load_state_dict(mlp().state_dict())
         train(engine, own_share(1))
-        again = [engine.parameter(name).norm().item() for name, _ in engine.module.named_parameters()]
+        again = [engine.weights.read(name).norm().item() for name, _ in engine.module.named_parameters()]
         got = [trained[name].norm().item() for name, _ in engine.module.named_parameters()]
         return got, right if again != right else []
 
@@ -389,12 +389,12 @@ def copy_of_a_replicated_model(backend):
         clone = copy.deepcopy(engine.module).to(torch.float64).to(torch.float32)
         torch.optim.SGD(clone.parameters()).step()
         train(engine, own_share(1))
-        right = [engine.parameter(name).norm().item() for name, _ in engine.module.named_parameters()]
+        right = [engine.weights.read(name).norm().item() for name, _ in engine.module.named_parameters()]
         got = [parameter.norm().item() for parameter in clone.parameters()]
         assert got != right
         with torch.no_grad():
             for name, parameter in clone.named_parameters():
-                parameter.copy_(engine.parameter(name))
+                parameter.copy_(engine.weights.read(name))
         return [parameter.norm().item() for parameter in clone.parameters()], right
 
 
@@ -449,36 +449,36 @@ def backward_in_evaluation(backend):
 
 
 def in_unsharded(backend, strategy, act, names=("head.weight",)):
-    """Do something inside `engine.unsharded`."""
-    with prepare(config(backend, strategy)) as engine, engine.unsharded(names) as weights:
+    """Do something inside `engine.weights.unsharded`."""
+    with prepare(config(backend, strategy)) as engine, engine.weights.unsharded(names) as weights:
         act(engine, weights)
 
 
-@mistake("`engine.step()` inside `engine.unsharded`")
+@mistake("`engine.step()` inside `engine.weights.unsharded`")
 @in_every_strategy
 def step_inside_unsharded(backend, strategy):
     in_unsharded(backend, strategy, lambda engine, weights: train(engine, own_share(1)))
 
 
-@mistake("`engine.backward` after the block of `engine.unsharded`")
+@mistake("`engine.backward` after the block of `engine.weights.unsharded`")
 @in_every_strategy
 def backward_after_unsharded(backend, strategy):
     in_unsharded(backend, strategy, lambda engine, weights: weights["head.weight"].square().sum())
 
 
-@mistake("edits a weight inside `engine.unsharded`")
+@mistake("edits a weight inside `engine.weights.unsharded`")
 @in_every_strategy
 def edit_inside_unsharded(backend, strategy):
     in_unsharded(backend, strategy, lambda engine, weights: weights["head.weight"].detach().mul_(2))
 
 
-@mistake("`engine.unsharded` inside `engine.unsharded`")
+@mistake("`engine.weights.unsharded` inside `engine.weights.unsharded`")
 @in_every_strategy
 def unsharded_inside_unsharded(backend, strategy):
-    in_unsharded(backend, strategy, lambda engine, weights: engine.unsharded(["head.bias"]).__enter__())
+    in_unsharded(backend, strategy, lambda engine, weights: engine.weights.unsharded(["head.bias"]).__enter__())
 
 
-@mistake("a name that the model does not have in `engine.unsharded`")
+@mistake("a name that the model does not have in `engine.weights.unsharded`")
 @in_every_strategy
 def unknown_name_in_unsharded(backend, strategy):
     in_unsharded(backend, strategy, lambda engine, weights: None, names=["heads.weight"])

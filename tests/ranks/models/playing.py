@@ -109,7 +109,7 @@ def _play(case: Case, run: Run, expected: Reference, rank: int, place: Path) -> 
         first, last = (UPDATES, UPDATES + MORE) if run.resumes else (0, UPDATES)
         losses, norms = _train(engine, case, rank, range(first, last))
         names = expected.parameters[last]
-        parameters = {name: engine.parameter(name) for name in names}
+        parameters = {name: engine.weights.read(name) for name in names}
         figures: dict[str, Any] = {
             "losses": _deviations(losses, expected.losses[first:last]),
             "norms": _deviations(norms, expected.norms[first:last]),

@@ -50,7 +50,7 @@ def exported(backend: str, strategy: str, precision: str, folder: str) -> list[s
         engine.backward(engine(**batch_of(MODELS["llama"], 0, 2)).loss)
         engine.step()
         engine.export(folder, dtype="fp32")
-        held = {name: engine.parameter(name).cpu() for name in names}
+        held = {name: engine.weights.read(name).cpu() for name in names}
     read = dict(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     return [name for name in names if not torch.equal(held[name], read[name].detach())]
 

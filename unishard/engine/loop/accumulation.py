@@ -181,8 +181,8 @@ class Accumulation:
             )
         if order.averaged:
             raise ContractError(
-                "forward was called in training mode inside ema.weights(); call engine.eval() first, or train after "
-                "the block"
+                "forward was called in training mode inside average.weights(); call engine.eval() first, or train "
+                "after the block"
             )
         self._go_on()
         self.adapter.begin(last=order.last)

@@ -82,11 +82,11 @@ class CallOrder:
         self.discarded = False
         """Whether the window was discarded."""
         self.frozen = False
-        """Whether `engine.frozen()` is open."""
+        """Whether `engine.weights.frozen()` is open."""
         self.averaged = False
         """Whether the model has averaged weights, inside `ema.weights()`."""
         self.unsharded = False
-        """Whether `engine.unsharded()` is open."""
+        """Whether `engine.weights.unsharded()` is open."""
         self.before_update: Callable[[], None] | None = None
         """A check to make once, in the next forward that begins an update; collective."""
 
@@ -299,8 +299,8 @@ class CallOrder:
         """Raise ContractError inside `unsharded`."""
         if self.unsharded:
             raise ContractError(
-                f"{call} was called inside engine.unsharded(), where weights are full for a forward and its backward; "
-                "call it after the block"
+                f"{call} was called inside engine.weights.unsharded(), where weights are full for a forward and its "
+                "backward; call it after the block"
             )
 
     def require_boundary(self, call: str) -> None:
@@ -311,11 +311,13 @@ class CallOrder:
         self.require_sharded(call)
         if self.frozen:
             raise ContractError(
-                f"{call} was called inside engine.frozen(), where no parameter is trainable; call it after the block"
+                f"{call} was called inside engine.weights.frozen(), where no parameter is trainable; call it after the "
+                "block"
             )
         if self.averaged and call != "export":
             raise ContractError(
-                f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block"
+                f"{call} was called inside average.weights(), where the model has averaged weights; call it after the "
+                "block"
             )
         if self.inside_window:
             raise ContractError(
@@ -351,8 +353,8 @@ class CallOrder:
         if loss.requires_grad and loss.grad_fn is None:
             raise ContractError(
                 "backward got a tensor that no forward has computed, as cached losses (GradCache) return, whose hook "
-                "runs backwards that no engine knows; call engine.backward((embeddings * cached).sum(), scaled=True) "
-                "for each chunk, with the gradient that was cached for its embeddings: docs/access.md"
+                "runs backwards that no engine knows; call engine.framework.scaled_backward((embeddings * "
+                "cached).sum()) for each chunk, with the gradient that was cached for its embeddings: docs/access.md"
             )
         if not loss.requires_grad:
             raise ContractError(
@@ -388,7 +390,8 @@ class CallOrder:
         self.require_sharded(call)
         if self.averaged:
             raise ContractError(
-                f"{call} was called inside ema.weights(), where the model has averaged weights; call it after the block"
+                f"{call} was called inside average.weights(), where the model has averaged weights; call it after the "
+                "block"
             )
         if self.graph:
             raise ContractError(

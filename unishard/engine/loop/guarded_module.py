@@ -124,7 +124,8 @@ class GuardedModule:
         raise ContractError(
             f"a prepared {self._name} cannot be copied: this rank holds only shards or rounded copies of its weights; "
             "read them with "
-            "engine.parameter(name), average them with engine.ema(decay), or write them with engine.export(folder)"
+            "engine.weights.read(name), average them with engine.weights.average(decay), or write them with "
+            "engine.export(folder)"
         )
 
     def _refuse_pickle(self, protocol: object) -> NoReturn:
@@ -139,7 +140,7 @@ class GuardedModule:
             raise ContractError(
                 f"state_dict() was called on a prepared {self._name}, of whose weights this rank holds only shards or "
                 "rounded copies; write a checkpoint with engine.save(folder), write the weights in Hugging Face's "
-                "layout with engine.export(folder), or read them with engine.state_dict()"
+                "layout with engine.export(folder), or read them with engine.weights.state_dict()"
             )
 
     def _before_load_state_dict(self, module: nn.Module, *state: Any) -> None:
@@ -147,7 +148,7 @@ class GuardedModule:
             raise ContractError(
                 f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; "
                 "load the weights before unishard.prepare, or load a checkpoint with engine.load(folder), or replace "
-                "them with engine.load_weights(weights)"
+                "them with engine.weights.load(weights)"
             )
 
 

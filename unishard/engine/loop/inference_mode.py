@@ -6,9 +6,9 @@ inference mode can never be part of a graph again, so that the training after an
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,11 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import replace_tensors
 from unishard.engine.loop.forward_guard import ForwardGuard
-from unishard.failures.endings import wrap_methods
 
 P = ParamSpec("P")
 T = TypeVar("T")
-C = TypeVar("C", bound=type)
 
 
 @contextmanager
@@ -39,20 +37,13 @@ def without_inference_mode(block: Callable[P, AbstractContextManager[T]]) -> Cal
     while it is left.
     """
 
-    @functools.wraps(block)
+    @wraps(block)
     @contextmanager
     def both(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         with as_no_grad(), block(*args, **kwargs) as value:
             yield value
 
     return both
-
-
-def with_inference_as_no_grad(cls: C) -> C:
-    """Run each public method of a class, also the inherited ones, in a block of `as_no_grad`, with arguments that can
-    be written to.
-    """
-    return wrap_methods(cls, _as_no_grad)
 
 
 def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:
@@ -70,7 +61,7 @@ def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:
         if not torch.is_inference_mode_enabled():
             return None
         block.enter_context(as_no_grad())
-        return _normal(args), _normal(kwargs)
+        return without_inference_tensors(args), without_inference_tensors(kwargs)
 
     def leave(called: nn.Module, args: Any, output: Any) -> None:
         if called is module and open_blocks:
@@ -103,18 +94,7 @@ class InferenceInForward(ForwardGuard):
                 hook.remove()
 
 
-def _as_no_grad(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        with as_no_grad():
-            return method(*_normal(args), **_normal(kwargs))
-
-    return wrapped
-
-
-def _normal(value: Any) -> Any:
+def without_inference_tensors(value: Any) -> Any:
     """The same value with copies of tensors that were made in inference mode, which nothing may write to outside it."""
     return replace_tensors(value, _copied)
 

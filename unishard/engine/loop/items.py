@@ -20,7 +20,7 @@ class LossKind(Enum):
 
     MEAN = "without num_items"
     COUNTED = "with num_items"
-    SCALED = "with scaled=True"
+    SCALED = "by framework.scaled_backward"
 
 
 class Items:

@@ -178,7 +178,7 @@ class Trainable:
         """Resolve `names` to all names of the matching parameters. Collective.
 
         Args:
-            names: As in `Engine.set_trainable`.
+            names: As in `Weights.set_trainable`.
             trainable: Whether they are to be trainable.
 
         Raises:
@@ -223,7 +223,7 @@ class Trainable:
 def _never_trained(name: str) -> ContractError:
     return ContractError(
         f"{name} was frozen when the model was prepared, so it has no fp32 master weight and is not in the optimizer; "
-        "leave it trainable in prepare, and call engine.set_trainable(..., False) until you want to train it"
+        "leave it trainable in prepare, and call engine.weights.set_trainable(..., False) until you want to train it"
     )
 
 

@@ -50,7 +50,8 @@ class ForeignBackwardCheck:
                 "a backward that is not this engine's reaches the parameters of its "
                 f"{type(self._adapter.module).__name__} and would mix gradients with its own; call this engine's "
                 "backward(loss), or, if the loss trains only another model, compute and backward it inside `with "
-                "engine.frozen():`; if it is to train both, put both models into one nn.Module, and prepare that"
+                "engine.weights.frozen():`; if it is to train both, put both models into one nn.Module, and prepare "
+                "that"
             )
         self._adapter.input_gradients(graph=torch.is_grad_enabled())
 
@@ -106,7 +107,7 @@ class AddedModules:
                     raise ContractError(
                         f"parameter {name}{'.' if name else ''}{own} got a gradient hook after unishard.prepare, which "
                         "engines that shard it call with other gradients, or never; remove it, and edit gradients with "
-                        "engine.set_grad between engine.backward and engine.step"
+                        "engine.gradients.write between engine.backward and engine.step"
                     )
                 if own in known and (parameter is known[own] or (gathered and isinstance(known[own], DTensor))):
                     continue
@@ -299,7 +300,7 @@ class EditedGradients:
         raise ContractError(
             "gradients were changed between engine.backward and engine.step, as by torch.nn.utils.clip_grad_norm_, "
             "which other engines would not see; remove that: clip with training.gradient_clipping in the config or "
-            "engine.step(clip_grad_norm=1.0), edit a gradient with engine.set_grad, and drop a window with "
+            "engine.step(clip_grad_norm=1.0), edit a gradient with engine.gradients.write, and drop a window with "
             "engine.discard()"
         )
 

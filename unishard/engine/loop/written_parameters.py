@@ -84,8 +84,8 @@ class WrittenParameters(ForwardGuard):
             raise ContractError(
                 f"{_named(written)} changed since {'the last update' if self._order.updates else 'unishard.prepare'}, "
                 "but not by the engine, whose shards or rounded copies of the weights this would reach in part or not "
-                f"at all; write the parameter with `with engine.gathered([{written[0]!r}]) as weights:` or "
-                "engine.set_parameter, or before unishard.prepare"
+                f"at all; write the parameter with `with engine.weights.gathered([{written[0]!r}]) as weights:` or "
+                "engine.weights.write, or before unishard.prepare"
             )
 
     def after_forward(self) -> None:
@@ -98,10 +98,10 @@ class WrittenParameters(ForwardGuard):
             raise ContractError(
                 f"the forward writes {_named(written)}, of which it has only a shard, or a gathered or rounded copy, "
                 "so the write is lost or differs between engines; write it after engine.step() with `with "
-                f"engine.gathered([{written[0]!r}]) as weights:`, for example to clamp a weight or to update a "
-                "momentum encoder (engine.ema averages all weights); for an initialization that depends on data, run "
-                "a batch through the model before unishard.prepare; a write that is the same on all ranks also works "
-                "with sharding: no_shard and precision: fp32"
+                f"engine.weights.gathered([{written[0]!r}]) as weights:`, for example to clamp a weight or to update a "
+                "momentum encoder (engine.weights.average averages all weights); for an initialization that depends on "
+                "data, run a batch through the model before unishard.prepare; a write that is the same on all ranks "
+                "also works with sharding: no_shard and precision: fp32"
             )
 
     # -- the parameters at rest --------------------------------------------------------------------

@@ -116,7 +116,7 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
                 f"{name or 'the model'} ({type(module).__name__}) of {kind} has max_norm, with which each rank's "
                 "forward writes the rows of its own batch into the weight, where sharding loses them and replicas "
                 "would differ; leave max_norm out, and limit the norms of the rows after engine.step() in `with "
-                f"engine.gathered([{weight!r}]) as weights:`"
+                f"engine.weights.gathered([{weight!r}]) as weights:`"
             )
         if (
             train
@@ -163,5 +163,6 @@ def _parameter_problems(parameter: nn.Parameter) -> Iterator[str]:
     # torch 2.13 keeps both kinds of hooks in private attributes of the tensor, which sharding replaces.
     elif any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
         yield (
-            "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.set_grad instead"
+            "has a gradient hook, which sharding would lose; remove it and edit gradients with engine.gradients.write "
+            "instead"
         )

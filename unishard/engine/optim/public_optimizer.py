@@ -162,5 +162,5 @@ def _refuse(call: str, why: str) -> NoReturn:
 def _refuse_group(call: str) -> NoReturn:
     raise ContractError(
         f"{call} comes too late: the parameters are sharded; give the optimizer all groups before prepare, and freeze "
-        "what trains later with engine.set_trainable(names, False)"
+        "what trains later with engine.weights.set_trainable(names, False)"
     )

@@ -38,8 +38,9 @@ class MergedAdapters:
         for path, layer in self._layers.items():
             if not _is_plain(layer):
                 raise ContractError(
-                    f"weights: {path[:-1]} is a {type(layer).__module__}.{type(layer).__name__} that merged=True "
-                    "cannot merge, only LoRA of linear layers; pass merged=False, or export and merge with peft"
+                    f"weights.stream: {path[:-1]} is a {type(layer).__module__}.{type(layer).__name__} that "
+                    "merged=True cannot merge, only LoRA of linear layers; pass merged=False, or export and merge with "
+                    "peft"
                 )
 
     def name_of(self, name: str) -> str | None:

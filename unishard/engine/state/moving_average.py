@@ -15,8 +15,9 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import full_tensor
+from unishard.engine.entering import entered
 from unishard.engine.loop.call_order import CallOrder, Phase
-from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
+from unishard.engine.loop.inference_mode import without_inference_mode
 from unishard.engine.state.average_shards import AverageShards, resume_average
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
@@ -31,7 +32,7 @@ def begin_average(
     """Begin a moving average of the weights that train. Collective.
 
     Args:
-        decay: As in `Engine.ema`.
+        decay: As in `Weights.average`.
         adapter: The sharded model and its optimizer.
         tensors: This rank's tensors, which the average joins.
         order: The engine's position in the loop.
@@ -41,14 +42,14 @@ def begin_average(
 
     Raises:
         CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
-        ContractError: As in `Engine.ema`.
+        ContractError: As in `Weights.average`.
     """
-    order.require_boundary("ema")
+    order.require_boundary("weights.average")
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-        raise ContractError(f"ema: decay must be a number from 0 to 1, such as 0.999, got {decay!r}")
+        raise ContractError(f"weights.average: decay must be a number from 0 to 1, such as 0.999, got {decay!r}")
     if tensors.average is not None:
-        raise ContractError("ema was called before; keep what it returned")
-    order.check_now("ema", f", {decay}")
+        raise ContractError("weights.average was called before; keep what it returned")
+    order.check_now("weights.average", f", {decay}")
     adapter.reshard_all()
     masters = {name: adapter.master_shard(parameter) for name, parameter in tensors.trained().items()}
     shards = AverageShards(decay, masters)
@@ -69,15 +70,15 @@ def _resume(shards: AverageShards, saved: Tensors | None) -> None:
             _logger.warning("%s: %s", saved.folder, note)
 
 
-@with_inference_as_no_grad
+@entered
 class MovingAverage:
     """An exponential moving average of the weights that train.
 
-    Created by `Engine.ema`; the engine updates, saves and loads it.
+    Created by `Weights.average`; the engine updates, saves and loads it.
     """
 
     def __init__(self, decay: float, shards: AverageShards, adapter: EngineAdapter, order: CallOrder) -> None:
-        """Called by `Engine.ema`."""
+        """Called by `Weights.average`."""
         self.decay = decay
         """The part of the average that an update keeps."""
         self._shards = shards
@@ -85,7 +86,7 @@ class MovingAverage:
         self._order = order
 
     @torch.no_grad()
-    def parameter(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """Read the average of a parameter, at any time. Collective.
 
         Args:
@@ -97,12 +98,12 @@ class MovingAverage:
         Raises:
             ContractError: There is no such parameter, or the engine is closed.
         """
-        self._order.require_open("ema.parameter")
+        self._order.require_open("average.read")
         if name not in self._shards.by_name:
             raise ContractError(
-                f"ema.parameter: {name!r} is not the first name of a parameter that was trainable in prepare"
+                f"average.read: {name!r} is not the first name of a parameter that was trainable in prepare"
             )
-        self._order.check_now("ema.parameter", f", {name}")
+        self._order.check_now("average.read", f", {name}")
         return full_tensor(self._shards.by_name[name], self._adapter.device)
 
     @without_inference_mode
@@ -120,9 +121,9 @@ class MovingAverage:
                     weights.
         """
         order = self._order
-        order.require_boundary("ema.weights")
-        order.require_no_graph("ema.weights")
-        order.check_now("ema.weights")
+        order.require_boundary("average.weights")
+        order.require_no_graph("average.weights")
+        order.check_now("average.weights")
         kept = [values.clone() for values in self._shards.live]
         self._write(self._shards.averages)
         order.averaged = True
@@ -131,7 +132,7 @@ class MovingAverage:
         finally:
             order.averaged = False
             if order.phase is not Phase.CLOSED:
-                order.check_now("ema.weights", ", at the end of the block")
+                order.check_now("average.weights", ", at the end of the block")
                 self._write(kept)
 
     @torch.no_grad()

@@ -214,8 +214,8 @@ class SaveAndLoad:
         saved, self._run.tensors.saved_average = self._run.tensors.saved_average, None
         if saved is not None and dist.get_rank() == 0:
             _logger.warning(
-                "%s: its moving average of the weights is not resumed; to resume it, call engine.ema(decay) before the "
-                "first training forward, and before a save",
+                "%s: its moving average of the weights is not resumed; to resume it, call "
+                "engine.weights.average(decay) before the first training forward, and before a save",
                 saved.folder,
             )
 

@@ -13,15 +13,15 @@ from unishard.formats.names import names
 
 _TRAINING = {
     "GradientAccumulationScheduler": "the length of windows: engine.windows(loader, lengths=...)",
-    "StochasticWeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
-    "WeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.parameter(...)",
-    "EMAWeightAveraging": "the averaged weights: engine.ema(decay)",
+    "StochasticWeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.weights.read(...)",
+    "WeightAveraging": "the averaged weights: torch.optim.swa_utils over engine.weights.read(...)",
+    "EMAWeightAveraging": "the averaged weights: engine.weights.average(decay)",
     "EarlyStopping": "when to stop",
     "LearningRateFinder": "the learning rate; write what it found as optimizer.lr",
     "BatchSizeFinder": "the batch size; write what it found as training.micro_batch_size",
-    "BackboneFinetuning": "what is frozen when: engine.set_trainable(...)",
-    "BaseFinetuning": "what is frozen when: engine.set_trainable(...)",
-    "ModelPruning": "which weights are zero: engine.set_parameter(...)",
+    "BackboneFinetuning": "what is frozen when: engine.weights.set_trainable(...)",
+    "BaseFinetuning": "what is frozen when: engine.weights.set_trainable(...)",
+    "ModelPruning": "which weights are zero: engine.weights.write(...)",
     "LambdaCallback": "what it calls",
 }
 _QUIET = names(

@@ -113,13 +113,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The model that a loss is of: the only one, the only one that ran, or the only one that the loss reaches."""
         found = self._trained if len(self._trained) == 1 else [each for each in self._trained if each.ran]
         if len(found) > 1:
-            found = [each for each in found if each.engine.reached_by(loss)]
+            found = [each for each in found if each.engine.framework.reached_by(loss)]
         if len(found) > 1:
             names = " and ".join(type(each.model).__name__ for each in found)
             raise ContractError(
                 f"the loss reaches the parameters of {len(found)} prepared models, {names}, and would leave "
                 "gradients on each; run the forward and the backward of a loss that trains only one of them inside "
-                "`with accelerator.engine_of(other).frozen():` for each other one"
+                "`with accelerator.engine_of(other).weights.frozen():` for each other one"
             )
         return self._one(found)
 
@@ -154,7 +154,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.engine_of(model) is None:
             if evaluation_mode and self._only_evaluates(model):
                 self._replicas.append(prepare(model, self.config, train=False))
-                self._replicas[-1].routed()
+                self._replicas[-1].framework.routed()
             else:
                 model.to(self.device)
                 self._untrained += [] if any(model is other for other in self._untrained) else [model]
@@ -261,7 +261,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """All weights on the main process, and an empty dict on the others. Collective."""
         engine = self.engine_of(model)
-        return super().get_state_dict(model, unwrap) if engine is None else engine.state_dict()
+        return super().get_state_dict(model, unwrap) if engine is None else engine.weights.state_dict()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As Accelerate's, with a checkpoint of each trained model that any engine reads. Collective.

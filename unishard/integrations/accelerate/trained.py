@@ -35,7 +35,7 @@ class Trained:
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         self.engine = engine
-        self.model = engine.routed()
+        self.model = engine.framework.routed()
         self.optimizer = EngineOptimizer(optimizer, self)
         self.waits = False
         """Whether there are gradients for the coming update."""
@@ -54,7 +54,7 @@ class Trained:
                 self.model.state_dict()
             except ContractError:  # the model has shards
                 vars(self.model)["save_pretrained"] = self._save_all_weights(saves)
-        engine.set_boundary(True)
+        engine.framework.set_boundary(True)
 
     def _after_forward(self, model: nn.Module) -> None:
         if model is not self.model or not model.training or not torch.is_grad_enabled() or self.engine._order.frozen:
@@ -63,7 +63,7 @@ class Trained:
             raise ContractError(
                 f"all parameters of {type(model).__name__} were frozen after prepare, and engines keep theirs; to "
                 "train another model through it, run that one's forward and backward inside `with "
-                "accelerator.engine_of(model).frozen():`"
+                "accelerator.engine_of(model).weights.frozen():`"
             )
         self.ran = True
 
@@ -72,7 +72,7 @@ class Trained:
 
         def save_pretrained(*args: Any, **kwargs: Any) -> Any:
             given = kwargs.get("state_dict")
-            weights = self.engine.state_dict() if given is None else given
+            weights = self.engine.weights.state_dict() if given is None else given
             if not weights:
                 return None
             with only_names(self.model):  # for which peft asks
@@ -84,18 +84,18 @@ class Trained:
     def inside_window(self) -> Iterator[None]:
         """A block whose micro-batches do not end their window."""
         if not self._held:
-            self.engine.set_boundary(False)
+            self.engine.framework.set_boundary(False)
         self._held += 1
         try:
             yield
         finally:
             self._held -= 1
         if not self._held:
-            self.engine.set_boundary(True)
+            self.engine.framework.set_boundary(True)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of a loss that Accelerate has divided."""
-        self.engine.backward(loss, scaled=True, **kwargs)
+        self.engine.framework.scaled_backward(loss, **kwargs)
         self.waits, self.ran = True, False
 
     def clip(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor | None:
@@ -115,7 +115,7 @@ class Trained:
             )
         if not math.isinf(max_norm):
             self._max_norm = float(max_norm)
-        return self.engine.grad_norm()
+        return self.engine.gradients.norm()
 
     def _are_all(self, given: Mapping[int, Tensor]) -> bool:
         """Whether these are all parameters that train, as they were before `prepare`, or as a forward has gathered
@@ -158,7 +158,7 @@ class Trained:
         self.drop()
         self.engine.load(folder, data=False)
         restore_options(self.engine, folder)
-        self.engine.set_boundary(True)
+        self.engine.framework.set_boundary(True)
 
     def close(self) -> None:
         """Close the engine; the model cannot be used afterwards."""
@@ -169,7 +169,7 @@ class Trained:
         """Close the engine, and make the model plain again."""
         self.drop()
         self._detach()
-        self.engine.release()
+        self.engine.framework.release()
 
     def _detach(self) -> None:
         self._hook.remove()
@@ -178,7 +178,7 @@ class Trained:
 
     def _begin(self) -> None:
         self.waits, self._max_norm = False, ...
-        self.engine.set_boundary(True)
+        self.engine.framework.set_boundary(True)
 
 
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -214,7 +214,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             raise ContractError(
                 f"{type(self.optimizer).__name__} writes other weights into the parameters before and after an "
                 "evaluation, which an engine shards and copies; use one of torch.optim with a schedule, or evaluate an "
-                "average with accelerator.engine.ema()"
+                "average with accelerator.engine.weights.average()"
             )
 
     def eval(self) -> None:

@@ -100,7 +100,7 @@ class Windows:
         self.engine = engine
         self._last = True
         self._clip: float | EllipsisType = ...
-        engine.set_boundary(True)
+        engine.framework.set_boundary(True)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -111,14 +111,14 @@ class Windows:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward of a divided loss."""
-        self.engine.backward(loss, *args, scaled=True, **kwargs)
+        self.engine.framework.scaled_backward(loss, *args, **kwargs)
         if not self._last:
             self.engine.step()
 
     def clip(self, max_norm: float) -> Tensor:
         """The norm of the gradients, which the step will clip."""
         self._clip = float(max_norm)
-        return self.engine.grad_norm()
+        return self.engine.gradients.norm()
 
     def step(self) -> None:
         """Update the parameters."""
@@ -128,7 +128,7 @@ class Windows:
 
     def _say(self, *, last: bool) -> None:
         self._last = last
-        self.engine.set_boundary(last)
+        self.engine.framework.set_boundary(last)
 
 
 def prepared(cfg: Config, module: nn.Module, optimizers: Sequence[Optimizer], *methods: str) -> Windows:
@@ -141,7 +141,7 @@ def prepared(cfg: Config, module: nn.Module, optimizers: Sequence[Optimizer], *m
         what = f"{len(optimizers)} optimizers for one module; an engine has one, with parameter groups"
         raise ConfigError([Problem("optimizer", what)])
     engine = unishard.prepare(module, cfg, optimizers[0], reseed=False)
-    engine.routed(*methods, parts=_parts_of(module))
+    engine.framework.routed(*methods, parts=_parts_of(module))
     return Windows(engine)
 
 

@@ -120,12 +120,12 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
         self._windows(module).backward(tensor, *args, **kwargs)
 
     def _reached_by(self, loss: Tensor) -> nn.Module:
-        found = [entry for entry, _, _ in self._trained if entry.engine.reached_by(loss)]
+        found = [entry for entry, _, _ in self._trained if entry.engine.framework.reached_by(loss)]
         if len(found) != 1:
             raise ContractError(
                 f"the loss reaches the parameters of {len(found)} models, not of one; run the forward and the backward "
-                "of a loss that trains only one of them inside `with fabric.strategy.engine_of(optimizer).frozen():` "
-                "with the optimizer of each other one"
+                "of a loss that trains only one of them inside `with "
+                "fabric.strategy.engine_of(optimizer).weights.frozen():` with the optimizer of each other one"
             )
         return found[0]
 
@@ -190,7 +190,7 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_module_state_dict(self, module: _Entry, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Replace the weights."""
-        module.engine.load_weights(state_dict, strict=strict)
+        module.engine.weights.load(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The options of the groups: the engine saves the rest."""

@@ -26,10 +26,11 @@ from unishard.integrations.lightning import common, saved
 __all__ = ["UnishardStrategy"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_WEIGHTS = "trainer.strategy.engine.weights"
 _REFUSED = {
-    (BaseFinetuning,): "freeze with trainer.strategy.engine.set_trainable(names, False) in on_train_epoch_start",
+    (BaseFinetuning,): f"freeze with {_WEIGHTS}.set_trainable(names, False) in on_train_epoch_start",
     (ModelPruning,): "prune before fit",
-    (StochasticWeightAveraging, WeightAveraging): "average with trainer.strategy.engine.ema in on_train_start",
+    (StochasticWeightAveraging, WeightAveraging): f"average with {_WEIGHTS}.average in on_train_start",
 }
 """Callbacks that write weights or groups past the engine, and what to do instead."""
 
@@ -158,7 +159,7 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]
         if self.windows is None:
             super().load_model_state_dict(checkpoint, strict)
         elif checkpoint["state_dict"]:
-            self.engine.load_weights(checkpoint["state_dict"], strict=strict)
+            self.engine.weights.load(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give the groups their saved options."""

@@ -45,7 +45,7 @@ def converted(folder: Path, engine: Engine, groups: Sequence[Sequence[str]], scr
     """
     group, made = process_group.host_group(), scratch / f".unishard-{folder.name}"
     sharded = is_sharded(folder)
-    weights = {} if sharded else engine.state_dict()
+    weights = {} if sharded else engine.weights.state_dict()
 
     def make() -> None:
         shutil.rmtree(made, ignore_errors=True)

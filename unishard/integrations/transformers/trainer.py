@@ -106,7 +106,7 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         """A block in which models whose forward was replaced, as TRL does, may read the weights of their head."""
         with ExitStack() as stack:
             for engine, names in self.accelerator.heads():
-                stack.enter_context(engine.unsharded(names))
+                stack.enter_context(engine.weights.unsharded(names))
             yield
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         if engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state = engine.state_dict(all_ranks=self.args.save_on_each_node)
+        state = engine.weights.state_dict(all_ranks=self.args.save_on_each_node)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -178,7 +178,7 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         if engine is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            engine.load_weights(folder)
+            engine.weights.load(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -208,7 +208,7 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         if (best / _FOLDER).is_dir():
             self.accelerator.load(best / _FOLDER)
         else:
-            self.accelerator.engine.load_weights(best)
+            self.accelerator.engine.weights.load(best)
 
 
 class UnishardTrainer(UnishardMixin, transformers.Trainer):  # type: ignore[misc]
@@ -255,7 +255,7 @@ class _TrainersAccelerator(Accelerator):
             each.release()
         for engine in [engine for engine in self._replicas if engine.module is model]:
             self._replicas.remove(engine)
-            engine.release()
+            engine.framework.release()
 
     def _only_evaluates(self, model: nn.Module) -> bool:
         return model is not self.trainer.model

@@ -42,7 +42,9 @@ def _gradients_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: C
         loss = engine(**micro_batch).loss
         engine.backward(loss)
         if turn % cell.accumulation == 0:
-            _edit_gradients(turn // cell.accumulation, lambda name: _some(engine.grad(name)), engine.set_grad)
+            _edit_gradients(
+                turn // cell.accumulation, lambda name: _some(engine.gradients.read(name)), engine.gradients.write
+            )
         recorder.record(engine.mean(loss), engine.step())
     return recorder.curve()
 
@@ -76,10 +78,10 @@ def _parameters_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: 
         if not step.updated:
             continue
         if update % 3 == 0:
-            engine.set_parameter(_ZEROED, engine.parameter(_ZEROED) + 0.01)
-        with engine.gathered([_SCALED, _SINGLE]) as tensors:
+            engine.weights.write(_ZEROED, engine.weights.read(_ZEROED) + 0.01)
+        with engine.weights.gathered([_SCALED, _SINGLE]) as tensors:
             _edit_parameters(update, tensors)
-        with suppress(KeyError), engine.gathered([_SCALED]) as tensors:
+        with suppress(KeyError), engine.weights.gathered([_SCALED]) as tensors:
             tensors[_SCALED].zero_()
             raise KeyError("nothing of this is written")
         update += 1
@@ -110,7 +112,7 @@ def _dropping_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Ce
                 break
             engine.backward(loss)
             if where == "reduced" and last:
-                _some(engine.grad(_SCALED))
+                _some(engine.gradients.read(_SCALED))
             if where in ("end", "reduced") and last:
                 engine.discard()
                 break
@@ -130,7 +132,8 @@ def _dropping_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg:
 
 _EDITED = Feature(
     "edited_gradients",
-    "between backward and step one gradient is tripled, one zeroed, one made noisy; `engine.grad`, `engine.set_grad`",
+    "between backward and step one gradient is tripled, one zeroed, one made noisy; `engine.gradients.read`, "
+    "`engine.gradients.write`",
     loop=_gradients_loop,
     reference=_gradients_reference,
 )
@@ -169,7 +172,7 @@ FEATURES = (
     ),
     Feature(
         "edited_parameters",
-        "master weights are replaced and edited after each update; `engine.set_parameter`, `engine.gathered`",
+        "master weights are replaced and edited after each update; `engine.weights.write`, `engine.weights.gathered`",
         loop=_parameters_loop,
         reference=_parameters_reference,
     ),

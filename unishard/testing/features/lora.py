@@ -63,7 +63,7 @@ def _unfreezing(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell)
     for turn, micro_batch in enumerate(engine.batches(data)):
         if turn % cell.accumulation == 0:
             for names, trainable in SCHEDULE.get(updates, ()):
-                engine.set_trainable(names, trainable)
+                engine.weights.set_trainable(names, trainable)
             updates += 1
         loss = engine(**micro_batch).loss
         engine.backward(loss)

@@ -82,7 +82,7 @@ def _play_against(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cel
             loss = engine(made, batch["labels"]).loss
             engine.backward(loss)
             recorder.record(engine.mean(loss), engine.step())
-            with engine.frozen():
+            with engine.weights.frozen():
                 generator.backward(-engine(generator(batch["x"]), batch["labels"]).loss)
             generator.step()
     return recorder.curve()

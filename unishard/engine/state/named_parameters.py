@@ -1,13 +1,9 @@
-"""Gradients and parameters by name, with the same meaning on every engine.
-
-The adapter returns each rank's shard of a tensor; this module builds full tensors, norms and edits from shards.
-"""
+"""Find parameters by name on all ranks, and write rank 0's values into them."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 import torch
@@ -15,66 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.adapter import InferenceAdapter
-from unishard.distributed.shards import Shard, copy_dtype, full_tensor, shard_norms, write_shard
+from unishard.distributed.shards import Shard, copy_dtype, write_shard
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.inference_mode import without_inference_mode
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
 
-class ParameterAccess:
-    """Reads and edits master weights. Public methods implement those of `Engine` with the same names."""
+class NamedParameters:
+    """The parameters of a prepared model by the user's names."""
 
     def __init__(self, adapter: InferenceAdapter, order: CallOrder, tensors: StateTensors) -> None:
         self._adapter = adapter
         self._device = adapter.device
         self._order = order
         self._tensors = tensors
-
-    @torch.no_grad()
-    def parameter(self, name: str) -> Tensor:
-        """A full copy of a master weight in fp32, or complex64 if it is complex."""
-        return full_tensor(self._adapter.master_shard(self.find("parameter", name)), self._device)
-
-    @torch.no_grad()
-    def set_parameter(self, name: str, value: Tensor) -> None:
-        """Replace a master weight and every copy that the engine computes with."""
-        parameter = self.find("set_parameter", name)
-        self._order.require_no_graph("set_parameter")
-        self.replace("set_parameter", name, parameter, value)
-
-    @without_inference_mode
-    @contextmanager
-    def gathered(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-        """Edit several master weights, which are written back on exit."""
-        if isinstance(names, str):
-            raise ContractError(f"gathered needs a list of names, got {names!r}; write gathered([{names!r}])")
-        found = {name: self.find("gathered", name) for name in names}
-        self._order.require_no_graph("gathered")
-        full: dict[nn.Parameter, Tensor] = {}
-        with torch.no_grad():
-            for parameter in found.values():
-                if parameter not in full:
-                    full[parameter] = full_tensor(self._adapter.master_shard(parameter), self._device)
-        tensors = {name: full[parameter] for name, parameter in found.items()}
-        yield tensors
-        self._order.require_no_graph("gathered")
-        if tensors.keys() != found.keys():
-            raise ContractError("gathered: names were added to or removed from the dict; only edit its tensors")
-        edited = {parameter: name for name, parameter in found.items() if tensors[name] is not full[parameter]}
-        names_of = {parameter: name for name, parameter in found.items()} | edited
-        self._order.check_now("gathered", ", writing back")
-        with torch.no_grad():
-            for parameter, name in names_of.items():
-                self.replace("gathered", name, parameter, tensors[name])
-
-    @torch.no_grad()
-    def parameter_norms(self) -> dict[str, float]:
-        """The norm of each master weight by name."""
-        self._order.check_now("parameter_norms")
-        return shard_norms(
-            {name: self._adapter.master_shard(parameter) for name, parameter in self._tensors.each()}, self._device
-        )
 
     def find(self, call: str, name: str) -> nn.Parameter:
         """Find a parameter by name, and check that all ranks make the same call. Collective.
