@@ -22,16 +22,18 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.wrappers import WarnOnce
-from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_windows
+from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_guards, training_windows
+from unishard.engine.guards.edited_gradients import Shown
+from unishard.engine.guards.graph import reaches
+from unishard.engine.guards.inference_mode import with_inference_as_no_grad, without_inference_mode
+from unishard.engine.guards.outside_batches import OutsideBatches
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching, Passes
 from unishard.engine.loop.buffers import Buffers
-from unishard.engine.loop.call_order import Phase
 from unishard.engine.loop.evaluation import Evaluation
-from unishard.engine.loop.guarded_module import RoutedCalls
-from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
-from unishard.engine.loop.reached_parameters import Trainable, reaches
-from unishard.engine.loop.training_passes import OutsideBatches
+from unishard.engine.loop.phase import Phase
+from unishard.engine.loop.routed_calls import RoutedCalls
+from unishard.engine.loop.trainable import Trainable
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.other_names import OtherNames
 from unishard.engine.state import parameter_access
@@ -69,7 +71,7 @@ class Engine(OtherNames):
         self._buffers = Buffers(plan.loop.buffers, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         self._batching = Batching(plan.loop, module, adapter.device, order, self._evaluation, self._observers, warn)
-        self._outside = OutsideBatches(self._batching.training, warn)
+        self._outside = OutsideBatches(lambda: self._batching.training.open, order, warn)
         self._trainable = Trainable(module)
         self._tensors = StateTensors(adapter, training)
         self._parameters = parameter_access.ParameterAccess(adapter, order, self._tensors)
@@ -78,11 +80,11 @@ class Engine(OtherNames):
         if training is None or plan.optimizer is None:
             module.eval()
         else:
-            self._accumulation = training_windows(
-                training, plan.optimizer, plan, order, self._observers, self._trainable, self._outside
-            )
+            shown: Shown = {}
+            guards = training_guards(training, plan, order, self._trainable, self._outside, shown)
+            self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
             self._gradients = parameter_access.GradientAccess(
-                self._parameters, self._accumulation, order, self._tensors
+                self._parameters, self._accumulation, order, self._tensors, shown
             )
         run = Run(
             training=plan.loop,
@@ -114,7 +116,7 @@ class Engine(OtherNames):
         Raises:
             ContractError: The model is in training mode inside a `lockstep` block.
         """
-        with parameter_access.naming_sharded_reads(self._adapter):
+        try:
             self._order.require_open("forward")
             if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
                 args, kwargs = to_device((args, kwargs), self._adapter.device)
@@ -131,6 +133,9 @@ class Engine(OtherNames):
                     "the model was put in training mode inside engine.lockstep(); do that after the block"
                 )
             return self._accumulation.forward(*args, **kwargs)
+        except RuntimeError as error:
+            parameter_access.refuse_sharded_read(self._adapter, error)
+            raise
 
     def set_boundary(self, last: bool) -> None:
         """Say whether the coming micro-batch ends its accumulation window, in a loop that decides that by itself.
@@ -171,8 +176,11 @@ class Engine(OtherNames):
                 or `num_items` is not a count or is missing for some micro-batches of the window.
         """
         refuse_keywords(refused)
-        with parameter_access.naming_sharded_reads(self._adapter):
+        try:
             self._training("backward").backward(loss, num_items, scaled=scaled)
+        except RuntimeError as error:
+            parameter_access.refuse_sharded_read(self._adapter, error)
+            raise
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
         """End a micro-batch, after every backward; at the end of an accumulation window, make the update. Collective.
@@ -327,7 +335,7 @@ class Engine(OtherNames):
                 one would be left.
         """
         training = self._training("set_trainable")
-        self._order.require_boundary("set_trainable")
+        self._order.require("set_trainable")
         self._order.check_now("set_trainable")
         training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
 
@@ -339,8 +347,7 @@ class Engine(OtherNames):
         For another engine's loss that is computed through this model; this engine's window and gradients do not change.
         Keep its `backward` inside the block too, because activation checkpointing recomputes the forward there.
         """
-        self._order.require_open("frozen")
-        self._order.require_sharded("frozen")
+        self._order.require("frozen")
         was, self._order.frozen = self._order.frozen, True
         try:
             with self._adapter.frozen():
@@ -497,8 +504,7 @@ class Engine(OtherNames):
                 or the files cannot be read.
             ContractError: Inside an accumulation window or `unsharded`.
         """
-        self._order.require_boundary("load_weights")
-        self._order.require_no_graph("load_weights")
+        self._order.require("load_weights")
         self._weights.load(source, strict=strict)
         self._buffers.begin()
 
@@ -832,8 +838,7 @@ class Engine(OtherNames):
             BackendError: This torch lacks a private name that FSDP2 needs for it.
             ContractError: `train=False` rounded the weights to `precision.compute`, or inside an accumulation window.
         """
-        self._order.require_boundary("release")
-        self._order.require_no_graph("release")
+        self._order.require("release")
         plain, rounded = self._plain, self._weights.rounded(self._plain.dtypes)
         if rounded is not None:
             raise ContractError(
@@ -876,7 +881,8 @@ class Engine(OtherNames):
 
     def _training(self, call: str) -> Accumulation:
         """The training loop's state, which an engine for inference has not."""
-        self._order.require_open(call)
+        if self._order.closed:
+            self._order.require_open(call)
         if self._accumulation is None:
             raise ContractError(
                 f"{call} needs an engine for training, but this model was prepared with train=False; prepare it "

@@ -24,8 +24,8 @@ from unishard.distributed import process_group
 from unishard.distributed.broadcast import broadcast
 from unishard.distributed.shards import Shard
 from unishard.engine.engine import Engine
-from unishard.engine.loop.guarded_module import put_in_training_mode
-from unishard.engine.loop.inference_mode import as_no_grad
+from unishard.engine.guards.inference_mode import as_no_grad
+from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.model import activation_checkpointing, compilation, dtypes, materialization
 from unishard.engine.model.dtypes import cast_model, cast_to_compute
 from unishard.engine.model.facts import PREPARED, name_synchronized

@@ -19,9 +19,9 @@ from unishard.data.loader import ShareLoader
 from unishard.data.sampler import ShareSampler
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.nested_tensors import tensors_in
+from unishard.engine.guards.inference_mode import as_no_grad, without_inference_mode
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.inference_mode import as_no_grad, without_inference_mode
 from unishard.errors import ContractError, RankMismatchError
 from unishard.failures.endings import naming_causes
 

@@ -15,8 +15,9 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import full_tensor
-from unishard.engine.loop.call_order import CallOrder, Phase
-from unishard.engine.loop.inference_mode import with_inference_as_no_grad, without_inference_mode
+from unishard.engine.guards.inference_mode import with_inference_as_no_grad, without_inference_mode
+from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.phase import Phase
 from unishard.engine.state.tensors import AverageShards, StateTensors, resume_average
 from unishard.errors import ContractError
 
@@ -42,7 +43,7 @@ def begin_average(
         CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
         ContractError: As in `Engine.ema`.
     """
-    order.require_boundary("ema")
+    order.require("ema")
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
         raise ContractError(f"ema: decay must be a number from 0 to 1, such as 0.999, got {decay!r}")
     if tensors.average is not None:
@@ -119,8 +120,7 @@ class MovingAverage:
                     weights.
         """
         order = self._order
-        order.require_boundary("ema.weights")
-        order.require_no_graph("ema.weights")
+        order.require("ema.weights")
         order.check_now("ema.weights")
         kept = [values.clone() for values in self._shards.live]
         self._write(self._shards.averages)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from unishard.contract.adapter import InferenceAdapter
 from unishard.distributed.shards import Shard, copy_dtype, full_tensor, norm_across, shard_norms, write_shard
+from unishard.engine.guards.edited_gradients import Shown
+from unishard.engine.guards.inference_mode import without_inference_mode
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.loop.call_order import CallOrder, Phase
-from unishard.engine.loop.inference_mode import without_inference_mode
+from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.phase import Phase
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError, ModelError, UnishardError
 
@@ -42,7 +44,7 @@ class ParameterAccess:
     def set_parameter(self, name: str, value: Tensor) -> None:
         """Replace a master weight and every copy that the engine computes with."""
         parameter = self.find("set_parameter", name)
-        self._order.require_no_graph("set_parameter")
+        self._order.require("set_parameter")
         self.replace("set_parameter", name, parameter, value)
 
     @without_inference_mode
@@ -52,7 +54,7 @@ class ParameterAccess:
         if isinstance(names, str):
             raise ContractError(f"gathered needs a list of names, got {names!r}; write gathered([{names!r}])")
         found = {name: self.find("gathered", name) for name in names}
-        self._order.require_no_graph("gathered")
+        self._order.require("gathered")
         full: dict[nn.Parameter, Tensor] = {}
         with torch.no_grad():
             for parameter in found.values():
@@ -60,7 +62,7 @@ class ParameterAccess:
                     full[parameter] = full_tensor(self._adapter.master_shard(parameter), self._device)
         tensors = {name: full[parameter] for name, parameter in found.items()}
         yield tensors
-        self._order.require_no_graph("gathered")
+        self._order.require("gathered")
         if tensors.keys() != found.keys():
             raise ContractError("gathered: names were added to or removed from the dict; only edit its tensors")
         edited = {parameter: name for name, parameter in found.items() if tensors[name] is not full[parameter]}
@@ -134,7 +136,12 @@ class GradientAccess:
     """
 
     def __init__(
-        self, access: ParameterAccess, accumulation: Accumulation, order: CallOrder, tensors: StateTensors
+        self,
+        access: ParameterAccess,
+        accumulation: Accumulation,
+        order: CallOrder,
+        tensors: StateTensors,
+        shown: Shown,
     ) -> None:
         self._access = access
         self._accumulation = accumulation
@@ -142,13 +149,14 @@ class GradientAccess:
         self._device = self._adapter.device
         self._order = order
         self._tensors = tensors
+        self._shown = shown
         self._adapter.read_gradient = self._read
 
     def _read(self, parameter: nn.Parameter) -> Tensor | None:
         """What a script sees as `parameter.grad`; an edit of it is refused in the step."""
         if not (parameter.requires_grad and self._order.phase is Phase.BACKWARD_DONE and self._order.last):
             return None
-        shown = self._accumulation.shown
+        shown = self._shown
         if parameter not in shown:
             gradient = self.grad(next(name for name, each in self._tensors.each() if each is parameter))
             shown[parameter] = (gradient, 0 if gradient is None else gradient._version)
@@ -172,7 +180,7 @@ class GradientAccess:
                 "engine.set_trainable"
             )
         divisor = self._finish("set_grad")
-        self._accumulation.shown.pop(parameter, None)
+        self._shown.pop(parameter, None)
         shard = self._adapter.grad_shard(parameter, create=True)
         if shard is not None:
             write_shard(shard, from_first_rank("set_grad", name, shard, value, self._device).mul_(divisor))
@@ -180,7 +188,7 @@ class GradientAccess:
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The norm of all gradients, for the coming update."""
-        self._order.require_end_of_window("grad_norm")
+        self._order.require("grad_norm")
         self._order.check_sampled("grad_norm")
         divisor = self._finish("grad_norm")
         norm = self._adapter.grad_norm()
@@ -189,7 +197,7 @@ class GradientAccess:
     @torch.no_grad()
     def grad_norms(self) -> dict[str, float]:
         """The norm of each gradient by name."""
-        self._order.require_end_of_window("grad_norms")
+        self._order.require("grad_norms")
         self._order.check_now("grad_norms")
         divisor = self._finish("grad_norms")
         return {name: norm / divisor for name, norm in shard_norms(self._shards(), self._device).items()}
@@ -204,7 +212,7 @@ class GradientAccess:
         return shards
 
     def _finish(self, call: str) -> float:
-        self._order.require_end_of_window(call)
+        self._order.require(call)
         return self._accumulation.finish_gradients()
 
 
@@ -269,17 +277,10 @@ def unsharded(
         parameters.clear()  # their memory is freed: a read would end the process
 
 
-@contextmanager
-def naming_sharded_reads(adapter: InferenceAdapter) -> Iterator[None]:
-    """A block that runs the model, in which the error of an operation on a sharded weight becomes one that says what to
-    write.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        why = explain_sharded_read(adapter, error)
-        if why is None:
-            raise
+def refuse_sharded_read(adapter: InferenceAdapter, error: RuntimeError) -> None:
+    """Raise ModelError, which says what to write, in place of the error of an operation on a sharded weight."""
+    why = explain_sharded_read(adapter, error)
+    if why is not None:
         raise ModelError(why) from error
 
 

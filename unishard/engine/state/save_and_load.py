@@ -71,7 +71,7 @@ class SaveAndLoad:
 
     def _save(self, root: str | Path | None, state: Any, metric: Any) -> Path:
         order = self._run.order
-        order.require_boundary("save")
+        order.require("save")
         number = _number(metric)
         place = self._directory(root, "save")
         self._claim(place)
@@ -126,8 +126,7 @@ class SaveAndLoad:
     def load(self, source: str | Path, *, strict: bool, verify: str | None, data: bool) -> Resumed | None:
         """Resume from a checkpoint."""
         order = self._run.order
-        order.require_boundary("load")
-        order.require_no_graph("load")
+        order.require("load")
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
         if not isinstance(source, str | Path):
@@ -221,7 +220,7 @@ class SaveAndLoad:
         self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool
     ) -> Path:
         """Export the weights in Hugging Face's layout."""
-        self._run.order.require_boundary("export")
+        self._run.order.require("export")
         self._run.order.check_now("export", f", to {folder}, overwrite={overwrite}")
         self._run.adapter.reshard_all()
         merged = self._run.buffers.merged("export").values
