@@ -52,7 +52,7 @@ def test_a_weight_that_is_written_by_hand_is_lost_under_deepspeed_and_not_under_
         right = losses_of(engine, own_share(2))
     assert kept == pytest.approx(right)
     assert zeros[0] != pytest.approx(right[0])
-    with pytest.raises(unishard.ContractError, match="changed since unishard.prepare, but not by the engine"):
+    with pytest.raises(unishard.ContractError, match=r"changed since unishard\.prepare, but not by the engine"):
         initialized_late("fsdp")
 
 
@@ -70,7 +70,7 @@ def with_a_new_head(backend):
 def test_a_head_that_is_added_late_does_not_train(backend):
     with left_out(AddedModules):
         assert not with_a_new_head(backend)
-    with pytest.raises(unishard.ContractError, match="module head was added or replaced after unishard.prepare"):
+    with pytest.raises(unishard.ContractError, match=r"module head was added or replaced after unishard\.prepare"):
         with_a_new_head(backend)
 
 
@@ -88,7 +88,7 @@ def test_a_clipping_by_hand_reaches_one_engine_and_not_the_other():
         norms = {backend: clipped_by_hand(backend) for backend in BACKENDS}
     assert norms["fsdp"] == pytest.approx(1e-3, rel=0.01)
     assert norms["deepspeed"] > 0.1
-    with pytest.raises(unishard.ContractError, match="gradients were changed between engine.backward and engine.step"):
+    with pytest.raises(unishard.ContractError, match=r"gradients were changed between engine\.backward"):
         clipped_by_hand("fsdp")
 
 

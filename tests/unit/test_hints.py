@@ -15,11 +15,8 @@ from unishard.contract import registry
 from unishard.engine.engine import Engine
 
 HINTS = [
-    *hints.METHODS.values(),
-    *hints.PACKAGE.values(),
     *hints.BACKENDS.values(),
     *hints.IN_SCRIPT.values(),
-    *(hint for rows in (*hints._VALUES.values(), hints._KEYWORDS) for hint in rows.values()),
 ]
 FIELDS = {path for path, _ in leaves(Config)}
 
@@ -33,19 +30,8 @@ def test_what_a_hint_names_exists(hint: str) -> None:
 
 
 def test_no_name_is_one_of_ours() -> None:
-    assert [name for name in hints.METHODS if hasattr(Engine, name)] == []
-    assert [name for name in hints.PACKAGE if name in unishard.__all__] == []
     assert [name for name in hints.BACKENDS if name in registry.available()] == []
     assert {path.rpartition(".")[2] for path in FIELDS}.isdisjoint(hints.IN_SCRIPT)
-
-
-@pytest.mark.parametrize("name", ["initialize", "Accelerator", "init_process_group"])
-def test_a_name_of_another_package(name: str) -> None:
-    assert not hasattr(unishard, name)
-    with pytest.raises(
-        AttributeError, match=re.escape(f"module 'unishard' has no attribute '{name}'; {hints.PACKAGE[name]}")
-    ):
-        getattr(unishard, name)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +70,3 @@ def test_keys_of_other_tools_beside_backend_have_a_hint_each() -> None:
 def test_no_field_is_a_key_of_another_tool_at_the_top() -> None:
     assert other_tool(dict.fromkeys(Config.model_fields)) == ""
     assert other_tool({name: None for name in Config.model_fields if name != "backend"}) == ""
-
-
-def test_keywords_that_no_tool_has() -> None:
-    with pytest.raises(TypeError, match=r"backward\(\) got an unexpected keyword argument 'retain'"):
-        hints.refuse_keywords(["retain"])

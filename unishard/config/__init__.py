@@ -10,7 +10,6 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from unishard.config.checkpoint import Checkpoint
-from unishard.config.hints import instead
 from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging, Profile
 from unishard.config.optimizer import Optimizer, ParameterGroup, Scheduler
@@ -134,5 +133,5 @@ def expect_config(value: object) -> None:
     """
     if not isinstance(value, Config):
         raise ConfigError(
-            [Problem("", f"expected a unishard.Config, got {type(value).__name__}; {instead('cfg', value)}")]
+            [Problem("", f"expected a unishard.Config, got {type(value).__name__}; load one with unishard.load(path)")]
         )

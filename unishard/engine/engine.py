@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Literal, Never, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.config.hints import refuse_keywords
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement, Resumed, Step
@@ -155,9 +154,7 @@ class Engine(OtherNames):
         """
         self._training("set_boundary").set_boundary(last)
 
-    def backward(
-        self, loss: Tensor, num_items: int | Tensor | None = None, *, scaled: bool = False, **refused: Never
-    ) -> None:
+    def backward(self, loss: Tensor, num_items: int | Tensor | None = None, *, scaled: bool = False) -> None:
         """Run the backward of one micro-batch. Collective.
 
         Args:
@@ -168,14 +165,12 @@ class Engine(OtherNames):
                 of the window and of all ranks.
             scaled: Whether `loss` is already divided, as frameworks do: the update then uses the sum of the gradients
                 over the window, averaged over the ranks. For every micro-batch of a window, or for none.
-            refused: Nothing: arguments of torch's `backward`, such as `retain_graph`, are not accepted.
 
         Raises:
             ContractError: `loss` is not a scalar tensor with a graph, the engine was not called since the last step
                 (gradients of `engine.module(...)` would not be reduced), `step` was not called since the last backward,
                 or `num_items` is not a count or is missing for some micro-batches of the window.
         """
-        refuse_keywords(refused)
         try:
             self._training("backward").backward(loss, num_items, scaled=scaled)
         except RuntimeError as error:

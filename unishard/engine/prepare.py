@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Communication, Config, Precision, expect_config, loading
-from unishard.config.hints import instead
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory
@@ -39,6 +38,10 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 from unishard.observe.expected_memory import ExpectedMemory
+
+_WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "_FabricModule"}
+"""Of other engines, by the names of their classes."""
+
 
 # -- Inference without sharding: a full copy of the model on each rank, in `precision.compute` -----
 
@@ -152,7 +155,7 @@ def prepare(
     expect_config(cfg)
     if said := loading.unused():
         warnings.warn(said, UserWarning, stacklevel=2)
-    _require_module(model)
+    _require_unwrapped(model)
     with as_no_grad(), _group(cfg.communication) as topology:
         _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
         _require_new(model)
@@ -252,15 +255,16 @@ def _begin(engine: Engine, plan: RunPlan, *, reseed: bool) -> Engine:
     return engine
 
 
-def _require_module(model: object) -> None:
-    """Check that a model is a plain module.
+def _require_unwrapped(model: object) -> None:
+    """Check that a model is not another engine's wrapper, which would run inside this one.
 
     Raises:
-        ModelError: It is something else, or another engine's wrapper.
+        ModelError: It is. Classes are compared by name, so that nothing is imported for it.
     """
-    hint = instead("model", model)
-    if hint and not (isinstance(model, nn.Module) and hint == instead("model", object())):
-        raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}; {hint}")
+    if any(kind.__name__ in _WRAPPERS for kind in type(model).__mro__):
+        raise ModelError(
+            f"prepare needs the model itself, got {type(model).__name__}; pass the model that it wraps: its `module`"
+        )
 
 
 def _require_new(model: nn.Module) -> None:

@@ -19,7 +19,11 @@ _CASTS = ("to", "half", "float", "double", "bfloat16", "type", "cuda", "cpu")
 
 
 class GuardedModule:
-    """Refuses to read or replace weights past the engine, and to cast, move or zero them."""
+    """Refuses to read or replace weights past the engine, and to cast, move or zero them.
+
+    Without it: `state_dict` and `deepcopy` give shards or nothing, `load_state_dict`, `to` and `half` reach some of the
+    weights or none, and `zero_grad` inside a window drops gradients, on one engine or on both, in silence.
+    """
 
     def __init__(
         self,
@@ -58,10 +62,7 @@ class GuardedModule:
         self._hooks = as_no_grad_in_forward(module)
         self._for_good: dict[str, Callable[..., Any]] = {}
         if trains or not full:
-            self._for_good = {
-                "__deepcopy__": self._copy if full else self._refuse_copy,
-                "__reduce_ex__": self._refuse_pickle,
-            }
+            self._for_good = {"__deepcopy__": self._copy if full else self._refuse_copy}
         self._lifted = False
         if not full:
             parts: list[Any] = [*module.modules()]  # torch has no types for these methods
@@ -122,13 +123,6 @@ class GuardedModule:
             f"a prepared {self._name} cannot be copied: this rank holds only shards or rounded copies of its weights; "
             "read them with "
             "engine.parameter(name), average them with engine.ema(decay), or write them with engine.export(folder)"
-        )
-
-    def _refuse_pickle(self, protocol: object) -> NoReturn:
-        raise ContractError(
-            f"a prepared {self._name} cannot be pickled, as by torch.save(model): it holds the engine's hooks, and on "
-            "this rank only "
-            "shards or rounded copies of its weights; write them with engine.save(folder) or engine.export(folder)"
         )
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from unishard.config import Training
-from unishard.config.hints import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
 from unishard.distributed.host_read import HostRead
@@ -211,9 +210,7 @@ class Accumulation:
         if isinstance(asked, EllipsisType):
             return self._training.gradient_clipping
         if asked is not None and not (isinstance(asked, int | float) and asked > 0):
-            raise ContractError(
-                f"clip_grad_norm must be a positive number, got {asked!r}; {instead('clip_grad_norm', asked)}"
-            )
+            raise ContractError(f"clip_grad_norm must be a positive number, got {asked!r}; pass None for no clipping")
         return asked
 
     def discard(self) -> None:

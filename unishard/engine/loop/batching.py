@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.config import Training
-from unishard.config.hints import instead
 from unishard.contract.checkpoint_format import PassFacts
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
@@ -23,7 +22,6 @@ from unishard.data.wrappers import hides_state, instead_of, unwrapped
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.training_passes import TrainingPasses
-from unishard.errors import DataError
 from unishard.observe.observer import Observers
 from unishard.observe.progress import Progress
 
@@ -133,8 +131,6 @@ class Batching:
     ) -> Iterator[Window]:
         order, training = self._order, self._module.training
         order.require_open("batches")
-        if hint := instead("loader", loader):
-            raise DataError(f"batches needs a loader of batches, got {type(loader).__name__}, {hint}")
         together = (
             self._evaluation.lockstep_open is None
         )  # inside lockstep, ranks may have different numbers of batches

@@ -162,18 +162,15 @@ class CallOrder:
         """A block that runs the model, in which `enter_module` counts.
 
         Raises:
-            ModelError: torch does not compute with the dtypes that the config gives the model, or with its inputs.
+            ModelError: torch does not compute with the dtypes that the config gives the model.
         """
         self.inside_forward = self.gathered = True
         try:
             yield
-        except (RuntimeError, IndexError) as error:
+        except RuntimeError as error:
             told = forward_errors.explain_dtype(error, self._module, self._precision)
             if told is not None:
                 raise told from error
-            told = forward_errors.explain_input(error, self._module)
-            if told is not None:
-                raise told from None  # it names the line: what torch says of it, deep inside, adds nothing
             raise
         finally:
             self.inside_forward = False

@@ -16,7 +16,6 @@ from unishard.checkpoint.export.offline import export
 from unishard.checkpoint.files import path_of
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.saving import Background, Retention, save, without_collections
-from unishard.config.hints import instead
 from unishard.contract.results import Resumed
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import deferred, on_first, ranks_of
@@ -129,10 +128,6 @@ class SaveAndLoad:
         order.require("load")
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
-        if not isinstance(source, str | Path):
-            raise ContractError(
-                f"load needs the folder of a checkpoint, got {type(source).__name__}; {instead('source', source)}"
-            )
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
         what = f"{which} of {self._asked.dir}" if which else source
