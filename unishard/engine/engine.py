@@ -27,9 +27,10 @@ from unishard.engine.guards.graph import reaches
 from unishard.engine.guards.inference_mode import with_inference_as_no_grad, without_inference_mode
 from unishard.engine.guards.outside_batches import OutsideBatches
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.loop.batching import Batching, Passes
+from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.evaluation import Evaluation
+from unishard.engine.loop.passes import Passes
 from unishard.engine.loop.phase import Phase
 from unishard.engine.loop.routed_calls import RoutedCalls
 from unishard.engine.loop.trainable import Trainable
