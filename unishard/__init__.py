@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config, loading
-from unishard.config.hints import PACKAGE
 from unishard.config.topology import Topology
 from unishard.contract.registry import available
 from unishard.contract.report import Report, Translation
@@ -125,8 +124,7 @@ def load(
 def __getattr__(name: str) -> Any:
     """Load a name on first use: those that need torch, and types that the command line does not need."""
     if name not in _ON_FIRST_USE:
-        hint = PACKAGE.get(name, "")
-        raise AttributeError(f"module 'unishard' has no attribute {name!r}{hint and f'; {hint}'}", name=name)
+        raise AttributeError(f"module 'unishard' has no attribute {name!r}", name=name)
     try:
         value = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
     except ModuleNotFoundError as error:

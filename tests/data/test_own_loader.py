@@ -8,7 +8,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard
-from unishard.data.loader_checks import LoaderFacts, Share, _samples_in, _wrong_shares, facts_of
+from unishard.data.loader_checks import _samples_in, _wrong_shares
+from unishard.data.loader_facts import LoaderFacts, Share, facts_of
 
 DATA = TensorDataset(torch.arange(24).reshape(12, 2))
 

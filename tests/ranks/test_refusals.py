@@ -46,10 +46,6 @@ def all_frozen(backend):
     unishard.prepare(mlp().requires_grad_(False), config(backend))
 
 
-def no_module(backend):
-    unishard.prepare(lambda x: x, config(backend))
-
-
 def no_such_unit(backend):
     prepare(config(backend, {"strategy": "full_shard", "units": ["LlamaDecoderLayer"]}))
 
@@ -161,7 +157,6 @@ REFUSED = {
     frozen_on_one_rank: ("RankMismatchError", "different models", "rank 1 has '(23, 13) torch.float32 frozen'"),
     no_parameters: ("ModelError", "Sequential has no parameters"),
     all_frozen: ("ModelError", "parameters of Mlp are frozen; unfreeze the ones to train"),
-    no_module: ("ModelError", "needs a torch.nn.Module, got function"),
     no_such_unit: ("ModelError", "no module of class LlamaDecoderLayer in Mlp", "Block (x3, 1,809 parameters each)"),
     units_too_small: ("ModelError", "1,000,000 is larger than every unit", "blocks.0 (Block, 1,809)"),
     other_global_batch: (

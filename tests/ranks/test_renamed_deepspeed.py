@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import unishard
 from unishard.contract import registry
-from unishard.engine.loop.call_order import Phase
+from unishard.engine.loop.phase import Phase
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.failures import lifetime

@@ -18,11 +18,8 @@ from unishard.engine.gradients import Gradients
 from unishard.engine.weights import Weights
 
 HINTS = [
-    *hints.METHODS.values(),
-    *hints.PACKAGE.values(),
     *hints.BACKENDS.values(),
     *hints.IN_SCRIPT.values(),
-    *(hint for rows in hints._VALUES.values() for hint in rows.values()),
 ]
 PARTS = {"weights": Weights, "gradients": Gradients, "framework": Framework}
 FIELDS = {path for path, _ in leaves(Config)}
@@ -39,19 +36,8 @@ def test_what_a_hint_names_exists(hint: str) -> None:
 
 
 def test_no_name_is_one_of_ours() -> None:
-    assert [name for name in hints.METHODS if hasattr(Engine, name)] == []
-    assert [name for name in hints.PACKAGE if name in unishard.__all__] == []
     assert [name for name in hints.BACKENDS if name in registry.available()] == []
     assert {path.rpartition(".")[2] for path in FIELDS}.isdisjoint(hints.IN_SCRIPT)
-
-
-@pytest.mark.parametrize("name", ["initialize", "Accelerator", "init_process_group"])
-def test_a_name_of_another_package(name: str) -> None:
-    assert not hasattr(unishard, name)
-    with pytest.raises(
-        AttributeError, match=re.escape(f"module 'unishard' has no attribute '{name}'; {hints.PACKAGE[name]}")
-    ):
-        getattr(unishard, name)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from unishard.config.activation_checkpointing import ActivationCheckpointing
 from unishard.config.checkpoint import Checkpoint
 from unishard.config.communication import Communication
 from unishard.config.compile import Compile
-from unishard.config.hints import instead
 from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging
 from unishard.config.offload import Offload
@@ -141,5 +140,5 @@ def expect_config(value: object) -> None:
     """
     if not isinstance(value, Config):
         raise ConfigError(
-            [Problem("", f"expected a unishard.Config, got {type(value).__name__}; {instead('cfg', value)}")]
+            [Problem("", f"expected a unishard.Config, got {type(value).__name__}; load one with unishard.load(path)")]
         )

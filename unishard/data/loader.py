@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
 from unishard.config.describe import count_of
-from unishard.config.hints import instead
 from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
@@ -241,8 +240,12 @@ def dataloader(
         TypeError: There is no such option.
         ValueError: torch refuses the options, such as `prefetch_factor` without workers.
     """
-    if hint := instead("dataset", dataset):
-        raise DataError(f"dataloader needs a dataset of samples, got {type(dataset).__name__}; {hint}")
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"dataloader needs a dataset of samples, got {type(dataset).__name__}; its keys are no samples: pass one "
+            "of its splits, or torch.utils.data.TensorDataset(*tensors), datasets.Dataset.from_dict(data), or a list "
+            "of samples"
+        )
     expect_config(cfg)
     prelaunch_errors.install()
     for name in refused:

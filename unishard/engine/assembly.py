@@ -13,19 +13,31 @@ from unishard.contract.adapter import EngineAdapter, InferenceAdapter
 from unishard.contract.plan import ObserveSpec, OptimizerPlan, RunPlan
 from unishard.contract.units import Unit
 from unishard.distributed.dtypes import DTYPES
+from unishard.engine.guards.added_modules import AddedModules
+from unishard.engine.guards.copied_containers import CopiedContainers
+from unishard.engine.guards.divided_loss import DividedLoss
+from unishard.engine.guards.edited_gradients import EditedGradients, Shown
+from unishard.engine.guards.ended_schedule import EndedSchedule
+from unishard.engine.guards.equal_options import EqualOptions
+from unishard.engine.guards.equal_weights import EqualWeights, computes_alike
+from unishard.engine.guards.foreign_backward import ForeignBackward
+from unishard.engine.guards.forward_gradients import ForwardGradients
+from unishard.engine.guards.gathered_parameters import GatheredParameters
+from unishard.engine.guards.guard import Guard, Guards
+from unishard.engine.guards.guarded_module import GuardedModule
+from unishard.engine.guards.inference_mode import InferenceInForward
+from unishard.engine.guards.inplace_writes import InplaceWrites
+from unishard.engine.guards.late_unfreezing import LateUnfreezing
+from unishard.engine.guards.other_parameters import OtherParameters
+from unishard.engine.guards.outside_batches import OutsideBatches
+from unishard.engine.guards.reached_parameters import ReachedParameters
+from unishard.engine.guards.skipped_updates import SkippedUpdates
+from unishard.engine.guards.unfit_loss import UnfitLoss
+from unishard.engine.guards.written_parameters import WrittenParameters
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.copied_containers import CopiedContainers
-from unishard.engine.loop.equal_values import EqualValues
 from unishard.engine.loop.evaluation import Evaluation
-from unishard.engine.loop.forward_gradients import ForwardGradients
-from unishard.engine.loop.guarded_module import GuardedModule
-from unishard.engine.loop.inference_mode import InferenceInForward
-from unishard.engine.loop.inplace_writes import InplaceWrites
-from unishard.engine.loop.reached_parameters import Trainable
-from unishard.engine.loop.script_checks import AddedModules
-from unishard.engine.loop.training_passes import OutsideBatches
-from unishard.engine.loop.written_parameters import WrittenParameters
+from unishard.engine.loop.trainable import Trainable
 from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
@@ -86,54 +98,73 @@ def training_windows(
     plan: RunPlan,
     order: CallOrder,
     observers: Observers,
-    trainable: Trainable,
-    outside: OutsideBatches,
+    guards: Iterable[Guard],
 ) -> Accumulation:
-    """What runs accumulation windows, with what it checks. Collective."""
-    module, guard, own = adapter.module, plan.guard, optimizer.scheduler
-    groups, eager = adapter.optimizer.param_groups, eager_modules(module)
-    ids = {id(part) for part in eager.values()}
-    units = {name: unit for name, unit in plan.model.casting.items() if id(unit) in ids}
-    inner = [*units.values(), *(unit.module for unit in adapter.gathered_modules() if unit.module is not module)]
-    written = None if guard.full_weights else WrittenParameters(module, order)
+    """What runs accumulation windows."""
+    own, groups = optimizer.scheduler, adapter.optimizer.param_groups
+    schedule = Schedule(optimizer.schedule, groups) if own is None else TorchSchedule(own, groups)
     return Accumulation(
         plan.loop,
         LossScale(plan.model.precision),
         adapter,
         order,
-        Schedule(optimizer.schedule, groups) if own is None else TorchSchedule(own, groups),
+        schedule,
         OptimizerCalls(
             adapter,
             optimizer.optimizer or adapter.torch_optimizer,
             plan.model.name,
             order.require_no_gradients,
-            whole=guard.full_weights,
+            whole=plan.guard.full_weights,
         ),
-        trainable,
-        plan.model.classes,
-        outside,
+        Guards(order, [*guards, EndedSchedule(schedule, order)]),
         observers,
-        written=written,
-        held=EqualValues(module, order, adapter.device, full=guard.full_weights) if order.compares_ranks else None,
-        added=AddedModules(
-            module, {"torch", "unishard", type(adapter).__module__.partition(".")[0], *plan.backend.requires}
-        ),
-        watches=()
-        if written is None
-        else (
-            written,
-            InplaceWrites(units, gathers=guard.gathers),
-            CopiedContainers(
-                {
-                    f"{name} ({plan.model.classes[name]})" if name else plan.model.name: part
-                    for name, part in eager.items()
-                },
-                order,
-            ),
-            ForwardGradients(inner, order, adapter.gradients_in_forward),
-            InferenceInForward(inner),
-        ),
     )
+
+
+def training_guards(
+    adapter: EngineAdapter, plan: RunPlan, order: CallOrder, trainable: Trainable, outside: OutsideBatches, shown: Shown
+) -> list[Guard]:
+    """The guards of a training loop, in the order in which they look. Collective."""
+    module, full = adapter.module, plan.guard.full_weights
+    packages = {"torch", "unishard", type(adapter).__module__.partition(".")[0], *plan.backend.requires}
+    guards: list[Guard] = [
+        UnfitLoss(),
+        LateUnfreezing(module, trainable.prepared),
+        AddedModules(module, packages, order),
+        *([] if full else _of_shards(adapter, plan, order)),
+        EditedGradients(module, shown, order),
+        OtherParameters(adapter),
+        ReachedParameters(adapter, order, plan.model.classes),
+        DividedLoss(plan.loop.gradient_accumulation_steps),
+        ForeignBackward(adapter, order),
+        SkippedUpdates(),
+        outside,
+    ]
+    if order.compares_ranks:
+        guards.append(EqualOptions(lambda: adapter.optimizer.param_groups, order))
+        if full and computes_alike(adapter.device):
+            guards.append(EqualWeights(module, order))
+    return guards
+
+
+def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[Guard]:
+    """Those where the module's own tensors are not the weights."""
+    module = adapter.module
+    eager = eager_modules(module)
+    ids = {id(part) for part in eager.values()}
+    units = {name: unit for name, unit in plan.model.casting.items() if id(unit) in ids}
+    inner = [*units.values(), *(unit.module for unit in adapter.gathered_modules() if unit.module is not module)]
+    classes = plan.model.classes
+    named = {f"{name} ({classes[name]})" if name else plan.model.name: part for name, part in eager.items()}
+    written = WrittenParameters(module, order)
+    return [
+        written,
+        GatheredParameters(eager, written),
+        InplaceWrites(units, gathers=plan.guard.gathers),
+        CopiedContainers(named, order),
+        ForwardGradients(inner, order, adapter.gradients_in_forward),
+        InferenceInForward(inner),
+    ]
 
 
 def guarded_module(adapter: InferenceAdapter, plan: RunPlan, order: CallOrder, evaluation: Evaluation) -> GuardedModule:

@@ -21,25 +21,27 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
-from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_windows
+from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_guards, training_windows
 from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
 from unishard.engine.gradients import Gradients
+from unishard.engine.guards.edited_gradients import Shown
+from unishard.engine.guards.outside_batches import OutsideBatches
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.loop.batching import Batching, Passes
+from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
-from unishard.engine.loop.call_order import Phase
 from unishard.engine.loop.evaluation import Evaluation
-from unishard.engine.loop.guarded_module import RoutedCalls
-from unishard.engine.loop.reached_parameters import Trainable
-from unishard.engine.loop.training_passes import OutsideBatches
+from unishard.engine.loop.passes import Passes
+from unishard.engine.loop.phase import Phase
+from unishard.engine.loop.routed_calls import RoutedCalls
+from unishard.engine.loop.trainable import Trainable
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.other_names import OtherNames
 from unishard.engine.process import Process
 from unishard.engine.state.named_parameters import NamedParameters
 from unishard.engine.state.run import Run
 from unishard.engine.state.save_and_load import SaveAndLoad
-from unishard.engine.state.sharded_reads import explain_sharded_read, naming_sharded_reads
+from unishard.engine.state.sharded_reads import explain_sharded_read, refuse_sharded_read
 from unishard.engine.state.tensors import StateTensors
 from unishard.engine.training_only import require_training
 from unishard.engine.weights import Weights
@@ -73,15 +75,15 @@ class Engine(OtherNames, Process):
         self._buffers = Buffers(plan.loop.buffers, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
         self._batching = Batching(plan.loop, module, adapter.device, order, self._evaluation, self._observers, warn)
-        self._outside = OutsideBatches(self._batching.training, warn)
+        self._outside = OutsideBatches(lambda: self._batching.training.open, order, warn)
         trainable, tensors = Trainable(module), StateTensors(adapter, training)
         self._accumulation: Accumulation | None = None
+        shown: Shown = {}
         if training is None or plan.optimizer is None:
             module.eval()
         else:
-            self._accumulation = training_windows(
-                training, plan.optimizer, plan, order, self._observers, trainable, self._outside
-            )
+            guards = training_guards(training, plan, order, trainable, self._outside, shown)
+            self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(
                 training=plan.loop,
@@ -103,7 +105,9 @@ class Engine(OtherNames, Process):
         self._routed = RoutedCalls(module, order, self)
         parameters = NamedParameters(adapter, order, tensors)
         self._weights = Weights(adapter, order, parameters, tensors, trainable, self._buffers, self._accumulation)
-        self._gradients = Gradients(order, parameters, tensors, self._accumulation, LossScale(plan.model.precision))
+        self._gradients = Gradients(
+            order, parameters, tensors, self._accumulation, shown, LossScale(plan.model.precision)
+        )
         self._framework = Framework(
             adapter, plan, order, self._accumulation, self._weights, self._checkpoints, self._routed, self.close
         )
@@ -118,7 +122,7 @@ class Engine(OtherNames, Process):
         Raises:
             ContractError: The model is in training mode inside a `lockstep` block.
         """
-        with naming_sharded_reads(self._adapter):
+        try:
             self._order.require_open("forward")
             if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
                 args, kwargs = to_device((args, kwargs), self._adapter.device)
@@ -135,6 +139,9 @@ class Engine(OtherNames, Process):
                     "the model was put in training mode inside engine.lockstep(); do that after the block"
                 )
             return self._accumulation.forward(*args, **kwargs)
+        except RuntimeError as error:
+            refuse_sharded_read(self._adapter, error)
+            raise
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
         """Run the backward of one micro-batch. Collective.
@@ -151,8 +158,11 @@ class Engine(OtherNames, Process):
                 (gradients of `engine.module(...)` would not be reduced), `step` was not called since the last backward,
                 or `num_items` is not a count or is missing for some micro-batches of the window.
         """
-        with naming_sharded_reads(self._adapter):
+        try:
             self._training("backward").backward(loss, num_items, scaled=False)
+        except RuntimeError as error:
+            refuse_sharded_read(self._adapter, error)
+            raise
 
     def step(self, clip_grad_norm: float | EllipsisType | None = ...) -> Step:
         """End a micro-batch, after every backward; at the end of an accumulation window, make the update. Collective.

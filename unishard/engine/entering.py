@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from unishard.engine.loop.inference_mode import as_no_grad, without_inference_tensors
+from unishard.engine.guards.inference_mode import as_no_grad, without_inference_tensors
 from unishard.failures.endings import raise_cause
 
 C = TypeVar("C", bound=type)

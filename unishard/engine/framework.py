@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.plan import RunPlan
 from unishard.engine.entering import entered
+from unishard.engine.guards.graph import reaches
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.guarded_module import RoutedCalls
-from unishard.engine.loop.reached_parameters import reaches
+from unishard.engine.loop.routed_calls import RoutedCalls
 from unishard.engine.state.save_and_load import SaveAndLoad
-from unishard.engine.state.sharded_reads import naming_sharded_reads
+from unishard.engine.state.sharded_reads import refuse_sharded_read
 from unishard.engine.training_only import require_training
 from unishard.engine.weights import Weights
 from unishard.errors import ContractError
@@ -77,9 +77,12 @@ class Framework:
         Raises:
             ContractError: As in `Engine.backward`.
         """
-        with naming_sharded_reads(self._adapter):
-            training = require_training(self._accumulation, self._order, "framework.scaled_backward")
+        training = require_training(self._accumulation, self._order, "framework.scaled_backward")
+        try:
             training.backward(loss, None, scaled=True)
+        except RuntimeError as error:
+            refuse_sharded_read(self._adapter, error)
+            raise
 
     def routed(self, *methods: str, parts: Iterable[str] = ()) -> nn.Module:
         """Let calls of the model itself run through the engine. Not collective.
@@ -137,8 +140,7 @@ class Framework:
             BackendError: This torch lacks a private name that FSDP2 needs for it.
             ContractError: `train=False` rounded the weights to `precision.compute`, or inside an accumulation window.
         """
-        self._order.require_boundary("framework.release")
-        self._order.require_no_graph("framework.release")
+        self._order.require("framework.release")
         rounded = self._weights.rounded(self._plain.dtypes)
         if rounded is not None:
             raise ContractError(

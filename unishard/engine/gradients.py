@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from unishard.distributed.shards import Shard, full_tensor, norm_across, shard_norms, write_shard
 from unishard.engine.entering import entered
+from unishard.engine.guards.edited_gradients import Shown
 from unishard.engine.loop.accumulation import Accumulation
-from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.phase import Phase
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.state.named_parameters import NamedParameters, from_first_rank
 from unishard.engine.state.tensors import StateTensors
@@ -31,6 +33,7 @@ class Gradients:
         parameters: NamedParameters,
         tensors: StateTensors,
         accumulation: Accumulation | None,
+        shown: Shown,
         inference_scale: LossScale,
     ) -> None:
         """Called by `unishard.prepare`."""
@@ -38,9 +41,10 @@ class Gradients:
         self._parameters = parameters
         self._tensors = tensors
         self._accumulation = accumulation
+        self._shown = shown
         self._inference_scale = inference_scale
         if accumulation is not None:
-            accumulation.adapter.read_gradient = self._shown
+            accumulation.adapter.read_gradient = self._show
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor | None:
@@ -81,7 +85,7 @@ class Gradients:
                 "engine.weights.set_trainable"
             )
         divisor = self._finish(call, training)
-        training.shown.pop(parameter, None)
+        self._shown.pop(parameter, None)
         shard = training.adapter.grad_shard(parameter, create=True)
         if shard is not None:
             write_shard(shard, from_first_rank(call, name, shard, value, training.adapter.device).mul_(divisor))
@@ -99,7 +103,7 @@ class Gradients:
             ContractError: The window is not at its end.
         """
         training = self._training("gradients.norms")
-        self._order.require_end_of_window("gradients.norms")
+        self._order.require("gradients.norms")
         self._order.check_now("gradients.norms")
         divisor = self._finish("gradients.norms", training)
         norms = shard_norms(self._shards(training), training.adapter.device)
@@ -118,7 +122,7 @@ class Gradients:
             ContractError: The window is not at its end.
         """
         training = self._training("gradients.norm")
-        self._order.require_end_of_window("gradients.norm")
+        self._order.require("gradients.norm")
         self._order.check_sampled("gradients.norm")
         divisor = self._finish("gradients.norm", training)
         norm = training.adapter.grad_norm()
@@ -132,11 +136,11 @@ class Gradients:
         scale = self._inference_scale if self._accumulation is None else self._accumulation.loss_scale
         return scale.value
 
-    def _shown(self, parameter: nn.Parameter) -> Tensor | None:
+    def _show(self, parameter: nn.Parameter) -> Tensor | None:
         """What a script sees as `parameter.grad`; an edit of it is refused in the step."""
         if not (parameter.requires_grad and self._order.phase is Phase.BACKWARD_DONE and self._order.last):
             return None
-        shown = self._training("gradients.read").shown
+        shown = self._shown
         if parameter not in shown:
             gradient = self.read(next(name for name, each in self._tensors.each() if each is parameter))
             shown[parameter] = (gradient, 0 if gradient is None else gradient._version)
@@ -153,7 +157,7 @@ class Gradients:
 
     def _finish(self, call: str, training: Accumulation) -> float:
         """Finish the gradients; the divisor that the update will use."""
-        self._order.require_end_of_window(call)
+        self._order.require(call)
         return training.finish_gradients()
 
     def _training(self, call: str) -> Accumulation:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Communication, Config, expect_config
-from unishard.config.hints import instead
 from unishard.config.loading import launched
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
@@ -21,9 +20,9 @@ from unishard.contract.backend import OptimizerFactory
 from unishard.contract.plan import RunPlan
 from unishard.distributed import agreement, devices
 from unishard.engine.engine import Engine
+from unishard.engine.guards.inference_mode import as_no_grad
 from unishard.engine.inference import ReplicaAdapter
-from unishard.engine.loop.guarded_module import put_in_training_mode
-from unishard.engine.loop.inference_mode import as_no_grad
+from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.model import activation_checkpointing, compilation, kept_fp32, materialization, matmul
 from unishard.engine.model.batch_norm import name_synchronized
 from unishard.engine.model.dtypes import cast_model
@@ -36,6 +35,9 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 from unishard.observe.expected_memory import ExpectedMemory
+
+_WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "_FabricModule"}
+"""Of other engines, by the names of their classes."""
 
 
 def prepare(
@@ -93,7 +95,7 @@ def prepare(
     expect_config(cfg)
     if said := launched.unused():
         warnings.warn(said, UserWarning, stacklevel=2)
-    _require_module(model)
+    _require_unwrapped(model)
     with as_no_grad(), _group(cfg.communication) as topology:
         _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
         _require_new(model)
@@ -193,15 +195,16 @@ def _begin(engine: Engine, plan: RunPlan, *, reseed: bool) -> Engine:
     return engine
 
 
-def _require_module(model: object) -> None:
-    """Check that a model is a plain module.
+def _require_unwrapped(model: object) -> None:
+    """Check that a model is not another engine's wrapper, which would run inside this one.
 
     Raises:
-        ModelError: It is something else, or another engine's wrapper.
+        ModelError: It is. Classes are compared by name, so that nothing is imported for it.
     """
-    hint = instead("model", model)
-    if hint and not (isinstance(model, nn.Module) and hint == instead("model", object())):
-        raise ModelError(f"prepare needs a torch.nn.Module, got {type(model).__name__}; {hint}")
+    if any(kind.__name__ in _WRAPPERS for kind in type(model).__mro__):
+        raise ModelError(
+            f"prepare needs the model itself, got {type(model).__name__}; pass the model that it wraps: its `module`"
+        )
 
 
 def _require_new(model: nn.Module) -> None:

@@ -21,11 +21,11 @@ from unishard.distributed.on_ranks import on_first
 from unishard.distributed.process_group import host_group
 from unishard.distributed.shards import full_tensor, shard_norms
 from unishard.engine.entering import entered
+from unishard.engine.guards.inference_mode import without_inference_mode
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.inference_mode import without_inference_mode
-from unishard.engine.loop.reached_parameters import Trainable
+from unishard.engine.loop.trainable import Trainable
 from unishard.engine.state.loaded_weights import names_to_load, reader_of
 from unishard.engine.state.merged_adapters import MergedAdapters
 from unishard.engine.state.moving_average import MovingAverage, begin_average
@@ -94,7 +94,7 @@ class Weights:
             ContractError: There is no such parameter, `value` does not fit it, or a forward waits for its backward.
         """
         parameter = self._parameters.find("weights.write", name)
-        self._order.require_no_graph("weights.write")
+        self._order.require("weights.write")
         self._parameters.replace("weights.write", name, parameter, value)
 
     @without_inference_mode
@@ -119,7 +119,7 @@ class Weights:
         if isinstance(names, str):
             raise ContractError(f"{call} needs a list of names, got {names!r}; write gathered([{names!r}])")
         parameters = {name: self._parameters.find(call, name) for name in names}
-        self._order.require_no_graph(call)
+        self._order.require(call)
         full: dict[nn.Parameter, Tensor] = {}
         with torch.no_grad():
             for parameter in parameters.values():
@@ -127,7 +127,7 @@ class Weights:
                     full[parameter] = full_tensor(self._adapter.master_shard(parameter), self._device)
         tensors = {name: full[parameter] for name, parameter in parameters.items()}
         yield tensors
-        self._order.require_no_graph(call)
+        self._order.require(call)
         if tensors.keys() != parameters.keys():
             raise ContractError(f"{call}: names were added to or removed from the dict; only edit its tensors")
         edited = {parameter: name for name, parameter in parameters.items() if tensors[name] is not full[parameter]}
@@ -216,8 +216,7 @@ class Weights:
             ContractError: Inside an accumulation window or `unsharded`.
         """
         call = "weights.load"
-        self._order.require_boundary(call)
-        self._order.require_no_graph(call)
+        self._order.require(call)
         self._order.check_now(call, f", strict={strict}")
         source = path_of(source, call) if isinstance(source, str | Path) else source
         shapes: dict[str, torch.Size] = {
@@ -301,7 +300,7 @@ class Weights:
                 one would be left.
         """
         training = require_training(self._accumulation, self._order, "weights.set_trainable")
-        self._order.require_boundary("weights.set_trainable")
+        self._order.require("weights.set_trainable")
         self._order.check_now("weights.set_trainable")
         training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
 
@@ -313,8 +312,7 @@ class Weights:
         For another engine's loss that is computed through this model; this engine's window and gradients do not change.
         Keep its `backward` inside the block too, because activation checkpointing recomputes the forward there.
         """
-        self._order.require_open("weights.frozen")
-        self._order.require_sharded("weights.frozen")
+        self._order.require("weights.frozen")
         was, self._order.frozen = self._order.frozen, True
         try:
             with self._adapter.frozen():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import sysconfig
 import threading
@@ -117,16 +116,6 @@ def where_raised(error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     return _in_words(frames) if frames else ""
-
-
-def place_of(error: BaseException) -> str:
-    """`file:line in function` of the innermost frame of the user's code, of an error that is caught in a call from
-    there.
-    """
-    here = [*traceback.walk_stack(inspect.currentframe())][::-1]
-    frames = [*here, *traceback.walk_tb(error.__traceback__)]
-    others = [each for each in frames if not str(each[0].f_globals.get("__name__")).startswith("unishard")]
-    return _in_words(traceback.StackSummary.extract(iter(others)))
 
 
 def _in_words(frames: traceback.StackSummary) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import tempfile
 
 import torch
@@ -398,13 +397,6 @@ def copy_of_a_replicated_model(backend):
         return [parameter.norm().item() for parameter in clone.parameters()], right
 
 
-@mistake("`torch.save(engine.module, ...)`")
-@in_every_strategy
-def pickle_of_the_model(backend, strategy):
-    with prepare(config(backend, strategy)) as engine:
-        torch.save(engine.module, io.BytesIO())
-
-
 @mistake("`model.half()` after `prepare`", "half")
 @mistake("`model.to(torch.bfloat16)` after `prepare`", "to", torch.bfloat16)
 @mistake("`model.to_empty(device=...)` after `prepare`", "to_empty")
@@ -502,15 +494,11 @@ def zero3_of_transformers(backend):
 # -- the engine as something else ------------------------------------------------------------------
 
 
-@mistake(
-    "`engine.gradient_accumulation_steps = 4`, or another attribute that is set on the engine",
-    "gradient_accumulation_steps",
-)
-@mistake("`engine.zero_grad = ...`, a name of another tool that is set on the engine", "zero_grad")
-def attribute_of_the_engine(backend, name):
+@mistake("`engine.gradient_accumulation_steps = 4`, or another attribute that is set on the engine")
+def attribute_of_the_engine(backend):
     with prepare(config(backend)) as engine:
         engine.mine = 1
-        setattr(engine, name, 4)
+        engine.gradient_accumulation_steps = 4
 
 
 @mistake("`torch.compile(engine)`")

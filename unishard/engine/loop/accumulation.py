@@ -6,38 +6,30 @@ engine.
 
 from __future__ import annotations
 
-import logging
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import EllipsisType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from unishard.config import Training
-from unishard.config.hints import instead
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
 from unishard.distributed.host_read import HostRead
-from unishard.engine.loop import script_checks
-from unishard.engine.loop.call_order import CallOrder, Phase
-from unishard.engine.loop.equal_values import EqualValues
-from unishard.engine.loop.forward_guard import ForwardGuard
+from unishard.engine.guards.guard import ComparedCall, Guards
+from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.items import Items, LossKind
-from unishard.engine.loop.reached_parameters import ReachedParameters, Trainable
-from unishard.engine.loop.training_passes import OutsideBatches
-from unishard.engine.loop.written_parameters import WrittenParameters
+from unishard.engine.loop.phase import Phase
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
 from unishard.observe.observer import Observers
-
-_logger = logging.getLogger("unishard")
 
 
 class Accumulation:
@@ -51,15 +43,8 @@ class Accumulation:
         order: CallOrder,
         schedule: Schedule | TorchSchedule,
         optimizer: OptimizerCalls,
-        trainable: Trainable,
-        classes: Mapping[str, str],
-        outside: OutsideBatches,
+        guards: Guards,
         observers: Observers,
-        *,
-        written: WrittenParameters | None,
-        held: EqualValues | None,
-        watches: Sequence[ForwardGuard],
-        added: script_checks.AddedModules,
     ) -> None:
         """Begin before the first window.
 
@@ -70,32 +55,15 @@ class Accumulation:
             order: The position in the loop.
             schedule: What sets the learning rates.
             optimizer: What the user holds of the optimizer.
-            trainable: Which parameters train.
-            classes: The class of each module by name, before it was sharded.
-            outside: What looks for batches that no loop has read.
+            guards: What finds mistakes that would train wrongly in silence.
             observers: They are told of each window.
-            written: What finds writes of parameters past the engine; None where the module's own tensors are the
-                weights.
-            held: What describes what must be the same on all ranks in an update; None on a single rank.
-            watches: What looks at some forwards.
-            added: What finds modules, parameters and hooks that the script adds.
         """
         self.observers = observers
-        self._written, self._held, self._watches = written, held, watches
+        self._guards, self._due = guards, guards.now()
         self._training = training
-        self._trainable = trainable
         self.adapter = adapter
         self._order = order
         self._items = Items()
-        self._foreign = script_checks.ForeignBackwardCheck(adapter)
-        self._edited = script_checks.EditedGradients(adapter.module, order)
-        self._reached = ReachedParameters(adapter, order, classes)
-        self._added = added
-        self._outside = outside
-        self._looks_for_scale = self._looks_for_mean = self._looks_for_end = dist.get_rank() == 0
-        self._skipped = script_checks.SkippedUpdates()
-        self._failed = ""
-        """What has raised an error in this window: the forward or the backward."""
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
         self._schedule = schedule
@@ -108,8 +76,6 @@ class Accumulation:
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
 
-    # -- what depends on the last update -----------------------------------------------------------
-
     @property
     def schedule(self) -> Schedule | TorchSchedule:
         """The schedule, at the coming update."""
@@ -121,11 +87,6 @@ class Accumulation:
         """The optimizer, with the rates of the coming update."""
         self.resolve_pending()
         return self._optimizer
-
-    @property
-    def shown(self) -> dict[nn.Parameter, tuple[Tensor | None, int]]:
-        """The gradients of this window that the script has read, see `EditedGradients`."""
-        return self._edited.shown
 
     @property
     def loss_scale(self) -> LossScale:
@@ -143,168 +104,128 @@ class Accumulation:
             skipped = not math.isfinite(norm)
             if skipped:
                 self._schedule.retreat()
-            lowered = self._loss_scale.end_window(skipped=skipped)
-            if skipped or self._skipped.streak:
-                self._skipped.add(skipped=skipped, lowered=lowered)
+            self._tell_outcome(skipped=skipped)
 
-    # -- one micro-batch ---------------------------------------------------------------------------
+    def _tell_outcome(self, *, skipped: bool) -> bool:
+        """Of an update; returns whether fp16's loss scale was lowered for it."""
+        lowered = self._loss_scale.end_window(skipped=skipped)
+        for look in self._guards.all.after_outcome:
+            look(skipped=skipped, lowered=lowered)
+        return lowered
 
     def set_boundary(self, last: bool) -> None:
         """Say whether the coming micro-batch ends its window."""
-        self._go_on()
+        self._count_without_step()
         self._order.set_boundary(last)
 
-    def _go_on(self) -> None:
-        """Count a micro-batch that has no step, in a window whose end the caller says: it was not the last.
-
-        Raises:
-            ContractError: The gradients of the window were read, and so finished.
-        """
-        if not (self._order.pushed and self._order.phase is Phase.BACKWARD_DONE):
-            return
-        if self._finished is not None:
-            raise ContractError(
-                "a window goes on after its gradients, or their norm, were read; read them only before the step of its "
-                "last micro-batch"
-            )
-        self._edited.compare()
-        self._order.go_on()
+    def _count_without_step(self) -> None:
+        """Count a micro-batch that has no step, in a window whose end the caller says: it was not the last."""
+        order = self._order
+        if order.pushed and order.phase is Phase.BACKWARD_DONE:
+            for look in self._guards.all.before_finish:
+                look()
+            order.go_on()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
         order = self._order
-        if self._failed:
-            raise ContractError(
-                f"forward was called after an error in the {self._failed} of the last micro-batch, of which gathered "
-                "weights or gradients may be left; where you catch such an error, call engine.discard() to drop the "
-                "window, on every rank"
-            )
-        if order.averaged:
-            raise ContractError(
-                "forward was called in training mode inside average.weights(); call engine.eval() first, or train "
-                "after the block"
-            )
-        self._go_on()
+        order.require("forward")
+        if order.pushed:
+            self._count_without_step()
         self.adapter.begin(last=order.last)
-        looks = order.looks
-        if looks:
-            self._added.refuse(gathered=order.gathered)
-        if self._written is not None:
-            self._written.before_forward()
-        if self._held is not None and not order.micro_batch:
-            self._held.look()
+        self._due = guards = self._guards.now()
+        for look in guards.before_forward:
+            look()
         order.check_sampled("forward")
-        if order.looks_at_update and not order.micro_batch:
-            self._outside.forward((args, kwargs))
         if order.before_update is not None:
-            order.before_update()
-            order.before_update = None
+            order.run_before_update()
         self.observers.on_forward(args, kwargs)
-        if order.phase is Phase.OPEN:
-            order.phase = Phase.FORWARD_DONE
-        order.graph = order.graph or torch.is_grad_enabled()
+        order.begin_forward()
         try:
-            with order.forwarding(), self._watching() if looks else nullcontext():
+            with order.forwarding(), guards.forward((args, kwargs)):
                 output = self.adapter.forward(*args, **kwargs)
-            if self._written is not None:
-                self._written.after_forward()
+            for look in guards.after_forward:
+                look()
         except BaseException as error:
-            self._failed = "forward"
-            self.observers.on_error(error)
+            self._fail("forward", error)
             raise
         self.adapter.watch(output)
         return output
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """A block in which a forward writes nothing that the engine would lose."""
-        with ExitStack() as stack:
-            for watch in self._watches:
-                stack.enter_context(watch.forward())
-            yield
-
     def backward(self, loss: Tensor, num_items: int | Tensor | None, *, scaled: bool) -> None:
         """Run the backward of one micro-batch."""
         order = self._order
-        order.require_backward(loss, training=self.adapter.module.training)
-        if order.looks:
-            self._trainable.require_frozen()
-        order.check_sampled(
-            "backward",
-            ", scaled" if scaled else _DETAILS[num_items is None, isinstance(num_items, Tensor)],
-            skipped=self._reached.before_backward(loss),
-        )
+        call = ComparedCall(order.last, num_items, scaled)
+        order.require("backward")
+        for look in self._due.before_backward:
+            look(loss, call)
+        order.check_sampled("backward", _detail(call), skipped=call.skipped)
         kind = LossKind.SCALED if scaled else LossKind.COUNTED if num_items is not None else LossKind.MEAN
-        self._items.add(num_items, kind, last=order.last)
+        self._items.add(num_items, kind, last=call.last)
         # The scaled losses of a window add up to one mean.
         self.observers.on_loss(loss, int(not order.micro_batch) if scaled else num_items)
-        if self._looks_for_scale and kind is LossKind.MEAN:
-            self._looks_for_scale = False
-            script_checks.warn_if_scaled(loss, self._training.gradient_accumulation_steps)
-        if self._looks_for_mean and num_items is not None:
-            self._looks_for_mean = False
-            script_checks.warn_if_mean(loss)
-        self._edited.compare()
-        known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
         if self._loss_scale.dynamic:
             self.resolve_pending()
+        known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
+        order.inside_backward = True
         try:
-            with self._foreign.own_backward(), torch.enable_grad():  # the script may be under `no_grad`
+            with torch.enable_grad():  # the script may be under `no_grad`
                 self.adapter.backward(self._loss_scale.scale(loss / order.window if known else loss))
         except BaseException as error:
-            self._failed = "backward"
-            self.observers.on_error(error)
+            self._fail("backward", error)
             raise
-        self._edited.keep()
+        finally:
+            order.inside_backward = False
+        for keep in self._due.after_backward:
+            keep()
         order.phase, order.graph = Phase.BACKWARD_DONE, False
+
+    def _fail(self, part: str, error: BaseException) -> None:
+        """After an error in a part of a micro-batch the window can only be discarded."""
+        self._order.failed = part
+        self.observers.on_error(error)
 
     def step(self, clip_grad_norm: float | EllipsisType | None) -> Step:
         """Count the micro-batch; update at the end of the window."""
         order = self._order
-        order.require_sharded("step")
-        if order.phase is not Phase.BACKWARD_DONE:
-            raise ContractError(
-                "step was called without a backward; call engine.backward(loss) first, once for each micro-batch"
-            )
-        max_norm = self._training.gradient_clipping if isinstance(clip_grad_norm, EllipsisType) else clip_grad_norm
-        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-            raise ContractError(
-                f"clip_grad_norm must be a positive number, got {max_norm!r}; {instead('clip_grad_norm', max_norm)}"
-            )
+        call = ComparedCall(order.last)
+        order.require("step")
+        max_norm = self._max_norm(clip_grad_norm)
         self.resolve_pending()
-        self._edited.compare()
-        if order.last:  # inside a window there is no collective, and the next forward notices a missing step
+        for look in self._due.before_step:
+            look(call)
+        if call.last:  # inside a window there is no collective, and the next forward notices a missing step
             clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
-            edited = ", with gradients that were changed since backward" if self._edited.found else ""
-            held = "" if self._held is None else self._held.text(self.adapter.optimizer.param_groups)
-            order.check_sampled(
-                "step",
-                clip + edited,
-                skipped=self._reached.after_backward(),
-                order=self.adapter.gradient_order,
-                held=held,
-            )
-            if self._edited.found:
-                self._edited.refuse()
-        if not order.end_micro_batch():
+            gradients = self.adapter.gradient_order
+            held = json.dumps(call.held) if call.held else ""
+            order.check_sampled("step", clip + call.detail, skipped=call.skipped, order=gradients, held=held)
+            call.require_allowed()
+        order.end_micro_batch()
+        if not call.last:
             return Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False)
         step = self._end_window(max_norm)
         self.observers.on_step(step)
         return step
 
+    def _max_norm(self, asked: float | EllipsisType | None) -> float | None:
+        if isinstance(asked, EllipsisType):
+            return self._training.gradient_clipping
+        if asked is not None and not (isinstance(asked, int | float) and asked > 0):
+            raise ContractError(f"clip_grad_norm must be a positive number, got {asked!r}; pass None for no clipping")
+        return asked
+
     def discard(self) -> None:
         """Discard the window."""
         order = self._order
-        if not (order.inside_window or order.graph or self._failed):
+        if not (order.inside_window or order.graph or order.failed):
             return
-        self._failed = ""
         with self._optimizer.own():
             self.adapter.drop_gradients()
         self._items.clear()
         self.observers.on_discard()
         order.discard_window()
-        self._edited.clear()
-        self._reached.forget()
+        for forget in self._guards.all.forget:
+            forget()
         self._finished = None
 
     def close(self) -> None:
@@ -312,9 +233,8 @@ class Accumulation:
         self.observers.on_close()
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
             self.resolve_pending()
-        self._reached.close()
-        for watch in self._watches:
-            watch.close()
+        for close in self._guards.all.close:
+            close()
         self._optimizer.close()
         self._schedule.close()
 
@@ -324,10 +244,12 @@ class Accumulation:
         Returns:
             The divisor that the update will use.
         """
-        self._edited.compare()
+        for look in self._guards.all.before_finish:
+            look()
         if self._finished is None:
             self.adapter.finish_gradients()
             self._finished = self._divisor()
+            self._order.gradients_read = True
         return self._finished
 
     def _divisor(self) -> float:
@@ -335,13 +257,6 @@ class Accumulation:
 
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self._schedule.lr
-        if lr == 0.0 and self._looks_for_end and self._schedule.ended:
-            self._looks_for_end = False
-            _logger.warning(
-                "update %d has a learning rate of 0 and trains nothing: scheduler.total_steps is reached; end the loop "
-                "there, or raise scheduler.total_steps, or set scheduler.min_lr_ratio",
-                self._order.updates + 1,
-            )
         self._optimizer.require_one_schedule(writes=self._schedule.writes)
         try:
             divisor = self._divisor()
@@ -360,8 +275,8 @@ class Accumulation:
             self._order.end_window()
             self._items.clear()
             self._finished = None
-        if self._written is not None:
-            self._written.keep()
+        for look in self._guards.all.after_update:
+            look()
         step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
         at_once = (  # something cannot take the update back, or raises
             self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
@@ -371,9 +286,7 @@ class Accumulation:
             self._optimizer.updated()
             self._schedule.advance()
             return step
-        lowered = self._loss_scale.end_window(skipped=step.skipped)
-        if step.skipped or self._skipped.streak:
-            self._skipped.add(skipped=step.skipped, lowered=lowered)
+        lowered = self._tell_outcome(skipped=step.skipped)
         if step.updated:
             self._optimizer.updated()
             self._schedule.advance()
@@ -386,8 +299,13 @@ class Accumulation:
         return step
 
 
-_DETAILS = {(True, False): "", (False, False): ", with num_items", (False, True): ", with num_items in a tensor"}
-"""Of a backward: the ranks add up numbers of Python before it, and those in tensors behind it."""
+def _detail(call: ComparedCall) -> str:
+    """Of a backward: the ranks add up numbers of Python before it, and those in tensors behind it."""
+    if call.scaled:
+        return ", scaled"
+    if call.num_items is None:
+        return ""
+    return ", with num_items in a tensor" if isinstance(call.num_items, Tensor) else ", with num_items"
 
 
 def _nothing() -> None:

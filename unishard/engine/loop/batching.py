@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from unishard.config import Training
-from unishard.config.hints import instead
 from unishard.contract.training_facts import PassFacts
 from unishard.data.batches import Window, length_of, windows
 from unishard.data.loader import ShareLoader
@@ -22,62 +21,10 @@ from unishard.data.position import Position
 from unishard.data.wrappers import hides_state, instead_of, unwrapped
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
+from unishard.engine.loop.passes import Passes
 from unishard.engine.loop.training_passes import TrainingPasses
-from unishard.errors import DataError
 from unishard.observe.observer import Observers
 from unishard.observe.progress import Progress
-
-# -- What `engine.batches` returns: passes over a loader -------------------------------------------
-
-T = TypeVar("T")
-
-
-class Passes(Generic[T]):
-    """Passes over a loader: each iteration is one, as over torch's `DataLoader`.
-
-    `next` reads on in a pass that it has begun itself.
-    """
-
-    def __init__(self, begin: Callable[[bool], Iterator[T]], length: Callable[[], int | None], loader: Any) -> None:
-        """Called by `Engine.batches` and `Engine.windows`.
-
-        Args:
-            begin: Begins a pass; takes whether there was one before.
-            length: The number of items that the next pass yields; None if unknown.
-            loader: What is read.
-        """
-        self._begin, self._length, self._loader = begin, length, loader
-        self._again = False
-        self._begun: Iterator[T] | None = None
-        """The pass that `next` reads."""
-
-    def __iter__(self) -> Iterator[T]:
-        begun, self._begun = self._begun, None
-        return self._new() if begun is None else begun
-
-    def __next__(self) -> T:
-        if self._begun is None:
-            self._begun = self._new()
-        try:
-            return next(self._begun)
-        except StopIteration:
-            self._begun = None
-            raise
-
-    def __len__(self) -> int:
-        """How many items the next pass yields: of a resumed loop, the rest of the epoch.
-
-        Raises:
-            TypeError: The loader has no length.
-        """
-        length = self._length()
-        if length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length")
-        return length
-
-    def _new(self) -> Iterator[T]:
-        again, self._again = self._again, True
-        return self._begin(again)
 
 
 class Batching:
@@ -133,8 +80,6 @@ class Batching:
     ) -> Iterator[Window]:
         order, training = self._order, self._module.training
         order.require_open("batches")
-        if hint := instead("loader", loader):
-            raise DataError(f"batches needs a loader of batches, got {type(loader).__name__}, {hint}")
         together = (
             self._evaluation.lockstep_open is None
         )  # inside lockstep, ranks may have different numbers of batches

@@ -5,25 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unishard.config import Communication, Precision
+from unishard.engine.guards.sampling import Sampling
 from unishard.engine.loop import forward_errors
-from unishard.engine.loop.sampling import Sampling
+from unishard.engine.loop.phase import Phase
+from unishard.engine.loop.wrong_calls import ANY, WRONG
 from unishard.errors import ContractError
 from unishard.failures import collective_check
-
-
-class Phase(Enum):
-    """The state of a micro-batch."""
-
-    OPEN = "open"
-    FORWARD_DONE = "forward done"
-    BACKWARD_DONE = "backward done"
-    CLOSED = "closed"
 
 
 class CallOrder:
@@ -59,11 +51,19 @@ class CallOrder:
         self._trained = module.training
         self._began, self._seconds = time.monotonic(), 0.0
         """When the current window began, and what the last one took."""
-        self._forwarding = False
+        self.inside_forward = False
+        """Whether the engine runs the model, so that a call of it is the model's own."""
+        self.inside_backward = False
+        """Whether the engine's own backward runs."""
         self._closing: list[Callable[[], None]] = []
         self._checked, self._due = -1, 0
         """The last update whose calls were all checked, and the next one whose calls will be."""
         self.phase = Phase.OPEN
+        self.closed = False
+        self.failed = ""
+        """What has raised an error in this window: the forward or the backward."""
+        self.gradients_read = False
+        """Whether the gradients of this window are final."""
         self.full_window = self.window = window
         """Micro-batches in a full accumulation window, and in the current one."""
         self.micro_batch = 0
@@ -162,26 +162,18 @@ class CallOrder:
         """A block that runs the model, in which `enter_module` counts.
 
         Raises:
-            ModelError: torch does not compute with the dtypes that the config gives the model, or with its inputs.
+            ModelError: torch does not compute with the dtypes that the config gives the model.
         """
-        self._forwarding = self.gathered = True
+        self.inside_forward = self.gathered = True
         try:
             yield
-        except (RuntimeError, IndexError) as error:
+        except RuntimeError as error:
             told = forward_errors.explain_dtype(error, self._module, self._precision)
             if told is not None:
                 raise told from error
-            told = forward_errors.explain_input(error, self._module)
-            if told is not None:
-                raise told from None  # it names the line: what torch says of it, deep inside, adds nothing
             raise
         finally:
-            self._forwarding = False
-
-    @property
-    def inside_forward(self) -> bool:
-        """Whether the engine runs the model, so that a call of it is the model's own."""
-        return self._forwarding
+            self.inside_forward = False
 
     def enter_module(self, name: str) -> None:
         """Check that the forward enters the same module on all ranks: in the first updates before its parameters are
@@ -190,7 +182,7 @@ class CallOrder:
         Raises:
             RankMismatchError: The ranks enter different modules; names them.
         """
-        if self._forwarding and self._member is not None:
+        if self.inside_forward and self._member is not None:
             self._member.enter_module(
                 name, wait=self._module.training and collective_check.samples_modules(self.updates)
             )
@@ -222,11 +214,7 @@ class CallOrder:
             ContractError: The last one has not ended.
         """
         if self.micro_batch:
-            raise ContractError(
-                f"a new accumulation window starts after {self.micro_batch} of {self.window} micro-batches of the last "
-                "one; call backward and step for every batch, and leave a loop only when step().updated or "
-                "step().skipped is true"
-            )
+            self.require("begin_window")
         self.window, self.discarded, self.pushed = length, False, False
 
     def set_boundary(self, last: bool) -> None:
@@ -235,14 +223,7 @@ class CallOrder:
         Raises:
             ContractError: It is known already: by a loop over batches, or by a forward that waits for its backward.
         """
-        self.require_open("set_boundary")
-        if self.phase is Phase.BACKWARD_DONE:
-            raise ContractError("set_boundary was called after backward; call engine.step() first, then set_boundary")
-        if self.micro_batch and not self.pushed:
-            raise ContractError(
-                f"set_boundary was called after {self.micro_batch} of {self.window} micro-batches of a window; call it "
-                "before each forward from the first one on, and not in a loop over engine.batches or engine.windows"
-            )
+        self.require("set_boundary")
         if self.graph and last is not self.last:
             raise ContractError(
                 "set_boundary was called after a forward that was told otherwise; call it before the first forward of "
@@ -250,16 +231,32 @@ class CallOrder:
             )
         self.pushed, self.window = True, self.micro_batch + (1 if last else 2)
 
-    def end_micro_batch(self) -> bool:
-        """Count a micro-batch; whether its window has ended."""
-        ended, self.phase, self.graph = self.last, Phase.OPEN, False
-        self.micro_batch += 1
-        if self.pushed and not ended:
+    def run_before_update(self) -> None:
+        """Make the check that waits for the beginning of an update. Collective."""
+        if self.before_update is not None:
+            self.before_update()
+            self.before_update = None
+
+    def begin_forward(self) -> None:
+        """A forward in training mode begins."""
+        if self.phase is Phase.OPEN:
+            self.phase = Phase.FORWARD_DONE
+        self.graph = self.graph or torch.is_grad_enabled()
+
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch."""
+        if self.pushed and not self.last:
             self.window += 1  # until the caller says where it ends
-        return ended
+        self.phase, self.graph = Phase.OPEN, False
+        self.micro_batch += 1
 
     def go_on(self) -> None:
-        """Count a micro-batch that has no step; whether the next one ends the window is as for it."""
+        """Count a micro-batch that has no step; whether the next one ends the window is as for it.
+
+        Raises:
+            ContractError: The gradients of the window were read, and so finished.
+        """
+        self.require("go_on")
         ends = self.last
         self.window = self.micro_batch + 2
         self.end_micro_batch()
@@ -267,7 +264,7 @@ class CallOrder:
 
     def end_window(self) -> None:
         """End the window after its update was made or skipped."""
-        self.window, self.micro_batch, self.pushed = self.full_window, 0, False
+        self.window, self.micro_batch, self.pushed, self.gradients_read = self.full_window, 0, False, False
         self.updates += 1
         self.looks_at_update = self._sampling.next_update(self.full_window)
         self._began, before = time.monotonic(), self._began
@@ -275,126 +272,63 @@ class CallOrder:
 
     def discard_window(self) -> None:
         """Discard the window after its gradients were dropped."""
-        self.phase, self.graph, self.micro_batch = Phase.OPEN, False, 0
+        self.phase, self.graph, self.micro_batch, self.gradients_read, self.failed = Phase.OPEN, False, 0, False, ""
         if self.pushed:
             self.window, self.pushed = self.full_window, False
         self.discarded = True
 
     def close(self, why: BaseException | None) -> None:
         """Refuse all further calls."""
-        self.phase = Phase.CLOSED
+        self.phase, self.closed = Phase.CLOSED, True
         while self._closing:
             self._closing.pop()()
         if self._member is not None:
             self._member.leave(why)
 
-    # -- refusals ----------------------------------------------------------------------------------
+    @property
+    def only_evaluated(self) -> bool:
+        """Whether the micro-batch can have had a forward in evaluation mode only."""
+        return self.phase is Phase.OPEN and not self._module.training
+
+    @property
+    def length_known(self) -> bool:
+        """Whether a window has begun whose length is known."""
+        return bool(self.micro_batch) and not self.pushed
+
+    @property
+    def gradients_not_final(self) -> bool:
+        """Whether the last backward of a window has not run, or its step has."""
+        return self.phase is not Phase.BACKWARD_DONE or not self.last
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that a call such as `zero_grad()` would drop."""
+        return not self.closed and self.inside_window
+
+    def require(self, call: str, *, like: str = "") -> None:
+        """Check that a call is allowed here.
+
+        Args:
+            call: Its name in the error.
+            like: The call whose row of `WRONG` counts; by default this one.
+
+        Raises:
+            ContractError: It is not.
+        """
+        for place, text in WRONG.get(like or call, ANY).items():
+            if place is self.phase or (isinstance(place, str) and getattr(self, place)):
+                done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
+                raise ContractError(
+                    text.format(
+                        call=call, done=done, window=self.window, micro_batch=self.micro_batch, failed=self.failed
+                    )
+                )
 
     def require_open(self, call: str) -> None:
         """Raise ContractError on a closed engine."""
-        if self.phase is Phase.CLOSED:
-            raise ContractError(f"{call} was called on a closed engine; build a new model and prepare it")
-
-    def require_sharded(self, call: str) -> None:
-        """Raise ContractError inside `unsharded`."""
-        if self.unsharded:
-            raise ContractError(
-                f"{call} was called inside engine.weights.unsharded(), where weights are full for a forward and its "
-                "backward; call it after the block"
-            )
-
-    def require_boundary(self, call: str) -> None:
-        """Raise ContractError on a closed engine, inside an accumulation window, and inside `frozen` and
-        `unsharded`.
-        """
-        self.require_open(call)
-        self.require_sharded(call)
-        if self.frozen:
-            raise ContractError(
-                f"{call} was called inside engine.weights.frozen(), where no parameter is trainable; call it after the "
-                "block"
-            )
-        if self.averaged and call != "export":
-            raise ContractError(
-                f"{call} was called inside average.weights(), where the model has averaged weights; call it after the "
-                "block"
-            )
-        if self.inside_window:
-            raise ContractError(
-                f"{call} was called inside an accumulation window; call it when step().updated or .skipped is true"
-            )
-
-    def require_backward(self, loss: object, *, training: bool) -> None:
-        """Raise ContractError unless a backward of this loss is allowed now."""
-        if self.phase is Phase.BACKWARD_DONE:
-            raise ContractError(
-                "backward was called twice for one micro-batch; add up the losses of its forwards, or call "
-                "engine.step() after every backward"
-            )
-        if self.phase is Phase.OPEN and not training:
-            raise ContractError(
-                "backward was called in evaluation mode, where engine(...) builds no graph; call engine.train() before "
-                "the forward"
-            )
-        if self.phase is Phase.OPEN:
-            raise ContractError(
-                "backward was called without a forward of the engine; compute the loss with engine(...) in training "
-                "mode, not engine.module"
-            )
-        if not isinstance(loss, Tensor):
-            raise ContractError(
-                f"backward needs a scalar loss tensor, got {type(loss).__name__}; pass the loss itself, such "
-                "as output.loss"
-            )
-        if loss.dim():
-            raise ContractError(
-                f"backward needs a scalar loss, got shape {tuple(loss.shape)}; pass its mean, such as loss.mean()"
-            )
-        if loss.requires_grad and loss.grad_fn is None:
-            raise ContractError(
-                "backward got a tensor that no forward has computed, as cached losses (GradCache) return, whose hook "
-                "runs backwards that no engine knows; call engine.framework.scaled_backward((embeddings * "
-                "cached).sum()) for each chunk, with the gradient that was cached for its embeddings: docs/access.md"
-            )
-        if not loss.requires_grad:
-            raise ContractError(
-                "backward needs a loss with a graph; it was computed in evaluation mode, under no_grad, detached, or "
-                "from frozen parameters only"
-            )
-
-    def require_end_of_window(self, call: str) -> None:
-        """Raise ContractError unless the last backward of a window has run and `step` has not."""
-        self.require_open(call)
-        if self.phase is not Phase.BACKWARD_DONE or not self.last:
-            done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
-            raise ContractError(
-                f"{call} was called after {done} of {self.window} backward calls of the window, when the gradients are "
-                "not final; call it between the last backward of a window and engine.step()"
-            )
+        if self.closed:
+            self.require(call, like="any")
 
     def require_no_gradients(self, call: str) -> None:
-        """Raise ContractError inside an accumulation window, whose gradients a call such as `zero_grad()` would
-        drop.
-        """
-        if self.phase is not Phase.CLOSED and self.inside_window:
-            done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
-            raise ContractError(
-                f"{call} was called after {done} of {self.window} backward calls of the accumulation window, and would "
-                "drop their gradients; remove the call: engine.step() zeroes gradients after each update, and "
-                "engine.discard() drops a window"
-            )
-
-    def require_no_graph(self, call: str) -> None:
-        """Raise ContractError while the graph of a forward waits for its backward, and inside `unsharded`."""
-        self.require_open(call)
-        self.require_sharded(call)
-        if self.averaged:
-            raise ContractError(
-                f"{call} was called inside average.weights(), where the model has averaged weights; call it after the "
-                "block"
-            )
-        if self.graph:
-            raise ContractError(
-                f"{call} would change a parameter that the backward of an earlier forward still needs; call it after "
-                "backward, or drop the forward with engine.discard(); a forward under torch.no_grad() is allowed"
-            )
+        """Raise ContractError inside an accumulation window, whose gradients the call would drop."""
+        self.require(call, like="zero_grad")

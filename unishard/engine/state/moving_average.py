@@ -16,8 +16,9 @@ from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import full_tensor
 from unishard.engine.entering import entered
-from unishard.engine.loop.call_order import CallOrder, Phase
-from unishard.engine.loop.inference_mode import without_inference_mode
+from unishard.engine.guards.inference_mode import without_inference_mode
+from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.phase import Phase
 from unishard.engine.state.average_shards import AverageShards, resume_average
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
@@ -44,7 +45,7 @@ def begin_average(
         CheckpointError: On every rank: the average of the loaded checkpoint cannot be read.
         ContractError: As in `Weights.average`.
     """
-    order.require_boundary("weights.average")
+    order.require("weights.average")
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
         raise ContractError(f"weights.average: decay must be a number from 0 to 1, such as 0.999, got {decay!r}")
     if tensors.average is not None:
@@ -121,8 +122,7 @@ class MovingAverage:
                     weights.
         """
         order = self._order
-        order.require_boundary("average.weights")
-        order.require_no_graph("average.weights")
+        order.require("average.weights")
         order.check_now("average.weights")
         kept = [values.clone() for values in self._shards.live]
         self._write(self._shards.averages)

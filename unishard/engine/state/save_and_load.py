@@ -17,7 +17,6 @@ from unishard.checkpoint.export.online import export
 from unishard.checkpoint.files import path_of
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.saving import Retention, save, without_collections
-from unishard.config.hints import instead
 from unishard.contract.results import Resumed
 from unishard.distributed import process_group
 from unishard.distributed.interrupts import deferred
@@ -73,7 +72,7 @@ class SaveAndLoad:
 
     def _save(self, root: str | Path | None, state: Any, metric: Any) -> Path:
         order = self._run.order
-        order.require_boundary("save")
+        order.require("save")
         number = _number(metric)
         place = self._directory(root, "save")
         self._claim(place)
@@ -128,14 +127,9 @@ class SaveAndLoad:
     def load(self, source: str | Path, *, strict: bool, verify: str | None, data: bool) -> Resumed | None:
         """Resume from a checkpoint."""
         order = self._run.order
-        order.require_boundary("load")
-        order.require_no_graph("load")
+        order.require("load")
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
-        if not isinstance(source, str | Path):
-            raise ContractError(
-                f"load needs the folder of a checkpoint, got {type(source).__name__}; {instead('source', source)}"
-            )
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
         what = f"{which} of {self._asked.dir}" if which else source
@@ -223,7 +217,7 @@ class SaveAndLoad:
         self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool
     ) -> Path:
         """Export the weights in Hugging Face's layout."""
-        self._run.order.require_boundary("export")
+        self._run.order.require("export")
         self._run.order.check_now("export", f", to {folder}, overwrite={overwrite}")
         self._run.adapter.reshard_all()
         merged = self._run.buffers.merged("export").values

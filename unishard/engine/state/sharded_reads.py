@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from unishard.contract.adapter import InferenceAdapter
 from unishard.errors import ModelError, UnishardError
 
 
-@contextmanager
-def naming_sharded_reads(adapter: InferenceAdapter) -> Iterator[None]:
-    """A block that runs the model, in which the error of an operation on a sharded weight becomes one that says what to
-    write.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        why = explain_sharded_read(adapter, error)
-        if why is None:
-            raise
+def refuse_sharded_read(adapter: InferenceAdapter, error: RuntimeError) -> None:
+    """Raise ModelError, which says what to write, in place of the error of an operation on a sharded weight."""
+    why = explain_sharded_read(adapter, error)
+    if why is not None:
         raise ModelError(why) from error
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from unishard.contract.adapter import InferenceAdapter
-from unishard.engine.loop.call_order import CallOrder, Phase
+from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.loop.phase import Phase
 from unishard.engine.state.named_parameters import NamedParameters
 from unishard.errors import ContractError
 

@@ -14,38 +14,41 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import values_in
-from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.forward_guard import ForwardGuard
+from unishard.engine.guards.guard import Guard, Looks, LoopState
 from unishard.errors import ModelError
 
 
-class CopiedContainers(ForwardGuard):
+class CopiedContainers(Guard):
     """Refuses changes of copies that the caller does not get back.
 
     All modules are looked at where `Sampling` says, and in every micro-batch those that were seen to get containers: an
     empty list may be copied only once it has a tensor.
+
+    Without it: stage 3 of ZeRO trains without the loss that a block appends to its caller's list, in silence.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], order: CallOrder) -> None:
+    looks = Looks.CLOSELY
+
+    def __init__(self, modules: Mapping[str, nn.Module], place: LoopState) -> None:
         """Look at nothing yet.
 
         Args:
             modules: All that are not compiled, by name and class.
-            order: The engine's position in the loop.
+            place: Where the loop is.
         """
         self._modules = modules
-        self._order = order
+        self._place = place
         self._passed: dict[str, list[Any]] = {}
         """The containers of the caller of each module that runs."""
         self._copies: dict[str, list[tuple[Any, Any]]] = {}
         """What it got in place of some of them, each with what it held then."""
-        self.hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         """On those that are looked at in every micro-batch."""
         self._taking: set[str] = set()
         """The modules that were seen to get containers."""
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, inputs: Any) -> Iterator[None]:
         """The block that runs a forward that is looked at.
 
         Raises:
@@ -57,22 +60,27 @@ class CopiedContainers(ForwardGuard):
         finally:
             for name, each in hooks.items():
                 if name in self._taking:
-                    self.hooks += each
+                    self._hooks += each
                 else:
                     for hook in each:
                         hook.remove()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _watch(self, name: str, watched: nn.Module) -> list[RemovableHandle]:
         """Register hooks outside the engine's, and one inside them."""
 
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._order.inside_forward:  # not where a backward computes it again
+            if self._place.inside_forward:  # not where a backward computes it again
                 self._passed[name] = _containers((*args, *kwargs.values()))
                 self._taking.update([name] if self._passed[name] else [])
 
         def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
             passed = {id(each) for each in self._passed.pop(name, ())}
-            if self._order.inside_forward:
+            if self._place.inside_forward:
                 own = _containers((*args, *kwargs.values()))
                 self._copies[name] = [(each, _shallow(each)) for each in own if id(each) not in passed]
 

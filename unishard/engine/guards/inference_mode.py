@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import replace_tensors
-from unishard.engine.loop.forward_guard import ForwardGuard
+from unishard.engine.guards.guard import Guard, Looks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,20 +52,21 @@ def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:
     Returns:
         Handles of the hooks.
     """
-    open_blocks: list[ExitStack] = []
+    open_blocks: list[ExitStack | None] = []
 
     def enter(called: nn.Module, args: Any, kwargs: Any) -> Any:
         if called is not module:  # a copy of it
             return None
-        open_blocks.append(block := ExitStack())
         if not torch.is_inference_mode_enabled():
+            open_blocks.append(None)
             return None
+        open_blocks.append(block := ExitStack())
         block.enter_context(as_no_grad())
         return without_inference_tensors(args), without_inference_tensors(kwargs)
 
     def leave(called: nn.Module, args: Any, output: Any) -> None:
-        if called is module and open_blocks:
-            open_blocks.pop().close()
+        if called is module and open_blocks and (block := open_blocks.pop()) is not None:
+            block.close()
 
     return [
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
@@ -73,18 +74,21 @@ def as_no_grad_in_forward(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-class InferenceInForward(ForwardGuard):
-    """Runs modules that a forward calls in inference mode under `no_grad`: FSDP2 would keep the weights that it gathers
-    there, which no backward can use.
+class InferenceInForward(Guard):
+    """Runs modules that a forward calls in inference mode under `no_grad`.
 
     In the forwards that are looked at, since the first one makes the tensors that the later ones fill.
+
+    Without it: FSDP2 keeps the weights that it gathers there, and a later backward ends in an error about them.
     """
+
+    looks = Looks.CLOSELY
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*modules]
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, inputs: Any) -> Iterator[None]:
         """The block that runs a forward that is looked at."""
         hooks = [hook for module in self._modules for hook in as_no_grad_in_forward(module)]
         try:

@@ -11,28 +11,33 @@ from typing import Any
 from torch import Tensor, nn
 
 from unishard.distributed.nested_tensors import tensors_in
-from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.forward_guard import ForwardGuard
-from unishard.engine.loop.tensor_marks import memory_of
+from unishard.engine.guards.guard import Guard, Looks, LoopState
+from unishard.engine.guards.tensor_marks import memory_of
 
 
-class ForwardGradients(ForwardGuard):
-    """Refuses gradients in the forward where the engine cannot compute them."""
+class ForwardGradients(Guard):
+    """Refuses gradients in the forward where the engine cannot compute them.
 
-    def __init__(self, modules: Iterable[nn.Module], order: CallOrder, refuse: Callable[[], None]) -> None:
+    Without it: FSDP2 ends in an error about the storage of a tensor, stage 3 of ZeRO in one about sizes, and neither
+    names the cause.
+    """
+
+    looks = Looks.CLOSELY
+
+    def __init__(self, modules: Iterable[nn.Module], place: LoopState, refuse: Callable[[], None]) -> None:
         """Look at nothing yet.
 
         Args:
             modules: Those through which a forward may not compute gradients of its own.
-            order: The engine's position in the loop.
+            place: Where the loop is.
             refuse: Raises where that is so.
         """
         self._modules = [*modules]
-        self._order = order
+        self._place = place
         self._refuse = refuse
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, inputs: Any) -> Iterator[None]:
         """The block that runs a forward that is looked at.
 
         Raises:
@@ -55,5 +60,5 @@ class ForwardGradients(ForwardGuard):
                 tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, gradient: Tensor) -> None:
-        if self._order.inside_forward:
+        if self._place.inside_forward:
             self._refuse()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import tensors_in
-from unishard.engine.loop.forward_guard import ForwardGuard
-from unishard.engine.loop.tensor_marks import memory_of, versions
+from unishard.engine.guards.guard import Guard, Looks
+from unishard.engine.guards.tensor_marks import memory_of, versions
 from unishard.errors import ModelError
 
 _REFUSALS = (
@@ -27,8 +27,14 @@ _REFUSALS = (
 """In torch's error for an in-place operation on an input of a unit (torch 2.13, csrc/autograd/variable.cpp)."""
 
 
-class InplaceWrites(ForwardGuard):
-    """Refuses in-place operations that an engine's backward would not see."""
+class InplaceWrites(Guard):
+    """Refuses in-place operations that an engine's backward would not see.
+
+    Without it: stage 3 of ZeRO, and FSDP2 of an output that is a view, compute wrong gradients in silence; of an input
+    FSDP2 ends in an error of torch about views that the model does not make.
+    """
+
+    looks = Looks.CLOSELY
 
     def __init__(self, units: Mapping[str, nn.Module], *, gathers: bool) -> None:
         """Look at nothing yet.
@@ -45,7 +51,7 @@ class InplaceWrites(ForwardGuard):
         """Outputs of units that are views or inputs."""
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, inputs: Any) -> Iterator[None]:
         """The block that runs a forward that is looked at.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,3 +47,22 @@ def sum_of_bits(parameter: Any) -> Tensor | None:
     # It may wrap; in a wider dtype torch would copy all of it on the CPU.
     total = bits.sum(dtype=bits.dtype)
     return None if memory_of(total) is None else total
+
+
+class Mark(NamedTuple):
+    """What a tensor is at one time; None where that is not compared."""
+
+    tensor: Tensor
+    version: int
+    memory: torch.UntypedStorage | None = None
+    bits: Tensor | None = None
+
+
+def mark(tensor: Tensor, *, memory: bool, bits: bool = True) -> Mark:
+    """Look at a tensor."""
+    return Mark(
+        tensor,
+        versions([tensor])[0],
+        memory_of(tensor) if memory else None,
+        sum_of_bits(tensor) if bits else None,
+    )

@@ -1,0 +1,30 @@
+"""The guards of the training loop: each finds one mistake that trains wrongly in silence, hangs, or loses data.
+
+They are a list (`unishard.engine.assembly.training_guards`); the loop calls them at its points and knows none of them.
+
+| Guard | What it prevents | When it looks | What a look costs |
+|---|---|---|---|
+| `unfit_loss` | a backward through nothing, or past the engine | always | attributes of a tensor |
+| `late_unfreezing` | a layer with gradients and without updates | closely | a walk over the parameters |
+| `added_modules` | a layer or a hook that no engine knows | closely | a walk over the modules |
+| `written_parameters` | a weight that is written by hand and lost | always | versions of tensors; closely their bits |
+| `gathered_parameters` | the same in a forward | closely | hooks on each module, bits of what it computes with |
+| `inplace_writes` | gradients without an in-place operation | closely | hooks on each unit |
+| `copied_containers` | a list of the caller that gets no entries | closely | hooks on each module |
+| `forward_gradients` | an error about the storage of a tensor | closely | a hook on each unit |
+| `inference_mode` | an error about a tensor of inference mode, later | closely | hooks on each unit |
+| `edited_gradients` | a clipping that one engine sees | always | versions of gradients; closely some elements |
+| `other_parameters` | weights that no update changes, or each rank its own | at updates | a walk over the graph |
+| `reached_parameters` | sums of gradients of different parameters, a hang | always | at updates a walk over the graph |
+| `divided_loss` | gradients that are divided twice | at updates, once | the last nodes of the graph of a loss |
+| `foreign_backward` | gradients that are mixed or not reduced | always | a hook on each output |
+| `equal_options` | learning rates that differ between ranks | where calls are compared | the options of the groups |
+| `equal_weights` | weights that differ between ranks | where calls are compared | a sum of bits on the device |
+| `outside_batches` | the same samples on all ranks, no position in the data | at updates | a hash of some inputs |
+| `ended_schedule`, `skipped_updates` | a run that trains nothing any more | always | a number |
+
+When: `Sampling` chooses the updates, and in each the micro-batches, that are looked at closely: all of the first ten
+updates, in which a habit shows, and later one micro-batch of one update in 40.
+
+`guarded_module` guards the module itself, whose methods a script may call at any time.
+"""

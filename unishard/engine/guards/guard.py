@@ -1,0 +1,189 @@
+"""What a guard is, and the list of them that a training loop goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from unishard.errors import ContractError
+
+
+class Looks(IntEnum):
+    """When a guard looks."""
+
+    ALWAYS = 0
+    """In every micro-batch: it reads what costs nothing, such as the versions of tensors."""
+    AT_UPDATES = 1
+    """In the updates that `Sampling` chooses."""
+    CLOSELY = 2
+    """In the micro-batches that `Sampling` chooses: it waits for the device, or has a hook on each module."""
+
+
+@dataclass
+class ComparedCall:
+    """A backward or a step, to which guards add what must be the same on all ranks."""
+
+    last: bool
+    """Whether it is of the last micro-batch of its window."""
+    num_items: int | Tensor | None = None
+    """Of a backward, how many items its loss sums over."""
+    scaled: bool = False
+    """Whether that loss is divided by the script."""
+    detail: str = ""
+    """What else the ranks compare, in words."""
+    skipped: str = ""
+    """What has no gradient on this rank."""
+    held: dict[str, str] = field(default_factory=dict)
+    """What the update uses, by name."""
+    refusal: ContractError | None = None
+    """What to raise once the ranks have compared the call: before that, the others would wait for this one."""
+
+    def require_allowed(self) -> None:
+        """Raise what a guard has found."""
+        if self.refusal is not None:
+            raise self.refusal
+
+
+class LoopState(Protocol):
+    """What guards read of the loop: where it is."""
+
+    updates: int
+    """Accumulation windows that have ended."""
+    micro_batch: int
+    """Micro-batches of the current window that are done."""
+    writes: int
+    """How often the engine itself has written weights other than by an update."""
+    gathered: bool
+    """Whether the engine may have put other tensors in the place of parameters."""
+    inside_backward: bool
+    """Whether the engine's own backward runs."""
+    looks_at_update: bool
+    """Whether `Sampling` has chosen the current update."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether it has chosen the current micro-batch."""
+        ...
+
+    @property
+    def last(self) -> bool:
+        """Whether the current micro-batch is the last of its window."""
+        ...
+
+    @property
+    def inside_forward(self) -> bool:
+        """Whether the engine runs the model."""
+        ...
+
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether there are other ranks to compare with."""
+        ...
+
+
+class Guard:
+    """Finds one mistake that trains wrongly in silence, hangs, or ends in an error that misleads.
+
+    A guard overrides what it looks at, and raises there what is wrong, or warns of it.
+    """
+
+    looks = Looks.ALWAYS
+    """When it does."""
+
+    def before_forward(self) -> None:
+        """A forward in training mode is about to begin. Before the ranks compare the call."""
+
+    def forward(self, inputs: Any) -> AbstractContextManager[Any]:
+        """The block that runs the model."""
+        return nullcontext()
+
+    def after_forward(self) -> None:
+        """The model has run."""
+
+    def before_backward(self, loss: Tensor, call: ComparedCall) -> None:
+        """A backward is about to begin. Before the ranks compare the call."""
+
+    def after_backward(self) -> None:
+        """It has ended."""
+
+    def before_finish(self) -> None:
+        """The engine is about to change gradients: it makes those of a window final."""
+
+    def before_step(self, call: ComparedCall) -> None:
+        """The step of a micro-batch is about to begin. Before the ranks compare the call, which they do at the last."""
+
+    def after_update(self) -> None:
+        """An update was made, or skipped."""
+
+    def after_outcome(self, *, skipped: bool, lowered: bool) -> None:
+        """It is known whether the last update was skipped, and whether fp16's loss scale was lowered for that."""
+
+    def forget(self) -> None:
+        """The window was discarded."""
+
+    def close(self) -> None:
+        """The engine is closed."""
+
+
+_EVENTS = [name for name, value in vars(Guard).items() if callable(value)]
+
+
+class Due:
+    """What the guards that look at one time do, by event, in the order of the list."""
+
+    def __init__(self, guards: Iterable[Guard]) -> None:
+        self.before_forward: list[Callable[[], None]] = []
+        self._blocks: list[Callable[[Any], AbstractContextManager[Any]]] = []
+        self.after_forward: list[Callable[[], None]] = []
+        self.before_backward: list[Callable[[Tensor, ComparedCall], None]] = []
+        self.after_backward: list[Callable[[], None]] = []
+        self.before_finish: list[Callable[[], None]] = []
+        self.before_step: list[Callable[[ComparedCall], None]] = []
+        self.after_update: list[Callable[[], None]] = []
+        self.after_outcome: list[Callable[..., None]] = []
+        self.forget: list[Callable[[], None]] = []
+        self.close: list[Callable[[], None]] = []
+        for each in guards:
+            for event in _EVENTS:
+                if getattr(type(each), event) is not getattr(Guard, event):
+                    getattr(self, "_blocks" if event == "forward" else event).append(getattr(each, event))
+
+    def forward(self, inputs: Any) -> AbstractContextManager[Any]:
+        """The block that runs the model."""
+        return _together(self._blocks, inputs) if self._blocks else nullcontext()
+
+
+@contextmanager
+def _together(blocks: Iterable[Callable[[Any], AbstractContextManager[Any]]], inputs: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block(inputs))
+        yield
+
+
+class Guards:
+    """The guards of a training loop."""
+
+    def __init__(self, place: LoopState, guards: Iterable[Guard]) -> None:
+        """Begin to look.
+
+        Args:
+            place: Where the loop is.
+            guards: In the order in which they look.
+        """
+        self._place = place
+        every = [*guards]
+        self._due = {level: Due(each for each in every if each.looks <= level) for level in Looks}
+        self.all = self._due[Looks.CLOSELY]
+        """All of them."""
+
+    def now(self) -> Due:
+        """Those that look at the current micro-batch."""
+        if not self._place.looks_at_update:
+            return self._due[Looks.ALWAYS]
+        return self.all if self._place.looks else self._due[Looks.AT_UPDATES]
