@@ -43,12 +43,6 @@ CFG = (
     "backend: fsdp\nsharding: full_shard\ntraining: {micro_batch_size: 2, seed: 3}\noptimizer: {name: adamw, lr: "
     "1e-3}\n"
 )
-SCRIPT = """#!/bin/bash
-#SBATCH --nodes=2
-export N=4
-srun torchrun --nproc_per_node=$N train.py --bf16 True --learning_rate 1e-4 \\\\
-  --fsdp full_shard
-"""
 
 
 class Reader(NamedTuple):
@@ -81,7 +75,7 @@ def _document(name: str) -> Reader:
     return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard"))
 
 
-def _script(path: Path) -> None:
+def _beside(path: Path) -> None:
     given = path.with_name("ds.json")
     given.write_text(json.dumps(SEEDS["deepspeed"][0]))
     translate(given, "unishard", with_=str(path))
@@ -234,17 +228,12 @@ READERS: dict[str, Reader] = {
         _file("cfg.json", json.dumps({"backend": "fsdp", "training": {"seed": 3}})), lambda path: unishard.load(path)
     ),
     **{f"a config of {name}": _document(name) for name in SEEDS},
-    "a script": Reader(_file("run.sh", SCRIPT), _script),
     "arguments beside a config": Reader(
-        _file("args.yaml", "bf16: true\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nsave_steps: 10\n"), _script
+        _file("args.yaml", "bf16: true\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nsave_steps: 10\n"), _beside
     ),
     "a file that a config names": Reader(_file("named.json", json.dumps(SEEDS["deepspeed"][0])), _named),
     "a project": Reader(
-        _file("ds.json", json.dumps(SEEDS["deepspeed"][0]), run_sh=SCRIPT),
-        lambda path: list(survey(path.parent, "unishard")),
-    ),
-    "a script of a project": Reader(
-        _file("run.sh", SCRIPT, ds_json=json.dumps(SEEDS["deepspeed"][0])),
+        _file("ds.json", json.dumps(SEEDS["deepspeed"][0])),
         lambda path: list(survey(path.parent, "unishard")),
     ),
     "a hostfile": Reader(_file("hosts", "a slots=4\nb slots=4\n"), hosts_of),
