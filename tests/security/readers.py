@@ -29,6 +29,7 @@ from unishard.contract.footprint import ModelShape, ParameterShape
 from unishard.engine.model import weight_files
 from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate
+from unishard.formats.engine_choice import PLAIN, RECIPES
 from unishard.formats.surveying import survey
 from unishard.observe.destinations.jsonl import JsonLines
 from unishard.tools.compare.golden import read_golden
@@ -72,7 +73,8 @@ def _document(name: str) -> Reader:
     as_it_is = name == "lightning" or name not in catalog.written()
     content = json.dumps(SEEDS[name][0]) if as_it_is else translate(SEEDS[name][0], name, from_=name).text
     suffix = ".json" if as_it_is else catalog.get(name).suffix
-    return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard"))
+    engine = (PLAIN,) if name in RECIPES else ()
+    return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard", overrides=engine))
 
 
 def _beside(path: Path) -> None:
