@@ -37,7 +37,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_every_folder_is_a_format_that_the_catalog_knows() -> None:
-    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} - {"verify", "sidecar"} == set(FORMATS)
+    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} - {"verify"} == set(FORMATS)
 
 
 @pytest.mark.parametrize("name", FORMATS)

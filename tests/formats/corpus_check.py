@@ -1,7 +1,8 @@
 """Translates every config in a folder to every format and both engines: `python tests/formats/corpus_check.py DIR`.
 
-Each file is read or gets one `ConfigError`; nothing else may be raised, no key may be missing from the report, and what
-is refused must be refused for one of the causes below. Without the keys that are not supported, every file that can be
+Each file is read or gets one `ConfigError`; nothing else may be raised, no key may be missing from the report. A file of
+TrainingArguments that leaves its engine to a launcher must be refused, and is then checked as plain data parallelism.
+What is refused must be refused for one of the causes below. Without the keys that are not supported, every file that can be
 read translates to every format, and the installed tools read in each translation what it says. Prints the refusals by
 cause, and the time.
 """
@@ -24,7 +25,8 @@ from accounting import WRITTEN, faults_of
 
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats import Item, Outcome, translate
+from unishard.formats import Item, Outcome, read, translate
+from unishard.formats.engine_choice import PLAIN, RECIPES, needs_engine
 from unishard.formats.remedies import remedy
 from unishard.formats.source import Source
 from unishard.formats.verify import verify
@@ -143,6 +145,8 @@ class Tally:
     helpless: list[str] = field(default_factory=list)
     """Those whose error does not say what to do."""
     unreadable: list[str] = field(default_factory=list)
+    engine_open: int = 0
+    """Files that are refused until something says their engine."""
     formats: Counter[str] = field(default_factory=Counter)
     translations: int = 0
     tracebacks: list[str] = field(default_factory=list)
@@ -178,7 +182,8 @@ def check(folder: Path) -> Tally:
         tally.files += 1
         start = time.process_time()
         try:
-            outcome = translate(path, "unishard")
+            chosen = _engine_of(path, tally)
+            outcome = translate(path, "unishard", overrides=chosen)
         except ConfigError as error:
             _note_refusal(str(error).partition("\n")[0], tally)
         except Exception:
@@ -186,7 +191,7 @@ def check(folder: Path) -> Tally:
         else:
             tally.plain_seconds += time.process_time() - start
             tally.formats[outcome.reading.format] += 1
-            _judge_everywhere(path, outcome.reading.source, outcome.reading.format, tally)
+            _judge_everywhere(path, outcome.reading.source, outcome.reading.format, chosen, tally)
             continue
         tally.plain_seconds += time.process_time() - start
     return tally
@@ -206,18 +211,33 @@ def _note_refusal(error: str, tally: Tally) -> None:
     tally.helpless += [] if _WHAT_TO_DO.search(named[2]) else [error]
 
 
-def _judge_everywhere(path: Path, source: Source, name: str, tally: Tally) -> None:
+def _engine_of(path: Path, tally: Tally) -> tuple[str, ...]:
+    """The overrides that decide the engine of a file which leaves it to a launcher; without them it must be refused."""
+    if not needs_engine(read(path)):
+        return ()
+    tally.engine_open += 1
+    try:
+        translate(path, "unishard")
+    except ConfigError as error:
+        if "--with" in str(error):
+            return (PLAIN,)
+    tally.faults.append(f"{path.name} is translated or refused without a word about its engine")
+    return (PLAIN,)
+
+
+def _judge_everywhere(path: Path, source: Source, name: str, chosen: tuple[str, ...], tally: Tally) -> None:
     start = time.process_time()
-    refused = [_refusals(path, source, name, "unishard", (f"backend={engine}",), tally) for engine in ENGINES]
+    refused = [_refusals(path, source, name, "unishard", (*chosen, f"backend={engine}"), tally) for engine in ENGINES]
     tally.whole[name] += not any(refused)
     for target in WRITTEN:
-        _refusals(path, source, name, target, (), tally)
+        _refusals(path, source, name, target, () if target in RECIPES else chosen, tally)
     tally.all_seconds += time.process_time() - start
 
 
 def _refusals(path: Path, source: Source, name: str, target: str, overrides: tuple[str, ...], tally: Tally) -> int:
     """How many keys are refused for no declared cause; notes everything else that is wrong."""
     tally.translations += 1
+    on_engine = any(text.startswith("backend=") for text in overrides)
     what = f"{path.name} to {target} {' '.join(overrides)}"
     try:
         outcome = translate(source, target, from_=name, overrides=overrides)
@@ -228,17 +248,17 @@ def _refusals(path: Path, source: Source, name: str, target: str, overrides: tup
     if outcome.of(Fit.UNSUPPORTED):
         dropped = remedy(source, target, from_=name, overrides=overrides, only_drop=True)
         tally.lost += [] if dropped else [what]
-    elif not overrides:
-        _verify(outcome, what, tally)
-    return sum(_cause(item.key, item.note, what, tally, counted=bool(overrides)) is None for item in _refused(outcome))
+    elif not on_engine:
+        _verify(outcome, overrides, what, tally)
+    return sum(_cause(item.key, item.note, what, tally, counted=on_engine) is None for item in _refused(outcome))
 
 
-def _verify(outcome: Outcome, what: str, tally: Tally) -> None:
+def _verify(outcome: Outcome, overrides: tuple[str, ...], what: str, tally: Tally) -> None:
     """Ask the tool that reads the translation what it makes of it."""
     start = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = verify(outcome)
+        found = verify(outcome, overrides)
     tally.verify_seconds += time.process_time() - start
     tally.verified[outcome.to] += not (found.effective.missing or found.effective.refused)
     if found.effective.refused and not found.clean:
@@ -269,6 +289,7 @@ def report(tally: Tally) -> str:
         f"({', '.join(f'{n} {name}' for name, n in tally.formats.most_common())})",
         f"{tally.other_tools.total()} of tools that are not read "
         f"({', '.join(f'{n} {name}' for name, n in tally.other_tools.most_common())})",
+        f"{tally.engine_open} leave their engine to a launcher",
         f"{len(tally.unreadable)} refused whole:",
         *(f"  {what[-220:]}" for what in tally.unreadable),
         f"{tally.translations} translations, {len(tally.tracebacks)} exceptions, {len(tally.faults)} faults of reports",

@@ -83,13 +83,11 @@ def test_the_report_ends_with_it() -> None:
     assert json.loads(out.getvalue())["launch"] == outcome.launch
 
 
-# -- what a launch line says, beside a config ------------------------------------------------------
+# -- what a command says, beside a config ------------------------------------------------------
 
 
-def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str = "unishard") -> Outcome:
-    script = tmp_path / "train.sh"
-    script.write_text(f"#!/bin/bash\n{line}\n")
-    return translate(document, to, with_=str(script))
+def launched(line: str, document: dict[str, Any] = FILE, to: str = "unishard") -> Outcome:
+    return translate(document, to, with_=line)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +109,7 @@ def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str
             },
         ),
         (
-            "NCCL_DEBUG=INFO KEY=x torchrun --nnodes 2 --nproc_per_node 8 --node_rank $RANK --master_addr head "
-            "train.py",
+            "NCCL_DEBUG=INFO KEY=x torchrun --nnodes 2 --nproc_per_node 8 --node_rank 1 --master_addr head train.py",
             {"nodes": 2, "processes_per_node": 8, "endpoint": "head:29500", "environment": {"NCCL_DEBUG": "INFO"}},
         ),
         (
@@ -136,39 +133,40 @@ def launched(line: str, tmp_path: Path, document: dict[str, Any] = FILE, to: str
             {"processes_per_node": 2, "environment": {"CUDA_VISIBLE_DEVICES": "1,3"}},
         ),
         ("deepspeed --hostfile hosts train.py", {"nodes": 2, "processes_per_node": 4, "endpoint": "head:29500"}),
-        ("srun -N 2 --ntasks-per-node 4 python train.py", {"nodes": 2, "processes_per_node": 4}),
-        ("mpirun -np 4 python train.py", {"processes_per_node": 4}),
         (
             "NNODES=2 NPROC_PER_NODE=4 MASTER_ADDR=head llamafactory-cli train --stage sft",
             {"nodes": 2, "processes_per_node": 4, "endpoint": "head:29500"},
         ),
     ],
 )
-def test_a_launch_line_fills_the_section(line: str, section: dict[str, Any], tmp_path: Path) -> None:
+def test_a_command_fills_the_section(
+    line: str, section: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("head slots=4\nother slots=4\n")
-    outcome = launched(line, tmp_path)
+    outcome = launched(line)
     assert outcome.document.get("launch", {}) == section
     assert LaunchSettings.model_validate(section)
     assert not outcome.status(strict=True)
 
 
-def test_what_the_section_cannot_hold_is_said(tmp_path: Path) -> None:
-    outcome = launched(
-        "torchrun --nnodes $N --nproc_per_node 8 --node_rank $RANK --master_addr $HEAD train.py", tmp_path
-    )
+def test_what_the_section_cannot_hold_is_said() -> None:
+    outcome = launched("torchrun --nnodes 0 --nproc_per_node 8 --node_rank 1 --max_restarts many train.py")
     assert outcome.document["launch"] == {"processes_per_node": 8}
-    notes = {item.key: (item.fit, item.note, item.place) for item in outcome.items if item.from_sidecar}
-    place = f"{tmp_path / 'train.sh'}:2"
-    assert notes["torchrun --nnodes"] == (Fit.IGNORED, "the value comes from $N; set launch.nodes", place)
-    assert notes["torchrun --master-addr"][:2] == (Fit.IGNORED, "the value comes from $HEAD; set launch.endpoint")
+    notes = {item.key: (item.fit, item.note, item.place) for item in outcome.items if item.supplied}
+    assert notes["torchrun --nnodes"] == (
+        Fit.IGNORED,
+        "the section launch does not take 0; set launch.nodes",
+        "the command",
+    )
     assert "--node-rank" in notes["torchrun --node-rank"][1]
-    gone = launched("deepspeed --hostfile gone --exclude a:0 train.py", tmp_path)
-    notes = {item.key: item.note for item in gone.items if item.from_sidecar}
+    gone = launched("deepspeed --hostfile gone --exclude a:0 train.py")
+    notes = {item.key: item.note for item in gone.items if item.supplied}
     assert notes["deepspeed --hostfile"] == "file not found: its hosts are unknown; set launch.nodes"
     assert "launch.processes_per_node" in notes["deepspeed --exclude"]
 
 
-def test_a_launch_line_fills_other_tools_as_well(tmp_path: Path) -> None:
+def test_a_command_fills_other_tools_as_well() -> None:
     line = "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint head:7 train.py"
     document = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
     told = {
@@ -178,8 +176,8 @@ def test_a_launch_line_fills_other_tools_as_well(tmp_path: Path) -> None:
         "main_process_port": 7,
         "rdzv_backend": "c10d",
     }
-    assert told.items() <= launched(line, tmp_path, document, "accelerate").document.items()
-    assert launched(line, tmp_path, document, "deepspeed").document == document
+    assert told.items() <= launched(line, document, "accelerate").document.items()
+    assert launched(line, document, "deepspeed").document == document
 
 
 def test_a_file_of_accelerate_beside_a_config_fills_it_too(tmp_path: Path) -> None:
@@ -194,14 +192,12 @@ def test_a_file_of_accelerate_beside_a_config_fills_it_too(tmp_path: Path) -> No
     }
 
 
-def test_the_config_and_the_launch_line_must_agree(tmp_path: Path) -> None:
+def test_the_config_and_the_command_must_agree() -> None:
     outcome = launched(
-        "torchrun --nproc_per_node 4 train.py", tmp_path, {"launch": {"processes_per_node": 4, "max_restarts": 1}}, "hf"
+        "torchrun --nproc_per_node 4 train.py", {"launch": {"processes_per_node": 4, "max_restarts": 1}}, "hf"
     )
     assert outcome.reading.config.launch.max_restarts == 1
-    outcome = launched(
-        "torchrun --nproc_per_node 4 --max_restarts 2 train.py", tmp_path, {"launch": {"max_restarts": 1}}, "hf"
-    )
+    outcome = launched("torchrun --nproc_per_node 4 --max_restarts 2 train.py", {"launch": {"max_restarts": 1}}, "hf")
     (refused,) = outcome.of(Fit.UNSUPPORTED)
     assert (refused.key, refused.note) == (
         "torchrun --max-restarts",

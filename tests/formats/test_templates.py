@@ -128,7 +128,7 @@ def test_jinja_inside_text_is_text(tmp_path: Path) -> None:
         "endfor %}\n"
     )
     assert (
-        translate(path, "unishard")
+        translate(path, "hf")
         .reading.source.data["chat_template"]
         .startswith("{% for m in messages %}\nrole: {{ m.role }}")
     )

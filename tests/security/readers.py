@@ -29,6 +29,7 @@ from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.engine.model import weight_files
 from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate
+from unishard.formats.engine_choice import PLAIN, RECIPES
 from unishard.formats.surveying import survey
 from unishard.observe.destinations.jsonl import JsonLines
 from unishard.tools.compare.golden import read_golden
@@ -43,12 +44,6 @@ CFG = (
     "backend: fsdp\nsharding: full_shard\ntraining: {micro_batch_size: 2, seed: 3}\noptimizer: {name: adamw, lr: "
     "1e-3}\n"
 )
-SCRIPT = """#!/bin/bash
-#SBATCH --nodes=2
-export N=4
-srun torchrun --nproc_per_node=$N train.py --bf16 True --learning_rate 1e-4 \\\\
-  --fsdp full_shard
-"""
 
 
 class Reader(NamedTuple):
@@ -78,10 +73,11 @@ def _document(name: str) -> Reader:
     as_it_is = name not in catalog.written()
     content = json.dumps(SEEDS[name][0]) if as_it_is else translate(SEEDS[name][0], name, from_=name).text
     suffix = ".json" if as_it_is else catalog.get(name).suffix
-    return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard"))
+    engine = (PLAIN,) if name in RECIPES else ()
+    return Reader(_file(f"config{suffix}", content), lambda path: translate(path, "unishard", overrides=engine))
 
 
-def _script(path: Path) -> None:
+def _beside(path: Path) -> None:
     given = path.with_name("ds.json")
     given.write_text(json.dumps(SEEDS["deepspeed"][0]))
     translate(given, "unishard", with_=str(path))
@@ -230,17 +226,12 @@ READERS: dict[str, Reader] = {
         _file("cfg.json", json.dumps({"backend": "fsdp", "training": {"seed": 3}})), lambda path: unishard.load(path)
     ),
     **{f"a config of {name}": _document(name) for name in SEEDS},
-    "a script": Reader(_file("run.sh", SCRIPT), _script),
     "arguments beside a config": Reader(
-        _file("args.yaml", "bf16: true\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nsave_steps: 10\n"), _script
+        _file("args.yaml", "bf16: true\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nsave_steps: 10\n"), _beside
     ),
     "a file that a config names": Reader(_file("named.json", json.dumps(SEEDS["deepspeed"][0])), _named),
     "a project": Reader(
-        _file("ds.json", json.dumps(SEEDS["deepspeed"][0]), run_sh=SCRIPT),
-        lambda path: list(survey(path.parent, "unishard")),
-    ),
-    "a script of a project": Reader(
-        _file("run.sh", SCRIPT, ds_json=json.dumps(SEEDS["deepspeed"][0])),
+        _file("ds.json", json.dumps(SEEDS["deepspeed"][0])),
         lambda path: list(survey(path.parent, "unishard")),
     ),
     "a hostfile": Reader(_file("hosts", "a slots=4\nb slots=4\n"), hosts_of),

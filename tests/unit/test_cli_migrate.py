@@ -57,7 +57,7 @@ def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
     ]
     told = one_line(result.stdout)
     assert " cannot be read: project/conf/broken.json: 1: is not " in told
-    assert " needs input: add --with and your launch script (train.sh)" in told
+    assert " needs input: add --with and the command that trains in quotes, " in told
     assert told.endswith(
         " 10 files: 1 translates to unishard, 1 refused, 1 cannot be read, 7 skipped (no configs, or above 1 MiB)"
     )
@@ -185,21 +185,15 @@ def test_on_a_narrow_terminal(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert max(map(len, lines)) <= 60
 
 
-def test_a_launch_script_that_names_a_config_fills_it(project: Path) -> None:
-    launch = "deepspeed train.py --deepspeed conf/ds.json --per_device_train_batch_size {} --bf16 --save_steps 10\n"
-    (project / "a.sh").write_text("echo ds.json\n")
-    (project / "b.sh").write_text(launch.format(5))  # contradicts the 4 of the config
-    (project / "run train.sh").write_text(launch.format(4))
-    lines = run("migrate", "project").stdout.splitlines()
-    (command,) = pasted("\n".join(lines))
-    assert command[command.index("--with") + 1] == "project/run train.sh"
-    assert not any(line.startswith("needs input:") for line in lines)
-    result = run(*command[1:])
-    assert result.exit_code == 0, result.stderr
-    assert "compute: bf16" in Path("project/conf/ds.unishard.yaml").read_text()
+def test_a_recipe_without_an_engine_is_listed_with_the_reason(project: Path) -> None:
+    (project / "sft.yaml").write_text("per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nbf16: true\n")
+    told = one_line(run("migrate", "project").stdout)
+    assert "project/sft.yaml hf: engine needs input, strategy needs input, precision bf16" in told
+    assert "refused: does not say its engine, which its launcher chooses" in told
     said = json.loads(run("migrate", "project", "--report", "json").stdout)
-    (found,) = [one for one in said["configs"] if one["path"] == "project/conf/ds.json"]
-    assert (found["with"], found["needs_input"]) == ("project/run train.sh", ["precision.compute", "precision.reduce"])
+    (found,) = [one for one in said["configs"] if one["path"] == "project/sft.yaml"]
+    assert (found["engine_open"], found["status"]) == (True, 1)
+    assert found["needs_input"][:2] == ["backend", "sharding.strategy"]
 
 
 def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:

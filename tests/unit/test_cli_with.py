@@ -6,35 +6,33 @@ import json
 from pathlib import Path
 
 import pytest
-from running import pasted, run
+from running import one_line, pasted, run
 
 DEEPSPEED = (
     '{"zero_optimization": {"stage": 2},\n"gradient_clipping": "auto",\n"train_micro_batch_size_per_gpu": "auto"}'
 )
-SCRIPT = (
-    "deepspeed --num_gpus 2 train.py \\\n  --per_device_train_batch_size 4 --mine 3 \\\n  --save_steps 10 "
-    "--save_strategy no --bf16\n"
+COMMAND = (
+    "deepspeed --num_gpus 2 train.py --per_device_train_batch_size 4 --mine 3 --save_steps 10 --save_strategy no --bf16"
 )
 
 
 @pytest.fixture(autouse=True)
 def _files(config: Path) -> None:
     Path("ds.json").write_text(DEEPSPEED)
-    Path("train.sh").write_text(SCRIPT)
 
 
 def test_the_report_names_each_value_and_its_place() -> None:
-    result = run("translate", "ds.json", "--to", "deepspeed", "--with", "train.sh")
+    result = run("translate", "ds.json", "--to", "deepspeed", "--with", COMMAND)
     assert result.exit_code == 0
     assert json.loads(result.stdout)["train_micro_batch_size_per_gpu"] == 4
     assert result.stderr == (
-        "ds.json, with train.sh\n"
+        "ds.json, with the command\n"
         "filled in:\n"
-        "  per_device_train_batch_size = 4 -> train_micro_batch_size_per_gpu\n"
-        "      (train.sh:2)\n"
+        "  per_device_train_batch_size = 4 -> train_micro_batch_size_per_gpu  (the\n"
+        "      command)\n"
         "  max_grad_norm = 1.0 -> gradient_clipping  (default of TrainingArguments\n"
         "      (transformers 5.23))\n"
-        "not understood in train.sh: mine\n"
+        "not understood in the command: mine\n"
         "launch:\n"
         "  torchrun --nproc-per-node 2 train.py\n"
         "deepspeed -> deepspeed: 3 of 3 keys carried over (--report full lists all)\n"
@@ -42,60 +40,51 @@ def test_the_report_names_each_value_and_its_place() -> None:
 
 
 def test_the_report_for_programs() -> None:
-    said = json.loads(run("translate", "ds.json", "--to", "deepspeed", "--with", "train.sh", "--report", "json").stderr)
+    said = json.loads(run("translate", "ds.json", "--to", "deepspeed", "--with", COMMAND, "--report", "json").stderr)
     assert said["not_understood"] == ["mine"]
     places = {item["key"]: (item["place"], item["beside"]) for item in said["items"] if item["place"]}
-    assert places["per_device_train_batch_size"] == ("train.sh:2", True)
-    assert places["train_micro_batch_size_per_gpu"] == ("train.sh:2", False)
+    assert places["per_device_train_batch_size"] == ("the command", True)
+    assert places["train_micro_batch_size_per_gpu"] == ("the command", False)
     assert "not_understood" not in json.loads(
         run("translate", "ds.json", "--to", "deepspeed", "--report", "json").stderr
     )
 
 
-@pytest.mark.parametrize("words", [["--with", "--"], ["--"]])
-def test_arguments_behind_a_double_dash(words: list[str]) -> None:
-    result = run(
-        "translate",
-        "ds.json",
-        "--to",
-        "unishard",
-        "--set",
-        "training.gradient_clipping=2",
-        *words,
-        "--per_device_train_batch_size",
-        "3",
-    )
-    assert result.exit_code == 0
-    assert "micro_batch_size: 3\n" in result.stdout
-    assert (
-        "  per_device_train_batch_size = 3 -> training.micro_batch_size  (the command\n      line)\n" in result.stderr
-    )
-
-
-def test_a_line_that_starts_a_training_behind_a_double_dash() -> None:
-    result = run("translate", "ds.json", "--to", "unishard", "--", *SCRIPT.replace("\\\n", "").split())
-    assert result.exit_code == 0
-    assert "launch:\n  torchrun --nproc-per-node 2 train.py\n" in result.stderr
-
-
-def test_what_is_no_argument() -> None:
-    result = run("translate", "ds.json", "other.json", "--to", "unishard")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("other.json: unexpected argument; name one config, ")
-    result = run("translate", "ds.json", "--to", "unishard", "--with", "train.sh", "--", "--bf16")
-    assert result.exit_code == 2
-    assert "give a file with --with, or arguments behind --, not both" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "end"), [(["--with", "train.sh"], ""), (["--", "--max_grad_norm", "1"], " -- --max_grad_norm 1")]
-)
-def test_the_command_that_works_has_them_too(words: list[str], end: str) -> None:
-    Path("ds.json").write_text(DEEPSPEED.replace('"auto",', "0.5,"))
+@pytest.mark.parametrize("words", [["--", "--learning_rate", "1e-4"], ["--with", "--", "--bf16"]])
+def test_arguments_behind_a_double_dash_are_refused(words: list[str]) -> None:
     result = run("translate", "ds.json", "--to", "unishard", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "give the command that trains in quotes: --with 'COMMAND'" in one_line(result.stderr)
+
+
+def test_a_script_or_a_page_is_refused_with_what_to_write() -> None:
+    Path("run.sh").write_text(COMMAND)
+    for name in ("run.sh", "run.sh:1", "README.md", "no.slurm"):
+        result = run("translate", "ds.json", "--to", "unishard", "--with", name)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "give the one command that trains, in quotes: --with 'accelerate launch" in one_line(result.stderr)
+
+
+def test_the_command_that_works_has_it_too() -> None:
+    Path("ds.json").write_text(DEEPSPEED.replace('"auto",', "0.5,"))
+    result = run("translate", "ds.json", "--to", "unishard", "--with", COMMAND)
     assert result.exit_code == 1
-    command = " ".join(pasted(result.stderr)[0])
-    assert command.endswith(end)
-    assert ("--with train.sh" in command) is not end
-    again = run(*command.replace("unishard ", "", 1).split())
+    command = pasted(result.stderr)[0]
+    assert command[command.index("--with") + 1] == COMMAND
+    again = run(*command[1:])
     assert again.exit_code == 0, again.stderr
+
+
+def test_a_recipe_without_an_engine_is_refused_with_what_to_add() -> None:
+    Path("sft.yaml").write_text("per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nbf16: true\nmax_steps: 9\n")
+    for target in ("unishard", "deepspeed", "accelerate"):
+        result = run("translate", "sft.yaml", "--to", target)
+        assert (result.exit_code, result.stdout) == (1, "")
+        said = one_line(result.stderr)
+        for way in ("--with zero3.yaml", "--with 'accelerate launch --config_file ...'", "--set sharding.strategy=..."):
+            assert way in said
+    result = run("translate", "sft.yaml", "--to", "unishard", "--set", "sharding.strategy=no_shard")
+    assert (result.exit_code, "strategy: no_shard" in result.stdout) == (0, True)
+    result = run("translate", "sft.yaml", "--to", "unishard", "--with", "torchrun --nproc_per_node 2 t.py sft.yaml")
+    assert (result.exit_code, "strategy: no_shard" in result.stdout) == (0, True)
+    assert "fsdp = false -> backend, sharding.strategy (the command)" in one_line(result.stderr)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig
 
 _REFUSED = 1
+_ENGINE_OPEN = "does not say its engine, which its launcher chooses"
 _OUTCOMES = {0: "translates", _REFUSED: "refused", 2: "approximate"}
 
 
@@ -41,10 +42,10 @@ def migrate(
     """Find a project's configs.
 
     Shows the format of each, how it would translate, and the commands that do it. Looks at YAML, JSON
-    and TOML files up to 1 MiB, except in virtual environments, node_modules and .git. A launch script or a line of a
-    README that names a config with open values is given to it (--with), as is the only config of Accelerate. Of another
-    tool's file only DeepSpeed's config in it counts, or the one that it names. The last line counts all files: each
-    translates, is refused, is another tool's, cannot be read, or is skipped.
+    and TOML files up to 1 MiB, except in virtual environments, node_modules and .git. TrainingArguments whose engine a
+    launcher chooses are refused until --with or --set says it. Of another tool's file only DeepSpeed's config in it
+    counts, or the one that it names. The last line counts all files: each translates, is refused, is another tool's,
+    cannot be read, or is skipped.
 
     Example: unishard migrate . --to unishard
     """
@@ -73,10 +74,10 @@ def migrate(
             echo(line, laid_out=True)
     for one in broken:
         _say(f"cannot be read: {one.path}: {one.why}")
-    if any(one.open_fields and not one.script for one in configs):
+    if any(one.open_fields for one in configs):
         _say(
-            "needs input: add --with and your launch script (train.sh), Accelerate's config or TrainingArguments, "
-            "or -- --learning_rate ..., or --set FIELD=VALUE"
+            "needs input: add --with and the command that trains in quotes, Accelerate's or DeepSpeed's config or "
+            "TrainingArguments, or --set FIELD=VALUE"
         )
     _say(_in_words(_counts(configs, others, broken, skipped), to))
 
@@ -128,7 +129,7 @@ def _blocks(
             one.path,
             [
                 _fitted(what),
-                _fitted(f"  {_OUTCOMES[one.status]}: {counts}"),
+                _fitted(f"  {_OUTCOMES[one.status]}: {_ENGINE_OPEN if one.engine_open else counts}"),
                 *([_command(one, to, suffix)] if one.format != to or one.block else []),
             ],
         )
@@ -136,8 +137,9 @@ def _blocks(
 
 def _command(one: FoundConfig, to: str, suffix: str) -> str:
     """What to type for a file; a refused one is translated without the keys that have no equivalent."""
-    options = ["--with", one.script] if one.script else ["--from", one.format] if one.block else []
-    options += ["--drop-unsupported"] if one.status == _REFUSED else []
+    options = ["--from", one.format] if one.block else []
+    options += ["--with", "COMMAND"] if one.engine_open else []
+    options += ["--drop-unsupported"] if one.status == _REFUSED and one.counts[Fit.UNSUPPORTED] else []
     new = str(Path(one.path).with_suffix(f".{to}{suffix}"))
     words = ("unishard", "translate", one.path, "--to", to, *options, "-o", new)
     return shell_lines(map(shlex.quote, words), report_width(sys.stdout), indent="    ")
@@ -153,7 +155,7 @@ def _object(one: FoundConfig) -> dict[str, object]:
         "keys": {str(fit): one.counts[fit] for fit in Fit},
         "status": one.status,
         "needs_input": list(one.open_fields),
-        "with": one.script or None,
+        "engine_open": one.engine_open,
         "block": one.block or None,
     }
 

@@ -18,7 +18,7 @@ from unishard.errors import in_one_line, printable
 
 if TYPE_CHECKING:
     from unishard.formats import Change, Item, Outcome
-    from unishard.formats.sidecar.filling import Filling
+    from unishard.formats.filling import Filling
 
 
 # -- A translation report for people: what needs attention first, then the rest, then one sentence --
@@ -75,9 +75,7 @@ def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
     """
     repeated = [] if full else _repeated(outcome)
     shown = [
-        item
-        for item in outcome.items
-        if full or not item.assumed or item.notable or item.fit in LOUD or item.from_sidecar
+        item for item in outcome.items if full or not item.assumed or item.notable or item.fit in LOUD or item.supplied
     ]
     shown = [item for item in shown if not any(item is other for other in repeated)]
     return sorted(shown, key=lambda item: _LOUD_FIRST.index(item.fit))
@@ -86,11 +84,11 @@ def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
 def _repeated(outcome: Outcome) -> list[Item]:
     """Keys such as `auto` of which what was read beside the document has a line that also says the value."""
     pairs = [pair for pair in zip(outcome.items, outcome.reading.entries, strict=False) if pair[0].place]
-    said = {field for item, entry in pairs if item.from_sidecar for field in entry.effect.fields}
+    said = {field for item, entry in pairs if item.supplied for field in entry.effect.fields}
     return [
         item
         for item, entry in pairs
-        if not item.from_sidecar and entry.effect.fields and said.issuperset(entry.effect.fields)
+        if not item.supplied and entry.effect.fields and said.issuperset(entry.effect.fields)
     ]
 
 
@@ -206,7 +204,7 @@ def _filled(filling: Filling, items: Sequence[Item], outcome: Outcome) -> Iterat
 def _item(item: Item, outcome: Outcome) -> _Line:
     becomes = f" -> {item.becomes}" if item.becomes and item.fit is not Fit.UNSUPPORTED else ""
     line = f":{item.line}" if item.line else ""
-    assumed = f"default of {outcome.reading.format}" if item.assumed and not item.from_sidecar else ""
+    assumed = f"default of {outcome.reading.format}" if item.assumed and not item.supplied else ""
     where = ", from ".join(filter(None, (assumed, _place(item, outcome))))
     return _Line(f"{item.key}{line} = {value_of(item.value)}{becomes}{where and f'  ({where})'}", 2)
 
@@ -219,7 +217,7 @@ def _place(item: Item, outcome: Outcome) -> str:
 
 def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     """How many keys of the file are carried over, and what became of the others."""
-    written = [item for item in outcome.items if not item.assumed and not item.from_sidecar]
+    written = [item for item in outcome.items if not item.assumed and not item.supplied]
     counts = {fit: sum(item.fit is fit for item in written) for fit in Fit}
     ranks = sum(item.fit is Fit.NEEDS_INPUT and _RANKS in item.note for item in written)
     parts = [
@@ -233,7 +231,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
         *([f"{_need(ranks)} {_RANKS}"] if ranks else []),
         *([f"{_need(counts[Fit.NEEDS_INPUT] - ranks)} input"] if counts[Fit.NEEDS_INPUT] > ranks else []),
     ]
-    defaults = sum(item.assumed and not item.from_sidecar and item.fit in LOUD for item in outcome.items)
+    defaults = sum(item.assumed and not item.supplied and item.fit in LOUD for item in outcome.items)
     if defaults:
         whose = f"default{'' if defaults == 1 else 's'} of {outcome.reading.format}"
         parts.append(f"{defaults} {whose} {'needs' if defaults == 1 else 'need'} attention")
@@ -290,9 +288,9 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "note",
         "line",
         "assumed",
-        *(("place", "from_sidecar") if outcome.filling else ()),
+        *(("place", "supplied") if outcome.filling else ()),
     )
-    names = {"from_sidecar": "beside"}
+    names = {"supplied": "beside"}
     return {
         "file": outcome.reading.source.name,
         "from": outcome.reading.format,

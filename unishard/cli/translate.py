@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 
@@ -44,7 +43,7 @@ class TranslateRequest(NamedTuple):
     overrides: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     output: Path | None = None
-    with_: str | tuple[str, ...] | None = None
+    with_: str | None = None
 
     def translate(self, *, drop_unsupported: bool = False) -> Outcome:
         """Translate; with `drop_unsupported`, without the keys that are refused, if that helps.
@@ -118,13 +117,11 @@ class TranslateRequest(NamedTuple):
             yield from ("--world-size", str(self.topology.world_size))
             if self.topology.local_world_size != self.topology.world_size:
                 yield from ("--gpus-per-node", str(self.topology.local_world_size))
-        if isinstance(self.with_, str):
+        if self.with_:
             yield from ("--with", self.with_)
         for option, values in (("--set", self.overrides), ("--drop", self.drop)):
             for value in values:
                 yield from (option, value)
-        if self.with_ and not isinstance(self.with_, str):
-            yield from ("--", *self.with_)
 
 
 # -- Write what `--verify` found -------------------------------------------------------------------
@@ -183,12 +180,15 @@ _REASONS = {
 
 
 class Command(TyperCommand):
-    """`--with -- --learning_rate 1e-4` means the arguments behind `--`, as without `--with`."""
+    """Refuses arguments behind `--`, which earlier versions read."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave out a `--with` that names no file."""
-        at = next((at for at, pair in enumerate(pairwise(args)) if pair == ("--with", "--")), None)
-        return super().parse_args(ctx, args if at is None else [*args[:at], *args[at + 1 :]])
+        """Say what to write instead of them."""
+        if "--" in args:
+            raise typer.BadParameter(
+                "remove what is behind --, and give the command that trains in quotes: --with 'COMMAND'"
+            )
+        return super().parse_args(ctx, args)
 
 
 def translate(
@@ -197,10 +197,6 @@ def translate(
         str,
         typer.Option(metavar="FORMAT", help="The format to write.", autocompletion=written_formats),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGUMENTS", help="What the training script gets, as --with."),
-    ] = None,
     from_: Annotated[
         str | None,
         typer.Option("--from", metavar="FORMAT", help="Format of IN. [default: detected]", autocompletion=read_formats),
@@ -214,8 +210,8 @@ def translate(
         typer.Option(
             "--with",
             metavar="FILE",
-            help="Fill what IN leaves open from a launch script (train.sh), or TrainingArguments or Accelerate's "
-            "config as YAML or JSON.",
+            help="Fill what IN leaves open from a config of Accelerate or DeepSpeed, TrainingArguments, or the one "
+            "command that trains, in quotes.",
         ),
     ] = None,
     drop: Annotated[
@@ -244,15 +240,12 @@ def translate(
 
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
 
-    Example: unishard translate ds_config.json --to unishard --with train.sh
+    Example: unishard translate sft.yaml --to unishard --with 'accelerate launch --config_file zero3.yaml train.py'
     """
     from unishard import formats
 
     topology = topology_of(world_size, gpus_per_node)
-    if arguments and with_ is not None:
-        raise typer.BadParameter("give a file with --with, or arguments behind --, not both")
-    beside = tuple(arguments) if arguments else with_
-    request = TranslateRequest(source, to, from_, topology, tuple(set_ or ()), tuple(drop or ()), output, beside)
+    request = TranslateRequest(source, to, from_, topology, tuple(set_ or ()), tuple(drop or ()), output, with_)
     with collected() as notes:
         outcome = request.translate(drop_unsupported=drop_unsupported)
     outcome = outcome._replace(warnings=(*outcome.warnings, *notes))

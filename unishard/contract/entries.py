@@ -124,9 +124,9 @@ class Entry(NamedTuple):
     assumed: bool = False
     """Whether the key is absent from the document and this is the tool's default."""
     place: str = ""
-    """Where the value comes from if not from the document, such as `train.sh:12`."""
-    from_sidecar: bool = False
-    """Whether the key is one of what was read beside the document."""
+    """Where the value comes from if not from the document, such as `args.yaml:12`."""
+    supplied: bool = False
+    """Whether the key stands in what `--with` names, not in the document."""
 
     @property
     def key(self) -> str:
@@ -136,7 +136,7 @@ class Entry(NamedTuple):
     @property
     def as_it_is(self) -> str:
         """The name under which `Rendered.fields` says that another document has the key as it is."""
-        return f"{'beside' if self.from_sidecar else 'key'}.{self.key}"
+        return f"{'beside' if self.supplied else 'key'}.{self.key}"
 
     def at(self, *path: str) -> Entry:
         """The same in another place, for a document that wraps another."""

@@ -125,8 +125,8 @@ class Item(NamedTuple):
     """Whether the default report has a line for it although it is assumed."""
     place: str = ""
     """Where the value comes from if not from the document: what was read beside it, or the default of that."""
-    from_sidecar: bool = False
-    """Whether the key is one of what was read beside the document."""
+    supplied: bool = False
+    """Whether the key stands in what `--with` names, not in the document."""
 
 
 def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered, same: Native | None) -> Item:
@@ -139,9 +139,9 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rend
         expressed: What that makes of the config.
         same: The document itself, if it is in that format already.
     """
-    word = _repeated(entry, reading, same) if same is not None and not entry.from_sidecar else None
+    word = _repeated(entry, reading, same) if same is not None and not entry.supplied else None
     word = word or _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
-    line = None if entry.assumed or entry.from_sidecar else reading.source.origins.of(entry.path).line
+    line = None if entry.assumed or entry.supplied else reading.source.origins.of(entry.path).line
     notable = entry.assumed and entry.effect.notable
     return Item(
         entry.key,
@@ -153,7 +153,7 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rend
         entry.assumed,
         notable,
         entry.place,
-        entry.from_sidecar,
+        entry.supplied,
     )
 
 

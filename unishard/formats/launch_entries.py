@@ -1,4 +1,4 @@
-"""What a launch line says in the words of the section `launch`, one entry for each of its options about hosts and
+"""What a command says in the words of the section `launch`, one entry for each of its options about hosts and
 processes.
 """
 
@@ -14,7 +14,6 @@ from unishard.contract.templates import placeholders_in
 from unishard.formats.launch_line import LaunchLine
 from unishard.formats.launching import Launch
 from unishard.formats.names import names
-from unishard.formats.shell_words import Word
 
 _PORT = 29500
 _NUMBER = re.compile(r"\d+")
@@ -29,46 +28,33 @@ _REACHED = "how DeepSpeed reaches the hosts; start the launcher on each host"
 _Read = Callable[[str, Launch], KeyEffect]
 
 
-def launch_entries(line: LaunchLine, launch: Launch, place: Callable[[Word], str]) -> Iterator[Entry]:
-    """The entries of a launch line.
+def launch_entries(line: LaunchLine, launch: Launch, place: str) -> Iterator[Entry]:
+    """The entries of a command.
 
     Args:
-        line: The launch line.
+        line: The command.
         launch: What it comes to.
-        place: Where a word stands.
+        place: What the report calls the command.
     """
-    said: set[str] = set()
-    for option, word in line.options.items():
-        if option in _TASKS and line.launcher in ("torchrun", "accelerate", "deepspeed"):
-            continue  # torchrun says how many ranks each of srun's tasks starts
+    for option, text in line.options.items():
         if read := _OPTIONS.get(option):
             dashed = f"{'-' if len(option) == 1 else '--'}{option.replace('_', '-')}"
-            name = dashed if line.launcher == "python" else f"{line.launcher} {dashed}"
-            entry = _entry(name, word, read(word.text, launch), place)
-            said |= entry.effect.fields.keys()
-            yield entry
-    for name, word in line.settings.items():
+            yield _entry(f"{line.launcher} {dashed}", text, read(text, launch), place)
+    for name, text in line.settings.items():
         if name in launch.environment:
-            yield _entry(name, word, _environment(word.text, launch), place)
+            yield _entry(name, text, _environment(text, launch), place)
         elif read := _SETTINGS.get(name):
-            entry = _entry(name, word, read(word.text, launch), place)
-            said |= entry.effect.fields.keys()
-            yield entry
-    yield from _unsaid(line, launch, said)
+            yield _entry(name, text, read(text, launch), place)
+    yield from _unsaid(line, launch)
 
 
-def _entry(name: str, word: Word, effect: KeyEffect, place: Callable[[Word], str]) -> Entry:
-    return Entry((name,), word.text, effect._replace(notable=True), place=place(word), from_sidecar=True)
+def _entry(name: str, text: str, effect: KeyEffect, place: str) -> Entry:
+    return Entry((name,), text, effect._replace(notable=True), place=place, supplied=True)
 
 
-def _unsaid(line: LaunchLine, launch: Launch, said: set[str]) -> Iterator[Entry]:
-    """What follows from the job around the line, and from what torchrun assumes."""
-    found = {"launch.nodes": launch.nodes, "launch.processes_per_node": launch.processes}
-    if line.launcher == "python":
-        for field, value in found.items():
-            if isinstance(value, int) and field not in said and not (field == "launch.nodes" and value == 1):
-                yield Entry(("#SBATCH",), value, KeyEffect(fields={field: value}), place="the job", from_sidecar=True)
-    elif line.launcher == "torchrun" and "nproc_per_node" not in line.options:
+def _unsaid(line: LaunchLine, launch: Launch) -> Iterator[Entry]:
+    """What torchrun assumes."""
+    if line.launcher == "torchrun" and "nproc_per_node" not in line.options:
         effect = KeyEffect(fields={"launch.processes_per_node": launch.processes})
         yield Entry(
             ("torchrun --nproc-per-node",),
@@ -76,7 +62,7 @@ def _unsaid(line: LaunchLine, launch: Launch, said: set[str]) -> Iterator[Entry]
             effect,
             assumed=True,
             place="default of torchrun",
-            from_sidecar=True,
+            supplied=True,
         )
 
 
@@ -85,9 +71,8 @@ def _left(note: str) -> KeyEffect:
 
 
 def _open(text: Any, field: str) -> KeyEffect:
-    """What only a variable of the script says."""
-    found = " and ".join(placeholders_in(text)) or str(text)
-    return _left(f"the value comes from {found}; set {field}")
+    """A value that the section does not take."""
+    return _left(f"the section launch does not take {text}; set {field}")
 
 
 def _several(launch: Launch) -> bool:
@@ -128,16 +113,12 @@ def _rendezvous(text: str, launch: Launch) -> KeyEffect:
 def _rendezvous_id(text: str, launch: Launch) -> KeyEffect:
     if not _several(launch):
         return _left(_ONE_HOST)
-    return (
-        _open(text, "launch.rendezvous_id")
-        if placeholders_in(text)
-        else KeyEffect(fields={"launch.rendezvous_id": text})
-    )
+    return KeyEffect(fields={"launch.rendezvous_id": text})
 
 
 def _rendezvous_options(text: str, launch: Launch) -> KeyEffect:
     found = dict(part.partition("=")[::2] for part in text.split(",") if "=" in part)
-    if placeholders_in(text) or not found:
+    if not found:
         return _open(text, "launch.rendezvous_options")
     return KeyEffect(
         fields={
@@ -163,11 +144,7 @@ def _environment(text: str, launch: Launch) -> KeyEffect:
 def _devices(text: str, launch: Launch) -> KeyEffect:
     if text == "all":
         return _left("every rank sees all GPUs of its host")
-    return (
-        _environment(text, launch)
-        if launch.devices == text and not placeholders_in(text)
-        else _open(text, "launch.environment")
-    )
+    return _environment(text, launch) if launch.devices == text else _open(text, "launch.environment")
 
 
 def _included(text: str, launch: Launch) -> KeyEffect:
@@ -195,18 +172,15 @@ def _threads(text: str, launch: Launch) -> KeyEffect:
     return _environment(text, launch) if "OMP_NUM_THREADS" in launch.environment else _open(text, "launch.environment")
 
 
-_TASKS = frozenset(names("nodes N ntasks n np ntasks_per_node"))
-"""Options of srun and mpirun."""
-
 _OPTIONS: Mapping[str, _Read] = {
-    **dict.fromkeys(names("nnodes num_nodes num_machines nodes N world_size"), _nodes),
-    **dict.fromkeys(names("nproc_per_node num_gpus num_processes ntasks_per_node ntasks n np nproc"), _processes),
+    **dict.fromkeys(names("nnodes num_nodes num_machines"), _nodes),
+    **dict.fromkeys(names("nproc_per_node num_gpus num_processes"), _processes),
     **dict.fromkeys(names("rdzv_endpoint master_addr master_port main_process_ip main_process_port"), _endpoint),
     "rdzv_backend": _rendezvous,
     "rdzv_id": _rendezvous_id,
     "rdzv_conf": _rendezvous_options,
     "max_restarts": _restarts,
-    **dict.fromkeys(names("node_rank machine_rank base_rank"), _says(_NUMBERED)),
+    **dict.fromkeys(names("node_rank machine_rank"), _says(_NUMBERED)),
     "gpu_ids": _devices,
     **dict.fromkeys(names("include i"), _included),
     **dict.fromkeys(names("exclude e"), _says(_FILTERED)),
@@ -220,7 +194,7 @@ _OPTIONS: Mapping[str, _Read] = {
 }
 _SETTINGS: Mapping[str, _Read] = {
     "NNODES": _nodes,
-    **dict.fromkeys(names("NPROC_PER_NODE NGPU"), _processes),
+    "NPROC_PER_NODE": _processes,
     **dict.fromkeys(names("MASTER_ADDR MASTER_PORT"), _endpoint),
     "NODE_RANK": _says(_NUMBERED),
 }

@@ -1,18 +1,21 @@
-"""The line of a shell script that starts a training: its launcher, the launcher's options, and the words that the
-training script gets.
+"""The one command that starts a training: its launcher, the launcher's options, and the words that the training script
+gets.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from unishard.errors import ConfigError, Problem
 from unishard.formats.names import names
-from unishard.formats.shell_words import Word, commands
 
+COMMAND = "the command"
+"""What reports call it."""
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
@@ -25,6 +28,8 @@ _SUBCOMMANDS = {
     "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo"),
 }
 """Tools that start the training only with one of these words."""
+_IS_SCRIPT = ("llamafactory-cli", "trl")
+"""Launchers that are the training script as well."""
 _FLAGS = frozenset(
     names(
         # torchrun (torch 2.11, distributed/run.py) and the older torch.distributed.launch
@@ -34,195 +39,143 @@ _FLAGS = frozenset(
         # accelerate 1.15.0, commands/launch.py
         "cpu multi_gpu tpu ipex use_xpu use_deepspeed use_fsdp use_megatron_lm use_parallelism_config same_network "
         "debug quiet q dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation tpu_use_cluster "
-        "no_tpu_cluster tpu_use_sudo main_training_function_only enable_cpu_affinity v verbose "
-        # srun and mpirun
-        "exclusive label l u unbuffered kill_on_bad_exit overlap allow_run_as_root oversubscribe"
+        "no_tpu_cluster tpu_use_sudo main_training_function_only enable_cpu_affinity v verbose"
     )
 )
-_HARMLESS = names(
-    "echo printf pip pip3 which cd source cat ls mkdir rm cp kill pkill ps module export alias function install"
+"""Options of launchers without a value."""
+_PYTHON = re.compile(r"python[\d.]*")
+_QUOTED = re.compile(r"'[^']*'|\\.|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_SHELL = re.compile(r"\$[\w({@*#?!]+|`|\n|&&|\|\||[|;&<>()]|^\s*(?:for|while|until|if|case)\b")
+_KNOWN = (
+    "accelerate launch, torchrun, deepspeed, python -m torch.distributed.run, llamafactory-cli train, trl sft, python"
 )
-"""Commands that only name a launcher."""
-_PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?PYTHON\w*\}?")
-_FENCE = re.compile(r"\s*(?:```|~~~)\s*(\w*)")
-_SHELL = ("", "bash", "sh", "shell", "zsh", "console")
-_SCRIPT = re.compile(r"(?:\$\([^()]*\)|[^\s$]|\$(?!\())+\.py")
 
 
 class LaunchLine(NamedTuple):
-    """How a script starts the training."""
+    """How a command starts the training."""
 
     launcher: str
     """Such as torchrun; `python` where nothing starts several processes."""
-    line: int
-    options: dict[str, Word]
-    """Those of the launcher, with `_` for `-`, and those of srun around it, with their values."""
-    arguments: list[Word]
+    options: dict[str, str]
+    """Those of the launcher, with `_` for `-`, and their values."""
+    arguments: list[str]
     """What the training script gets."""
-    settings: dict[str, Word]
-    """Environment variables that the line sets."""
+    settings: dict[str, str]
+    """Environment variables in front."""
 
 
-def code_in(page: str) -> str:
-    """The blocks of shell commands of a Markdown page, each line in its place."""
-    found: list[str] = []
-    language: str | None = None
-    for line in page.splitlines():
-        fence = _FENCE.match(line)
-        found.append(line.strip().removeprefix("$ ") if language in _SHELL and not fence else "")
-        if fence:
-            language = fence[1] if language is None else None
-    return "\n".join(found)
+def launch_line(command: str) -> LaunchLine:
+    """Read a command.
 
-
-def launch_lines(text: str) -> list[LaunchLine]:
-    """Those that a shell script has, in its order; plain `python` lines only where no other launcher is there."""
-    found = [line for words in commands(text) if len(words) <= _MOST_WORDS and (line := _launch(words)) is not None]
-    launched = [line for line in found if line.launcher != "python" or _STARTS & line.options.keys()]
-    return launched or found
-
-
-_MOST_WORDS = 2000
-"""Of a command that can start a training."""
-_MOST_HANDED = 8
-"""Times that a command hands the rest of its words on with `--`."""
-_STARTS = frozenset(("ntasks", "n", "np", "ntasks_per_node"))
-
-
-def _launch(words: list[Word]) -> LaunchLine | None:
-    """What a command starts, or the innermost one that it hands its words on to with `--`."""
-    handed_on = [at + 1 for at, word in enumerate(words) if word.text == "--"]
-    begins = [0, *handed_on[-_MOST_HANDED:]]
-    return next((found for begin in reversed(begins) if (found := _launch_itself(words[begin:]))), None)
-
-
-def _launch_itself(words: list[Word]) -> LaunchLine | None:
-    settings, rest = _settings(words)
-    around: dict[str, Word] = {}
-    for at, word in enumerate(rest):
-        name = PurePath(word.text).name
-        following = rest[at + 1 :]
-        if name in _HARMLESS:
-            return None
-        if "=" in word.text and word.text.partition("=")[0].isidentifier():
-            settings[word.text.partition("=")[0]] = word._replace(text=word.text.partition("=")[2])
-        elif name in ("srun", "mpirun", "mpiexec"):
-            around = options_of(following, _FLAGS)[0]
-        elif start := _started(name, word, following):
-            launcher, behind = start
-            options, arguments = ({}, behind) if launcher in _DIRECT else options_of(behind, _FLAGS)
-            script = arguments if launcher in _DIRECT else _behind_script(arguments)
-            return LaunchLine(launcher, word.line, {**around, **options}, script, settings)
-    return None
-
-
-_DIRECT = ("trl", "llamafactory-cli")
-"""Launchers that are the training script as well."""
-
-
-def _settings(words: Sequence[Word]) -> tuple[dict[str, Word], list[Word]]:
-    """Environment variables before the command, and the command."""
-    found: dict[str, Word] = {}
-    for at, word in enumerate(words):
-        name, equals, value = word.text.partition("=")
-        if not equals or not name.isidentifier():
-            return found, list(words[at:])
-        found[name] = Word(value, word.line)
-    return found, []
-
-
-def _started(name: str, word: Word, following: list[Word]) -> tuple[str, list[Word]] | None:
-    """The launcher that a word is, and what follows it."""
-    if name in _SUBCOMMANDS:
-        return (name, following[1:]) if following and following[0].text in _SUBCOMMANDS[name] else None
-    if name in ("deepspeed", "torchrun"):
-        return name, following
-    if not _PYTHON.fullmatch(word.text):
-        return None
-    while following and following[0].text.startswith("-") and following[0].text != "-m":
-        following = following[1:]
-    if len(following) > 1 and following[0].text == "-m" and following[1].text in _MODULES:
-        return _MODULES[following[1].text], following[2:]
-    started = bool(following) and (following[0].text == "-m" or _SCRIPT.fullmatch(following[0].text) is not None)
-    return ("python", following) if started else None
-
-
-def options_of(words: Sequence[Word], flags: frozenset[str] = frozenset()) -> tuple[dict[str, Word], list[Word]]:
-    """The options at the beginning of words, each with its value, and the words from the first that is none.
-
-    Args:
-        words: The words.
-        flags: Options without a value; every other takes the next word, if it has none behind a `=`.
+    Raises:
+        ConfigError: It holds shell syntax, or starts no training that unishard knows.
     """
-    found: dict[str, Word] = {}
+    words = _words(command)
+    settings: dict[str, str] = {}
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if equals and name.isidentifier():
+            settings[name] = value
+        elif start := _started(word, words[at + 1 :]):
+            launcher, behind = start
+            options, script = ({}, behind) if launcher in _IS_SCRIPT else options_of(behind)
+            arguments = script if launcher in _IS_SCRIPT else _behind_script(script)
+            return LaunchLine(launcher, options, arguments, settings)
+    raise _error(f"starts no training that unishard knows; write one that begins with one of {_KNOWN}")
+
+
+def _words(command: str) -> list[str]:
+    """The words of a command.
+
+    Raises:
+        ConfigError: It is not one command with its values.
+    """
+    text = command.strip().replace("\\\n", " ")
+    if syntax := _SHELL.search(_QUOTED.sub(_expanding, text)):
+        found = "a second line" if syntax.group() == "\n" else f"{syntax.group().strip()!r}, which only a shell reads"
+        raise _error(f"has {found}; write the one command that trains, with its values")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise _error(f"cannot be split into words ({error}); close the quotes") from None
+
+
+def _expanding(quoted: re.Match[str]) -> str:
+    """What a shell would still expand between quotes."""
+    text = quoted.group()
+    return "".join(re.findall(r"(?<!\\)\$[\w({]+|(?<!\\)`", text)) if text.startswith('"') else ""
+
+
+def _error(what: str) -> ConfigError:
+    return ConfigError([Problem("", what, COMMAND)])
+
+
+def _started(word: str, following: Sequence[str]) -> tuple[str, list[str]] | None:
+    """The launcher that a word is, and what follows it."""
+    name, behind = PurePath(word).name, list(following)
+    if name in _SUBCOMMANDS:
+        return (name, behind[1:]) if behind and behind[0] in _SUBCOMMANDS[name] else None
+    if name in ("deepspeed", "torchrun"):
+        return name, behind
+    if not _PYTHON.fullmatch(name):
+        return None
+    while behind and behind[0].startswith("-") and behind[0] != "-m":
+        behind = behind[1:]
+    if len(behind) > 1 and behind[0] == "-m" and behind[1] in _MODULES:
+        return _MODULES[behind[1]], behind[2:]
+    started = bool(behind) and (behind[0] == "-m" or behind[0].endswith(".py"))
+    return ("python", behind) if started else None
+
+
+def options_of(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The launcher's options at the beginning of words, each with its value, and the words from the first that is
+    none.
+    """
+    found: dict[str, str] = {}
     at = 0
-    while at < len(words) and words[at].text.startswith(("-", "$")) and not _SCRIPT.fullmatch(words[at].text):
-        name, equals, value = words[at].text.partition("=")
+    while at < len(words) and words[at].startswith("-"):
+        name, equals, value = words[at].partition("=")
         key = name.lstrip("-").replace("-", "_")
-        takes = not equals and key not in flags and name.startswith("-") and at + 1 < len(words)
-        found[key] = (
-            words[at + 1]._replace(line=words[at].line) if takes else Word(value if equals else "true", words[at].line)
-        )
+        takes = not equals and key not in _FLAGS and at + 1 < len(words)
+        found[key] = words[at + 1] if takes else value if equals else "true"
         at += 2 if takes else 1
     return found, list(words[at:])
 
 
-def _behind_script(words: Sequence[Word]) -> list[Word]:
+def _behind_script(words: Sequence[str]) -> list[str]:
     """What follows the training script, or the module that is one."""
-    return list(words[2:] if words and words[0].text == "-m" else words[1:])
+    return list(words[2:] if words and words[0] == "-m" else words[1:])
 
 
 _NAME = re.compile(r"--?([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _BOOLEANS = {"true": True, "false": False}
-_EXPANSION = re.compile(r"\$\(\(?(.*?)\)?\)|`(.*?)`|\$(\w+)", re.DOTALL)
-_REST = re.compile(r"\$\{?[@*].*")
-"""The arguments of the shell script itself."""
-_OPTIONS = re.compile(r"\$\w+|\$\{[^}]*\}+|\$\(.*\)|`.*`", re.DOTALL)
-"""What may hold options of its own where it follows a value."""
 
 
-class ScriptArguments(NamedTuple):
-    """The arguments of a training script."""
-
-    values: Mapping[str, Any]
-    lines: Mapping[str, int]
-
-
-def script_arguments(words: Sequence[Word]) -> ScriptArguments:
-    """Read `--name value`, `--name=value`, and `--name` alone, which is true; several values are a list.
-
-    The value of a variable that is not known is a placeholder such as `${NAME}`. One behind a value that is known
-    holds other options, and stands for itself.
+def script_arguments(words: Sequence[str]) -> Mapping[str, Any]:
+    """The arguments of a training script: `--name value`, `--name=value`, and `--name` alone, which is true; several
+    values are a list.
     """
     values: dict[str, Any] = {}
-    lines: dict[str, int] = {}
-    words = [word for word in words if not _REST.fullmatch(word.text)]
     at = 0
     while at < len(words):
-        named = _NAME.fullmatch(words[at].text)
+        named = _NAME.fullmatch(words[at])
         at += 1
         if named is None:
             continue
-        name = named.group(1).replace("-", "_")
         given = [named.group(2)] if named.group(2) is not None else []
-        lines[name] = words[at - 1].line
-        while at < len(words) and not _NAME.fullmatch(words[at].text):
-            word, held = words[at], given and not given[-1].startswith(("$", "`"))
-            if held and _OPTIONS.fullmatch(word.text):
-                values[word.text], lines[word.text] = True, word.line
-            elif named.group(2) is None:
-                given.append(word.text)
+        while at < len(words) and not _NAME.fullmatch(words[at]):
+            given += [words[at]] if named.group(2) is None else []
             at += 1
         found = [value_of_word(text) for text in given]
-        values[name] = True if not found else found[0] if len(found) == 1 else found
-    return ScriptArguments(values, lines)
+        values[named.group(1).replace("-", "_")] = True if not found else found[0] if len(found) == 1 else found
+    return values
 
 
 def value_of_word(text: str) -> Any:
     """The value that a word stands for."""
     if text.lower() in _BOOLEANS:
         return _BOOLEANS[text.lower()]
-    if text.lstrip().startswith("{") and not text.startswith("{{"):
+    if text.lstrip().startswith("{"):
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
@@ -232,9 +185,4 @@ def value_of_word(text: str) -> Any:
             return number(text)
         except ValueError:
             continue
-    return _EXPANSION.sub(_placeholder, text)
-
-
-def _placeholder(expansion: re.Match[str]) -> str:
-    inner = next(group for group in expansion.groups() if group is not None)
-    return "${" + re.sub(r"[${}]", "", inner) + "}"
+    return text

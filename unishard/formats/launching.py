@@ -1,4 +1,4 @@
-"""How a config or a launch line wants its processes started, and the torchrun line that does it."""
+"""How a config or a command wants its processes started, and the torchrun line that does it."""
 
 from __future__ import annotations
 
@@ -57,29 +57,15 @@ class Launch:
 
 
 _VARIABLES = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|UCX|FI)_\w+")
-"""Environment variables of a launch line that a config keeps; others are the script's own, or secrets."""
+"""Environment variables of a command that a config keeps; others are the script's own, or secrets."""
 _DEVICES, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-_JOB = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "gpus_per_node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
-    "ntasks_per_node": ("SLURM_NTASKS_PER_NODE",),
-}
-"""Variables in which Slurm repeats an option of the job."""
-_SBATCH = re.compile(r"^#SBATCH[ \t]+--?([\w-]+)[= \t]([^\s#]+)", re.MULTILINE)
 _INDEXES = re.compile(r"\d+(,\d+)*")
 _Options = Mapping[str, str]
 
 
-def launch_of(line: LaunchLine, script: str = "") -> tuple[Topology | None, Launch]:
-    """The ranks of a launch line, where it says how many, and what it says about the processes.
-
-    Args:
-        line: The launch line.
-        script: The text around it, for what `#SBATCH` says of a job that srun starts.
-    """
-    job = {key.replace("-", "_"): value for key, value in _SBATCH.findall(script)}
-    said = _of_job({key: word.text for key, word in line.options.items()}, job)
-    settings = _of_job({key: word.text for key, word in line.settings.items()}, job)
+def launch_of(line: LaunchLine) -> tuple[Topology | None, Launch]:
+    """The ranks of a command, where it says how many, and what it says about the processes."""
+    said, settings = line.options, line.settings
     match line.launcher:
         case "torchrun":
             launch = _of_torchrun(said)
@@ -91,7 +77,7 @@ def launch_of(line: LaunchLine, script: str = "") -> tuple[Topology | None, Laun
             place = (settings.get("NODE_RANK"), settings.get("MASTER_ADDR"), settings.get("MASTER_PORT"))
             launch = Launch(_number(settings.get("NNODES", "1")), _number(settings.get("NPROC_PER_NODE")), *place)
         case _:
-            launch = _of_tasks({**(job if said else {}), **said})
+            launch = Launch()
     devices = settings.get(_DEVICES, "")
     if launch.devices is None and _INDEXES.fullmatch(devices):
         launch = replace(launch, devices=devices)
@@ -111,19 +97,6 @@ def with_hosts(launch: Launch, hosts: Mapping[str, int]) -> tuple[Topology | Non
     each = min(launch.processes, slots) if isinstance(launch.processes, int) else slots
     found = replace(launch, nodes=nodes, processes=each, address=launch.address or first)
     return _ranks(found), found
-
-
-def _of_job(said: _Options, job: _Options) -> dict[str, str]:
-    """The options, with what Slurm puts in the place of its variables."""
-    job = {**job, **{key: said[key] for key in _JOB if key in said}}
-    known = {
-        form: job[key]
-        for key, words in _JOB.items()
-        if key in job
-        for word in words
-        for form in (f"${word}", f"${{{word}}}")
-    }
-    return {key: known.get(value, value) for key, value in said.items()}
 
 
 def _environment(said: _Options, settings: _Options, launch: Launch) -> dict[str, str]:
@@ -171,21 +144,6 @@ def _of_accelerate(said: _Options) -> Launch:
     devices = said.get("gpu_ids")
     place = (said.get("machine_rank"), said.get("main_process_ip"), said.get("main_process_port"))
     return Launch(nodes, each, *place, None, None if devices == "all" else devices)
-
-
-def _of_tasks(said: _Options) -> Launch:
-    """What srun, with the job around it, or mpirun starts."""
-    nodes, total = _number(said.get("nodes", said.get("N"))), _number(said.get("ntasks", said.get("n", said.get("np"))))
-    each = _number(said.get("ntasks_per_node"))
-    if each is None and isinstance(total, int):
-        each = (
-            total
-            if nodes is None
-            else total // nodes
-            if isinstance(nodes, int) and nodes and total % nodes == 0
-            else None
-        )
-    return Launch(1 if nodes is None and each is not None else nodes, each)
 
 
 def _ranks(launch: Launch) -> Topology | None:

@@ -99,7 +99,7 @@ def assemble(
             )
             unneeded |= pointless
             if not pointless:
-                told = {field for entry in found if entry.from_sidecar for field in entry.effect.fields}
+                told = {field for entry in found if entry.supplied for field in entry.effect.fields}
                 found = without_unused(found, fields, faults, changed | told) or _refuse(found, faults)
             continue
         undecided = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ def remedy(
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
     drop: Iterable[str] = (),
-    with_: str | Path | Sequence[str] | None = None,
+    with_: str | Path | None = None,
     only_drop: bool = False,
 ) -> Remedy | None:
     """Find what to drop and to set so that nothing is refused. Every proposal has been tried.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
+from unishard.formats.engine_choice import check_engine
 from unishard.formats.format import Format
 from unishard.formats.items import Item, carried, described, item_of, with_files
 from unishard.formats.readback import Change, changes, differences, read_back, refusals, to_write_out, with_differences
@@ -25,7 +26,7 @@ from unishard.formats.roundtrip import untouched
 from unishard.formats.source import Source, open_source
 
 if TYPE_CHECKING:
-    from unishard.formats.sidecar.filling import Filling
+    from unishard.formats.filling import Filling
 
 
 class Outcome(NamedTuple):
@@ -91,7 +92,7 @@ def translate(
     overrides: Iterable[str] = (),
     topology: Topology | None = None,
     drop: Iterable[str] = (),
-    with_: str | Path | Sequence[str] | None = None,
+    with_: str | Path | None = None,
 ) -> Outcome:
     """Translate a config of any tool into the format of another. Imports neither torch nor an engine.
 
@@ -102,27 +103,28 @@ def translate(
         overrides: Changes on top, such as `backend=fsdp`; they also decide what only the training script knows.
         topology: The ranks; left out, those that the document speaks of, or one.
         drop: Keys to leave out, as dotted names or globs; the document then means what it means without them.
-        with_: What fills the values that the document leaves open: a launch script, a file of TrainingArguments or of
-            Accelerate, or the words of a command line.
+        with_: What fills the values that the document leaves open: a file of TrainingArguments, Accelerate or
+            DeepSpeed, or the command that trains.
 
     Returns:
         The document and one item for each key of the source. What is not supported stands among the items as refused.
 
     Raises:
         ConfigError: The format is only read, the file cannot be read or is in no known format, an override cannot be
-            used, or a key to drop is not there.
+            used, a key to drop is not there, or nothing says which engine a file of TrainingArguments trains with.
     """
     target, overrides, drop = catalog.target(to), tuple(overrides), tuple(drop)
     source = open_source(source)
     reading, dropped = _read_without(source, from_, overrides, topology, drop)
     filling = None
     if with_ is not None:
-        from unishard.formats.sidecar.filling import filled  # few translations need it
+        from unishard.formats.filling import filled  # few translations need it
 
         left = [pattern for pattern in drop if pattern not in {one.pattern for one in dropped}]
         reading, filling, further = filled(reading, with_, overrides=overrides, topology=topology, to=to, drop=left)
         dropped += further
     check_used(drop, dropped, source)
+    check_engine(reading, to, overrides, dropped)
     ranks = topology or reading.topology or Topology()
     expressed = _written(target, reading, ranks)
     yielding = _without_refused_assumptions(reading, expressed)

@@ -52,8 +52,8 @@ def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
         (RENAMED.get(entry.path[-1], entry.path[-1]), entry)
         for entry in reading.entries
         if not entry.assumed
-        and entry.path[-1] not in (_LAUNCHERS if entry.from_sidecar else ())
-        and (entry.from_sidecar or (reading.format in _TRAINERS and entry.path[:-1] == ((section,) if section else ())))
+        and entry.path[-1] not in (_LAUNCHERS if entry.supplied else ())
+        and (entry.supplied or (reading.format in _TRAINERS and entry.path[:-1] == ((section,) if section else ())))
     ]
     yield from sorted(found, key=lambda pair: pair[1].path[-1] in RENAMED)
 

@@ -15,15 +15,13 @@ from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
-from unishard.formats import catalog
+from unishard.formats import catalog, launcher_config
 from unishard.formats.dropping import DroppedKey, drop_entries
+from unishard.formats.engine_choice import RECIPES, engine_is_open
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.sidecar import launcher
-from unishard.formats.sidecar.following import missing
-from unishard.formats.sidecar.sidecar import TRAINER, Sidecar, open_sidecar, trainer
-from unishard.formats.source import Source
+from unishard.formats.supplied import Supplied, open_supplied, trainer
 
 _COMPUTE, _REDUCE = "precision.compute", "precision.reduce"
 
@@ -130,10 +128,6 @@ _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 _FIELDS = frozenset(path for path, _ in leaves(Config))
 _BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"
 _FACTORS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
-_OTHER = (
-    "starts the training with this file, not with the one that is translated; name a line that starts it: --with "
-    "FILE:LINE"
-)
 _STRATEGY = ("backend", "sharding.", "offload.")
 _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What a config of Accelerate says about the loop, whatever engine it drives; it also says how processes start."""
@@ -150,97 +144,92 @@ class Filling(NamedTuple):
     launch: Launch
 
 
-class Filled(NamedTuple):
-    """A document with what was read beside it."""
-
-    reading: ReadDocument
-    filling: Filling
-    dropped: list[DroppedKey]
-    """Arguments that were left out on request."""
-
-
 def filled(
     reading: ReadDocument,
-    with_: str | FilePath | Sequence[str],
+    with_: str | FilePath,
     *,
     overrides: Iterable[str],
     topology: Topology | None,
     to: str,
     drop: Iterable[str],
-) -> Filled:
+) -> tuple[ReadDocument, Filling, list[DroppedKey]]:
     """The reading with the values that are supplied where the document leaves them open.
 
     What the document decides stays; an argument that says otherwise is refused, as transformers refuses it.
 
     Args:
         reading: What the document says.
-        with_: What is read beside it: a file, or the words of a command line.
+        with_: What is read beside it: a file, or the command that trains.
         overrides: Changes on top, which count more than either.
         topology: The ranks that were asked for.
         to: The format to write. In the document's own, only its open keys are filled.
         drop: Arguments to leave out, as names or globs.
+
+    Returns:
+        The reading, what was read beside it, and what was left out on request.
 
     Raises:
         ConfigError: What is beside it cannot be read, or both name a number of ranks, and not the same.
     """
     drop, overrides = tuple(drop), tuple(overrides)
     format_, same = catalog.get(reading.format), reading.format == to
-    beside, dropped = _with_recipe(open_sidecar(with_), reading).without(drop)
+    beside, dropped = _with_recipe(open_supplied(with_, reading.source.folder), reading).without(drop)
     ranks = topology or _one_of(format_.ranks(reading.source), beside.topology, reading, beside) or reading.topology
     if reading.format == "accelerate":
         beside = beside._replace(values={key: beside.values[key] for key in beside.values if key not in beside.options})
-    if reading.format in TRAINER and beside.format not in TRAINER:
+    if beside.format == "deepspeed" and not engine_is_open(reading.entries):
+        what = "is a config of DeepSpeed, for TrainingArguments that name no engine; give --with what the script gets"
+        raise ConfigError([Problem("", what, beside.name)])
+    if reading.format in RECIPES and beside.format not in RECIPES:
         beside = beside._replace(values={} if beside.format == "accelerate" else beside.values, format=reading.format)
-    told = _Sidecar(beside, ranks)
+    told = beside._replace(topology=ranks)
     own, given = (
         _merged(reading, format_, told, same=same)
-        if reading.format in TRAINER
+        if reading.format in RECIPES
         else _beside(reading, format_, told, same=same)
     )
     unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.effect.unknown))
     own = _opened(own, given)
     given += [] if same else beside.started
-    noted = list(beside.missing)
-    if reading.format == "accelerate":
-        noted = list(launcher.staying_options(reading, beside)) if same else []
-    if reading.format in TRAINER and launcher.engine_is_open(own):
+    noted: list[Entry] = []
+    if reading.format == "accelerate" and same:
+        noted = list(launcher_config.staying_options(reading, beside))
+    if reading.format in RECIPES and engine_is_open(own):
         if same:
-            noted += launcher.staying(beside)
+            noted = launcher_config.staying(beside)
         else:
-            own, noted = launcher.decided(own, given, beside, ranks, reading), [*map(launcher.deciding, noted)]
+            own = launcher_config.decided(own, given, beside, ranks, reading)
     entries = [*own, *fills(own, given, reading, _changed(overrides), same=same), *noted]
     entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
-    found = assemble(
+    complete = assemble(
         reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto
     )
-    whose = catalog.get(beside.format).tool if beside.format in TRAINER else ""
+    whose = catalog.get(beside.format).tool if beside.format in RECIPES else ""
     launch = Launch() if same and beside.launcher else beside.launch  # which keeps the engine; torchrun would lose it
-    return Filled(found, Filling(beside.name, whose, unknown, launch), [*dropped, *further])
+    return complete, Filling(beside.name, whose, unknown, launch), [*dropped, *further]
 
 
-def _with_recipe(beside: Sidecar, reading: ReadDocument) -> Sidecar:
-    """What is beside a document, with the recipe that a launch line names; a document that is a recipe itself must be
-    that one.
+def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:
+    """What is beside a document, with the recipe that a command names; a document that is a recipe itself must be that
+    one.
     """
     if beside.recipe is None or reading.source.folder is None or _starts(beside, reading):
         return beside
-    if reading.format not in TRAINER:
+    if reading.format not in RECIPES:
         return beside.with_recipe()
-    return beside._replace(missing=(*beside.missing, missing(beside.recipe, beside.name, _OTHER)))
+    what = f"starts the training with {beside.recipe}, not with {reading.source.name}; translate that file"
+    raise ConfigError([Problem("", what, beside.name)])
 
 
-def _starts(beside: Sidecar, reading: ReadDocument) -> bool:
-    """Whether a launch line hands the document to its script, so that its own words count more than those of the
+def _starts(beside: Supplied, reading: ReadDocument) -> bool:
+    """Whether a command hands the document to its script, so that its own words count more than those of the
     document.
     """
-    return (
-        beside.recipe is not None
-        and reading.source.folder is not None
-        and beside.recipe.refers_to(FilePath(reading.source.name))
-    )
+    folder = reading.source.folder
+    return beside.recipe is not None and folder is not None and beside.recipe.samefile(reading.source.name)
 
 
-def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Sidecar) -> Topology | None:
+def _one_of(own: Topology | None, other: Topology | None, reading: ReadDocument, beside: Supplied) -> Topology | None:
     if reading.format == "accelerate" and other:
         return other  # `accelerate launch --num_processes` takes precedence over its file
     if own and other and own.world_size != other.world_size:
@@ -257,50 +246,22 @@ def _changed(overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(field for field in _FIELDS if is_within(field, paths))
 
 
-class _Sidecar(NamedTuple):
-    """What is supplied, and the ranks."""
-
-    sidecar: Sidecar
-    ranks: Topology | None
-
-    def entries(self, data: Mapping[str, Any], source: Source) -> list[Entry]:
-        """What arguments say, with the defaults of the tool that takes them, where that is known."""
-        name = self.sidecar.format
-        document = source._replace(data=data)
-        if name:
-            return list(catalog.get(name).entries(document, self.ranks))
-        found: list[Entry] = trainer().only_written(document, self.ranks)
-        return found
-
-    @property
-    def default(self) -> str:
-        """Where a value that is not in the file comes from."""
-        tool = catalog.get(self.sidecar.format).tool
-        return f"default of {f'TrainingArguments ({tool})' if self.sidecar.format == 'hf' else tool}"
-
-    def placed(self, entry: Entry) -> Entry:
-        """The entry with where it comes from."""
-        return entry._replace(
-            place=self.default if entry.assumed else self.sidecar.place(entry.path[0]), from_sidecar=True
-        )
-
-
-def _merged(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+def _merged(reading: ReadDocument, format_: Format, told: Supplied, *, same: bool) -> tuple[list[Entry], list[Entry]]:
     """A document that is a file of arguments itself: both are read as one.
 
-    A line that hands the file to its script counts more.
+    A command that hands the file to its script counts more.
     """
-    data, more = reading.source.data, told.sidecar.values
-    starts = _starts(told.sidecar, reading)
+    data, more = reading.source.data, told.values
+    starts = _starts(told, reading)
     twice = [
         key for key in data if key in more and (starts or key not in _ENGINES) and not same_value(more[key], data[key])
     ]
     yielding = twice if starts and not same else []
     kept = {key: value for key, value in data.items() if key not in yielding}
-    found = format_.entries(reading.source._replace(data={**more, **kept}), told.ranks)
+    found = format_.entries(reading.source._replace(data={**more, **kept}), told.topology)
     own = [entry for entry in found if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
     own += [
-        Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{told.sidecar.place(key)} says {shown(more[key])}"))
+        Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{told.place(key)} says {shown(more[key])}"))
         for key in yielding
     ]
     given = [told.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
@@ -308,30 +269,30 @@ def _merged(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: boo
     return own, [*given, *(_stays(key, told) if starts else _clash(key, reading, told) for key in left)]
 
 
-def _stays(key: str, told: _Sidecar) -> Entry:
-    effect = KeyEffect(Fit.IGNORED, launcher.STAYS, notable=True)
-    return Entry((key,), told.sidecar.values[key], effect, place=told.sidecar.place(key), from_sidecar=True)
+def _stays(key: str, told: Supplied) -> Entry:
+    effect = KeyEffect(Fit.IGNORED, launcher_config.STAYS, notable=True)
+    return Entry((key,), told.values[key], effect, place=told.place(key), supplied=True)
 
 
-def _clash(key: str, reading: ReadDocument, told: _Sidecar) -> Entry:
-    place, value = str(reading.source.origins.of((key,))), told.sidecar.values[key]
+def _clash(key: str, reading: ReadDocument, told: Supplied) -> Entry:
+    place, value = str(reading.source.origins.of((key,))), told.values[key]
     note = f"is {shown(reading.source.data[key])} in {place or 'the config'}; make them equal, or leave one out"
-    return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=told.sidecar.place(key), from_sidecar=True)
+    return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=told.place(key), supplied=True)
 
 
-def _beside(reading: ReadDocument, format_: Format, told: _Sidecar, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+def _beside(reading: ReadDocument, format_: Format, told: Supplied, *, same: bool) -> tuple[list[Entry], list[Entry]]:
     """A document for an engine or a launcher: its engine's config is what the arguments would name."""
     engine, where = format_.for_trainer(reading.source)
-    values = {key: value for key, value in told.sidecar.values.items() if key not in _ENGINES}
-    whole = told.sidecar.format in TRAINER
-    found = told.entries({**values, **(engine if whole or not told.sidecar.format else {})}, reading.source)
+    values = {key: value for key, value in told.values.items() if key not in _ENGINES}
+    whole = told.format in RECIPES
+    found = told.entries({**values, **(engine if whole or not told.format else {})}, reading.source)
     given = [told.placed(entry) for entry in found if entry.path[0] not in _ENGINES]
     given = [
-        _of_the_loop(entry, of_launcher=not whole and bool(told.sidecar.format))
+        _of_the_loop(entry, of_launcher=not whole and bool(told.format))
         for entry in given
         if whole or not entry.assumed
     ]
-    said, switch = launcher.as_launched(reading, told.sidecar, told.ranks, whole=whole, same=same)
+    said, switch = launcher_config.as_launched(reading, told, told.topology, whole=whole, same=same)
     if switch:
         given = [entry for entry in given if entry.path != (switch,)] + ([_stays(switch, told)] if same else [])
     if not whole or where is None:
@@ -357,14 +318,14 @@ def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
     return entry._replace(effect=effect._replace(fields=fields, native={}))
 
 
-def _again(entry: Entry, filled_in: Entry, told: _Sidecar, where: Path) -> Entry:
+def _again(entry: Entry, filled_in: Entry, told: Supplied, where: Path) -> Entry:
     """The entry as it is once transformers has filled in the engine's config."""
     if entry.effect.fit is Fit.UNSUPPORTED:
         return entry
     refused = filled_in.effect.fit is Fit.UNSUPPORTED and not entry.assumed
     names = trainer().filled_from(".".join(entry.path[len(where) :]))
-    named = next((name for name in names if name in told.sidecar.values), None)
-    place = (told.sidecar.place(named) if named else told.default) if names else ""
+    named = next((name for name in names if name in told.values), None)
+    place = (told.place(named) if named else told.default) if names else ""
     if refused and place:
         what, _, instead = filled_in.effect.note.partition(";")
         return entry._replace(effect=filled_in.effect._replace(note=f"{what} ({place});{instead}"))

@@ -1,15 +1,16 @@
-"""A launch script's `--config_file` is followed: the config of Accelerate decides the strategy of a recipe that names
-no engine."""
+"""The command that trains, and the files that it names: they decide the engine of a recipe that names none, which is
+refused otherwise."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unishard.contract.rules import Fit
+from unishard.errors import ConfigError
 from unishard.formats import Outcome, translate
-from unishard.formats.surveying import FoundConfig, survey
 
 RECIPE = (
     "per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nmax_steps: 100\nwarmup_steps: 10\nbf16: "
@@ -22,11 +23,12 @@ deepspeed_config:
   zero_stage: 3
 """
 FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
-LINE = "accelerate launch {} scripts/run_sft.py --config recipes/sft/config.yaml\n"
+LINE = "accelerate launch {} scripts/run_sft.py --config recipes/sft/config.yaml"
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     files = {
         "recipes/sft/config.yaml": RECIPE,
         "recipes/launch/zero3.yaml": ZERO,
@@ -39,24 +41,23 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def launched(project: Path, options: str, script: str = "scripts/run.sh", to: str = "unishard") -> Outcome:
-    path = project / script
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(LINE.format(options))
-    return translate(project / "recipes/sft/config.yaml", to, with_=path)
+def launched(project: Path, options: str, more: str = "", to: str = "unishard", **others: Any) -> Outcome:
+    return translate(project / "recipes/sft/config.yaml", to, with_=f"{LINE.format(options)} {more}", **others)
 
 
-@pytest.mark.parametrize("script", ["run.sh", "scripts/run.sh", "scripts/deep/run.sh"])
+@pytest.mark.parametrize("folder", [".", "scripts", "recipes/launch"])
 @pytest.mark.parametrize(("name", "backend", "ranks"), [("zero3", "deepspeed", 8), ("fsdp", "fsdp", 2)])
 def test_the_launchers_file_decides_the_strategy(
-    project: Path, script: str, name: str, backend: str, ranks: int
+    project: Path, folder: str, name: str, backend: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = launched(project, f"--config_file recipes/launch/{name}.yaml", script)
+    (project / folder).mkdir(exist_ok=True)
+    monkeypatch.chdir(project / folder)
+    outcome = launched(project, f"--config_file recipes/launch/{name}.yaml")
     config = outcome.reading.config
     assert (config.backend, config.sharding.strategy, config.training.micro_batch_size) == (backend, "full_shard", 2)
     assert outcome.launch == f"torchrun --nproc-per-node {ranks} train.py"
     assert not outcome.status(strict=False)
-    places = {item.key: item.place for item in outcome.items if item.from_sidecar}
+    places = {item.key: item.place for item in outcome.items if item.supplied}
     assert places["distributed_type"].endswith(f"recipes/launch/{name}.yaml:1")
 
 
@@ -74,22 +75,79 @@ def test_an_engine_that_the_recipe_names_stays(project: Path) -> None:
     assert (outcome.reading.config.backend, outcome.reading.config.sharding.strategy) == ("fsdp", "full_shard")
 
 
-def test_a_launchers_file_that_is_not_there_is_refused_unless_the_strategy_is_said(project: Path) -> None:
-    outcome = launched(project, "--config_file recipes/launch/absent.yaml")
-    (item,) = outcome.of(Fit.UNSUPPORTED)
-    assert item.key == "accelerate --config-file"
-    assert "was not found" in item.note
-    assert "--set backend=... --set sharding.strategy=..." in item.note
-    assert item.place.endswith("run.sh:1")
-    script, recipe = project / "scripts/run.sh", project / "recipes/sft/config.yaml"
-    said = translate(recipe, "unishard", with_=script, overrides=["backend=deepspeed", "sharding.strategy=zero2"])
-    assert (said.reading.config.sharding.strategy, said.status(strict=False)) == ("shard_grad_op", 0)
-    assert not translate(recipe, "unishard", with_=script, drop=["accelerate --config-file"]).status(strict=False)
-    recipe.write_text(RECIPE + "fsdp: full_shard\n")
-    assert not translate(recipe, "unishard", with_=script).of(Fit.UNSUPPORTED)
+def test_deepspeeds_own_file_decides_it_too(project: Path) -> None:
+    (project / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}')
+    outcome = translate(project / "recipes/sft/config.yaml", "unishard", with_=project / "ds.json")
+    config = outcome.reading.config
+    assert (config.backend, config.sharding.strategy, config.precision.compute) == (
+        "deepspeed",
+        "shard_grad_op",
+        "bf16",
+    )
+    assert not outcome.status(strict=False)
 
 
-def test_options_of_the_launch_line_count_more_than_the_file(project: Path) -> None:
+@pytest.mark.parametrize(
+    "command", ["torchrun --nproc_per_node 2 run.py", "deepspeed run.py", "python -m torch.distributed.run run.py"]
+)
+def test_a_launcher_without_an_engine_means_plain_data_parallelism(project: Path, command: str) -> None:
+    recipe = project / "recipes/sft/config.yaml"
+    config = translate(recipe, "unishard", with_=f"{command} --config recipes/sft/config.yaml").reading.config
+    assert (config.backend, config.sharding.strategy) == ("fsdp", "no_shard")
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ("", {}),
+        ("", {"with_": "accelerate launch --num_processes 2 run.py"}),
+        ("", {"overrides": ["training.seed=1"]}),
+        ("ddp_timeout: 3000\nddp_backend: nccl\n", {}),
+    ],
+)
+def test_a_recipe_without_an_engine_is_refused(project: Path, more: str, options: dict[str, Any]) -> None:
+    recipe = project / "recipes/sft/config.yaml"
+    recipe.write_text(RECIPE + more)
+    with pytest.raises(ConfigError, match=r"does not say its engine.*--with zero3.yaml.*--with 'accel.*--set backend="):
+        translate(recipe, "unishard", **options)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "strategy"),
+    [
+        ("ddp_find_unused_parameters: false\n", {}, "no_shard"),
+        ("fsdp: full_shard\n", {}, "full_shard"),
+        ("", {"overrides": ["sharding.strategy=no_shard"]}, "no_shard"),
+        ("", {"overrides": ["backend=deepspeed", "sharding=zero2"]}, "shard_grad_op"),
+    ],
+)
+def test_what_decides_the_engine_is_enough(project: Path, more: str, options: dict[str, Any], strategy: str) -> None:
+    recipe = project / "recipes/sft/config.yaml"
+    recipe.write_text(RECIPE + more)
+    outcome = translate(recipe, "unishard", **options)
+    assert (outcome.reading.config.sharding.strategy, outcome.status(strict=False)) == (strategy, 0)
+
+
+def test_between_tools_of_trainingarguments_the_engine_stays_the_launchers(project: Path) -> None:
+    recipe = project / "recipes/sft/config.yaml"
+    assert not translate(recipe, "hf").status(strict=False)
+    assert "fsdp" not in translate(recipe, "trl").document
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "what"),
+    [
+        ("--config_file recipes/launch/absent.yaml", "", "--config_file names .*absent.yaml, which was not found"),
+        ("--config_file $FILE", "", "has .\\$FILE., which only a shell reads; write the one command"),
+        ("--config_file recipes/launch/zero3.yaml", "| tee log", "write the one command that trains, with its values"),
+    ],
+)
+def test_what_a_command_cannot_have(project: Path, options: str, more: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        launched(project, options, more)
+
+
+def test_options_of_the_command_count_more_than_the_file(project: Path) -> None:
     outcome = launched(project, "--config_file recipes/launch/zero3.yaml --num_processes 4")
     assert outcome.reading.config.launch.processes_per_node == 4
     assert outcome.launch == "torchrun --nproc-per-node 4 train.py"
@@ -115,21 +173,21 @@ def test_options_of_the_launcher_decide_the_engine(project: Path, options: str, 
 
 def test_options_of_the_launcher_count_more_than_its_translated_file(project: Path) -> None:
     options = "--zero_stage 2 --gradient_clipping 2.0 --mixed_precision fp16 --offload_optimizer_device cpu"
-    launched(project, f"--config_file recipes/launch/zero3.yaml --use_deepspeed {options}")
-    file, script = project / "recipes/launch/zero3.yaml", project / "scripts/run.sh"
-    outcome = translate(file, "unishard", with_=script, drop=["bf16"])
+    command = LINE.format(f"--config_file recipes/launch/zero3.yaml --use_deepspeed {options}")
+    file = project / "recipes/launch/zero3.yaml"
+    outcome = translate(file, "unishard", with_=command, drop=["bf16"])
     assert not outcome.of(Fit.UNSUPPORTED)
     config = outcome.reading.config
     assert (config.sharding.strategy, config.offload.optimizer) == ("shard_grad_op", "cpu")
     assert (config.training.gradient_clipping, config.precision.compute) == (2.0, "fp16")
     (file_s, line_s) = [item for item in outcome.items if item.key == "deepspeed_config.zero_stage"]
-    assert (file_s.value, file_s.note) == (3, f"{script}:1 says 2, which counts more")
-    assert (line_s.value, line_s.place) == (2, f"{script}:1")
-    same = translate(file, "accelerate", with_=script, drop=["bf16"])
+    assert (file_s.value, file_s.note) == (3, "the command says 2, which counts more")
+    assert (line_s.value, line_s.place) == (2, "the command")
+    same = translate(file, "accelerate", with_=command, drop=["bf16"])
     assert not same.of(Fit.UNSUPPORTED)
     assert same.document["deepspeed_config"]["zero_stage"] == 3
     notes = {item.key: item.note for item in same.items}
-    assert "stays on the launch line" in notes["accelerate --zero-stage"]
+    assert "stays in the command" in notes["accelerate --zero-stage"]
 
 
 def test_the_precision_of_a_recipe_counts_more_than_the_launcher_s(project: Path) -> None:
@@ -148,23 +206,21 @@ def test_an_option_that_names_the_file_in_another_way_contradicts_nothing(projec
     file.write_text(
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
     )
-    launched(project, f"--config_file {file} --deepspeed_config_file ../ds.json")
-    assert not translate(file, "unishard", with_=project / "scripts/run.sh").of(Fit.UNSUPPORTED)
+    command = LINE.format(f"--config_file {file} --deepspeed_config_file ./ds.json")
+    assert not translate(file, "unishard", with_=command).of(Fit.UNSUPPORTED)
 
 
 def test_the_command_line_counts_more_than_the_recipe_that_it_names(project: Path) -> None:
     outcome = launched(project, "--config_file recipes/launch/zero3.yaml", to="unishard")
     assert outcome.reading.config.optimizer.lr == 1e-4
-    script = project / "scripts/run.sh"
-    script.write_text(script.read_text().rstrip() + " --learning_rate 3e-4\n")
-    outcome = translate(project / "recipes/sft/config.yaml", "unishard", with_=script)
+    outcome = launched(project, "--config_file recipes/launch/zero3.yaml", "--learning_rate 3e-4")
     assert outcome.reading.config.optimizer.lr == 3e-4
     (file, line) = [item for item in outcome.items if item.key == "learning_rate"]
-    assert file.note.endswith("run.sh:1 says 0.0003")
-    assert line.place.endswith("run.sh:1")
-    same = translate(project / "recipes/sft/config.yaml", "hf", from_="hf", with_=script)
-    notes = {item.key: item.note for item in same.items if item.from_sidecar}
-    assert "stays on the launch line" in notes["learning_rate"]
+    assert file.note == "the command says 0.0003"
+    assert line.place == "the command"
+    same = launched(project, "--config_file recipes/launch/zero3.yaml", "--learning_rate 3e-4", "hf", from_="hf")
+    notes = {item.key: item.note for item in same.items if item.supplied}
+    assert "stays in the command" in notes["learning_rate"]
     assert "stays the launcher's" in notes["accelerate launch"]
     assert not same.launch
     assert same.document["learning_rate"] == 1e-4
@@ -177,25 +233,21 @@ def test_the_recipe_fills_the_engines_config(project: Path, named: str) -> None:
     (project / "ds.json").write_text(
         '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}'
     )
-    (project / "scripts/run.sh").parent.mkdir()
-    (project / "scripts/run.sh").write_text(
-        f"deepspeed --num_gpus 2 run.py {named} --deepspeed ds.json --learning_rate 3e-4\n"
-    )
-    outcome = translate(project / "ds.json", "unishard", with_=project / "scripts/run.sh")
+    command = f"deepspeed --num_gpus 2 run.py {named} --deepspeed ds.json --learning_rate 3e-4"
+    outcome = translate(project / "ds.json", "unishard", with_=command)
     config = outcome.reading.config
     assert (config.training.micro_batch_size, config.precision.compute, config.optimizer.lr) == (2, "bf16", 3e-4)
     places = {item.key: item.place for item in outcome.items}
-    assert places["learning_rate"].endswith("run.sh:1")
+    assert places["learning_rate"] == "the command"
     assert places["train_micro_batch_size_per_gpu"].endswith("config.yaml:1")
 
 
-def test_the_engines_file_is_found_from_the_script_and_from_the_recipe(project: Path) -> None:
+def test_the_engines_file_is_found_from_the_command_and_from_the_recipe(project: Path) -> None:
     (project / "engines").mkdir()
     (project / "engines/z2.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}')
-    line = "torchrun --nproc-per-node 2 run.py {}--config recipes/sft/config.yaml\n"
-    script, recipe = project / "run.sh", project / "recipes/sft/config.yaml"
-    script.write_text(line.format("--deepspeed engines/z2.json "))
-    assert translate(recipe, "unishard", with_=script).reading.config.sharding.strategy == "shard_grad_op"
+    command = "torchrun --nproc-per-node 2 run.py --deepspeed engines/z2.json --config recipes/sft/config.yaml"
+    recipe = project / "recipes/sft/config.yaml"
+    assert translate(recipe, "unishard", with_=command).reading.config.sharding.strategy == "shard_grad_op"
     recipe.write_text(RECIPE + "deepspeed: engines/z2.json\n")
     assert translate(recipe, "unishard").reading.config.sharding.strategy == "shard_grad_op"
 
@@ -204,44 +256,12 @@ def test_keys_of_the_launchers_file_can_be_dropped(project: Path) -> None:
     (project / "recipes/launch/zero3.yaml").write_text(
         ZERO + "  offload_param_device: nvme\n  offload_param_nvme_path: files\n"
     )
-    launched(project, "--config_file recipes/launch/zero3.yaml")
-    recipe, script = project / "recipes/sft/config.yaml", project / "scripts/run.sh"
-    outcome = translate(recipe, "unishard", with_=script, drop=["deepspeed_config.offload_param_*"])
+    outcome = launched(project, "--config_file recipes/launch/zero3.yaml", drop=["deepspeed_config.offload_param_*"])
     assert (outcome.reading.config.offload.params, outcome.status(strict=False)) == ("none", 0)
 
 
-def test_a_line_that_starts_another_recipe_is_said(project: Path) -> None:
+def test_a_command_that_starts_another_recipe_is_refused(project: Path) -> None:
     other = project / "recipes/dpo.yaml"
     other.write_text(RECIPE)
-    launched(project, "--config_file recipes/launch/zero3.yaml")
-    (item,) = translate(other, "unishard", with_=project / "scripts/run.sh").of(Fit.APPROXIMATE)
-    assert (item.key, item.value) == ("--config", "recipes/sft/config.yaml")
-
-
-README = """Train *every* model of the author's:
-
-```python
-print("don't")
-```
-
-```bash
-# ZeRO-3
-$ accelerate launch --config_file recipes/launch/{name}.yaml run.py --config recipes/{{task}}/config.yaml
-```
-"""
-
-
-def test_migrate_takes_the_strategy_from_the_line_of_a_page(project: Path) -> None:
-    (project / "README.md").write_text(README.format(name="zero3"))
-    (project / "other").mkdir()
-    (project / "other/recipe.yaml").write_text(RECIPE)
-    found = {Path(one.path).name: one for one in survey(project, "unishard") if isinstance(one, FoundConfig)}
-    recipe = found["config.yaml"]
-    assert (recipe.backend, recipe.strategy, recipe.script) == ("deepspeed", "full_shard", str(project / "README.md"))
-    assert (found["recipe.yaml"].backend, found["recipe.yaml"].strategy) == (
-        "needs input",
-        "needs input",
-    )  # two launchers' files, no line
-    (project / "recipes/launch/fsdp.yaml").unlink()
-    found = {Path(one.path).name: one for one in survey(project, "unishard") if isinstance(one, FoundConfig)}
-    assert found["recipe.yaml"].script == str(project / "recipes/launch/zero3.yaml")
+    with pytest.raises(ConfigError, match=r"starts the training with recipes/sft/config.yaml, not with .*dpo.yaml"):
+        translate(other, "unishard", with_=LINE.format("--config_file recipes/launch/zero3.yaml"))

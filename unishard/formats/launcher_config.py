@@ -4,7 +4,7 @@ strategy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from unishard.config.describe import bare
@@ -13,33 +13,19 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.formats import catalog
+from unishard.formats.engine_choice import leaves_engine
 from unishard.formats.reading import ReadDocument
-from unishard.formats.sidecar.following import LAUNCHER
-from unishard.formats.sidecar.sidecar import Sidecar
 from unishard.formats.source import Source, find_named
+from unishard.formats.supplied import Supplied
 
-_DECIDED = ("backend", "sharding.strategy")
-_ABSENT = (
-    "it decides the engine and the strategy; add it, run where it is started, or add --set backend=... --set "
-    "sharding.strategy=..."
-)
-STAYS = "counts more than the file, and stays on the launch line"
+STAYS = "counts more than the file, and stays in the command"
 _ENGINE_STAYS = (
     "decides the engine and the strategy, and stays the launcher's: what is written is started from it as well"
 )
 
 
-def engine_is_open(entries: Iterable[Entry]) -> bool:
-    """Whether TrainingArguments leave the engine to the launcher, without which they mean plain data parallelism."""
-    return any(map(_leaves_engine, entries))
-
-
-def _leaves_engine(entry: Entry) -> bool:
-    return entry.assumed and entry.path[-1] == "fsdp" and entry.value is False
-
-
 def decided(
-    own: list[Entry], given: Sequence[Entry], beside: Sidecar, ranks: Topology | None, reading: ReadDocument
+    own: list[Entry], given: Sequence[Entry], beside: Supplied, ranks: Topology | None, reading: ReadDocument
 ) -> list[Entry]:
     """TrainingArguments with the launcher's engine, where there is one.
 
@@ -51,16 +37,24 @@ def decided(
         ranks: The ranks, where they are known.
     """
     if beside.launcher is None:
-        return own
+        return [_replicated(entry, beside) if leaves_engine(entry) else entry for entry in own]
     said = {field for entry in given if not entry.assumed for field in entry.effect.fields}
     switches = {entry.key: entry for entry in (*given, *own) if not entry.assumed}
     values = {key: entry.value for key, entry in switches.items()}
     switch = _switched(beside.launcher.data.get(_PRECISION), values)
     place = (switches[switch].place or reading.source.origins.of(switch)) if switch else ""
-    return [entry for entry in own if not _leaves_engine(entry) and entry.key != (switch or None)] + [
-        _without(entry, said)._replace(place=_place(entry, beside.launcher, str(place), switch), from_sidecar=True)
+    return [entry for entry in own if not leaves_engine(entry) and entry.key != (switch or None)] + [
+        _without(entry, said)._replace(place=_place(entry, beside.launcher, str(place), switch), supplied=True)
         for entry in _switching(beside.launcher, ranks, switch, str(place))
     ]
+
+
+def _replicated(entry: Entry, beside: Supplied) -> Entry:
+    """The entry, which stands where a command starts the training that brings no engine either."""
+    if not beside.without_engine:
+        return entry
+    effect = entry.effect._replace(note=f"DistributedDataParallel: {beside.without_engine} brings no engine")
+    return entry._replace(effect=effect, place=beside.name, supplied=True)
 
 
 def _place(entry: Entry, file: Source, place: str, switch: str) -> str:
@@ -70,7 +64,7 @@ def _place(entry: Entry, file: Source, place: str, switch: str) -> str:
 
 
 def _without(entry: Entry, said: Collection[str]) -> Entry:
-    """The entry without what the launch line or the arguments say otherwise about the processes."""
+    """The entry without what the command or the arguments say otherwise about the processes."""
     fields = {
         field: value
         for field, value in entry.effect.fields.items()
@@ -79,17 +73,7 @@ def _without(entry: Entry, said: Collection[str]) -> Entry:
     return entry._replace(effect=entry.effect._replace(fields=fields))
 
 
-def deciding(entry: Entry) -> Entry:
-    """The entry, refused where it is a launcher's config that is missing: nothing else says how the training is
-    sharded.
-    """
-    if entry.path != (LAUNCHER,):
-        return entry
-    what = entry.effect.note.partition(": ")[0]
-    return entry._replace(effect=KeyEffect(Fit.UNSUPPORTED, f"{what}: {_ABSENT}", decides=_DECIDED))
-
-
-def staying(beside: Sidecar) -> list[Entry]:
+def staying(beside: Supplied) -> list[Entry]:
     """The line that says, where TrainingArguments are written again, that the launcher keeps the strategy."""
     if beside.launcher is None:
         return []
@@ -99,13 +83,13 @@ def staying(beside: Sidecar) -> list[Entry]:
             beside.launcher.name,
             KeyEffect(Fit.IGNORED, _ENGINE_STAYS),
             place=beside.name,
-            from_sidecar=True,
+            supplied=True,
         )
     ]
 
 
-def staying_options(reading: ReadDocument, beside: Sidecar) -> Iterator[Entry]:
-    """The options of a launch line that say something else than the config of Accelerate, which is written again."""
+def staying_options(reading: ReadDocument, beside: Supplied) -> Iterator[Entry]:
+    """The options of a command that say something else than the config of Accelerate, which is written again."""
     for key, value in _options(reading, beside).items():
         option = f"accelerate --{key.rpartition('.')[2].replace('_', '-')}"
         yield Entry(
@@ -113,12 +97,12 @@ def staying_options(reading: ReadDocument, beside: Sidecar) -> Iterator[Entry]:
             value,
             KeyEffect(Fit.IGNORED, STAYS, notable=True),
             place=str(beside.launcher.origins.of(key)),  # type: ignore[union-attr]
-            from_sidecar=True,
+            supplied=True,
         )
 
 
-def _options(reading: ReadDocument, beside: Sidecar) -> dict[str, Any]:
-    """What the options of a launch line say otherwise than the config of Accelerate that is translated, which they
+def _options(reading: ReadDocument, beside: Supplied) -> dict[str, Any]:
+    """What the options of a command say otherwise than the config of Accelerate that is translated, which they
     count more than (Accelerate 1.15.0, commands/launch.py).
     """
     own, launcher = dict(flat(reading.source.data)), beside.launcher
@@ -143,11 +127,11 @@ _PRECISION = "mixed_precision"
 
 
 def as_launched(
-    reading: ReadDocument, beside: Sidecar, ranks: Topology | None, *, whole: bool, same: bool
+    reading: ReadDocument, beside: Supplied, ranks: Topology | None, *, whole: bool, same: bool
 ) -> tuple[list[Entry], str]:
     """What a document says, and the argument that decides its precision; empty where none does.
 
-    What a launch line says of the ranks, and TrainingArguments of the precision (transformers 5.23, training_args.py),
+    What a command says of the ranks, and TrainingArguments of the precision (transformers 5.23, training_args.py),
     counts more than a config of Accelerate.
 
     Args:
@@ -155,7 +139,7 @@ def as_launched(
         beside: What is beside it.
         ranks: Those that count.
         whole: Whether that is all of the TrainingArguments.
-        same: Whether the document is written in its own format again, where the launch line stays beside it.
+        same: Whether the document is written in its own format again, where the command stays beside it.
     """
     if reading.format != "accelerate":
         return list(reading.entries), ""
@@ -172,7 +156,7 @@ def as_launched(
         if own.get(key) is not None
     ]
     told = (
-        entry._replace(place=places[entry.key], from_sidecar=True) if entry.key in places else entry
+        entry._replace(place=places[entry.key], supplied=True) if entry.key in places else entry
         for entry in _switching(file, ranks, switch, beside.place(switch))
     )
     return [*yielding, *told], switch
@@ -197,9 +181,7 @@ def _switching(file: Source, ranks: Topology | None, switch: str, place: str) ->
         return list(accelerate.entries(file, ranks))
     entries = accelerate.entries(file._replace(data={**file.data, _PRECISION: switch}), ranks)
     moved = (
-        entry._replace(path=(switch,), value=True, place=place, from_sidecar=True)
-        if entry.path == (_PRECISION,)
-        else entry
+        entry._replace(path=(switch,), value=True, place=place, supplied=True) if entry.path == (_PRECISION,) else entry
         for entry in entries
     )
     return [Entry((_PRECISION,), file.data[_PRECISION], _yields(place, switch)), *moved]

@@ -1,0 +1,66 @@
+"""Which files leave the engine to a launcher outside of them: they are refused until something says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unishard.config.nested import is_within
+from unishard.contract.entries import Entry
+from unishard.errors import ConfigError, Problem
+from unishard.formats.dropping import DroppedKey
+from unishard.formats.names import names
+from unishard.formats.reading import ReadDocument
+
+RECIPES = ("hf", "trl", "llamafactory")
+"""Formats of TrainingArguments, whose engine may be chosen by a launcher outside the file."""
+_STRATEGY = "sharding.strategy"
+_ENGINES = {"deepspeed", "fsdp", "fsdp_config"}
+PLAIN = f"{_STRATEGY}=no_shard"
+"""The override that decides it as DistributedDataParallel."""
+_ONLY_DDP = names("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph")
+"""Arguments that only DistributedDataParallel reads; `ddp_timeout` and `ddp_backend` count for every engine."""
+_NO_ENGINE = (
+    "does not say its engine, which its launcher chooses; add --with zero3.yaml (a config of Accelerate or DeepSpeed), "
+    "or --with 'accelerate launch --config_file ...' (the command that trains), or --set backend=... --set "
+    "sharding.strategy=... (no_shard is plain DistributedDataParallel)"
+)
+
+
+def engine_is_open(entries: Iterable[Entry]) -> bool:
+    """Whether TrainingArguments leave the engine to the launcher, without which they mean plain data parallelism."""
+    return any(map(leaves_engine, entries))
+
+
+def leaves_engine(entry: Entry) -> bool:
+    """Whether it is what TrainingArguments mean that name no engine."""
+    return entry.assumed and entry.path[-1] == "fsdp" and entry.value is False and not entry.place
+
+
+def check_engine(reading: ReadDocument, to: str, overrides: Iterable[str], dropped: Iterable[DroppedKey]) -> None:
+    """Refuse a recipe without an engine, where what is written must name one.
+
+    Args:
+        reading: A document of any format.
+        to: The format to write. One of TrainingArguments leaves the engine to the launcher as well.
+        overrides: Changes on top, which may decide the strategy.
+        dropped: Keys that were left out on request. Whoever leaves out the engine has decided it.
+
+    Raises:
+        ConfigError: Nothing decides the engine.
+    """
+    decided = [text.partition("=")[0].strip() for text in overrides]
+    if to in (*RECIPES, reading.format) or is_within(_STRATEGY, decided):
+        return
+    if needs_engine(reading) and not any(_ENGINES & set(one.key.split(".")) for one in dropped):
+        raise ConfigError([Problem("", _NO_ENGINE, reading.source.name)])
+
+
+def needs_engine(reading: ReadDocument) -> bool:
+    """Whether a launcher outside of a file chooses the engine, and nothing in the file says it.
+
+    A mapping comes from a program that runs already: nothing launches it, so that it means DistributedDataParallel.
+    """
+    if reading.source.folder is None or not engine_is_open(reading.entries):
+        return False
+    written = (entry for entry in reading.entries if not entry.assumed and entry.value is not None)
+    return not any(entry.path[-1] in _ONLY_DDP for entry in written)

@@ -1,1 +1,0 @@
-"""What stands beside a config and decides what it leaves open: a launch script, or TrainingArguments."""
