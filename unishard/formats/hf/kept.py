@@ -38,9 +38,7 @@ _ASSUMED = 0.03
 (core/builders/base.py)."""
 
 
-def with_arguments(
-    said: Rendered, reading: ReadDocument, to: str = "hf", known: Collection[str] = ARGUMENTS
-) -> Rendered:
+def with_arguments(said: Rendered, reading: ReadDocument, to: str, known: Collection[str] = ARGUMENTS) -> Rendered:
     """A document under transformers' names, with the source's arguments that hold as they stand.
 
     Args:
@@ -111,13 +109,13 @@ def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading
     """How long the training and its warm-up are, where the source says so only by what its tool assumes."""
     silent = not document.keys() & {"max_steps", "num_train_epochs"}
     other = EPOCHS[reading.format] != EPOCHS.get(to) and "training.micro_batch_size" in reading.decided
-    if silent and (other or "scheduler.total_steps" in reading.undecided):
+    if silent and reading.format != to and (other or "scheduler.total_steps" in reading.undecided):
         document["num_train_epochs"] = EPOCHS[reading.format]
     if "scheduler.total_steps" in reading.undecided:
         words["scheduler.total_steps"] = FieldResult(Fit.EXACT, "num_train_epochs", "")
     if "scheduler.warmup_steps" in reading.undecided:
         words["scheduler.warmup_steps"] = FieldResult(Fit.EXACT, "warmup_steps", "")
-        if "warmup_steps" not in document:
+        if "warmup_steps" not in document and reading.format != to:
             note = f"axolotl assumes {_ASSUMED:g} of the updates, at most 100; the limit is lost"
             document["warmup_steps"] = _ASSUMED
             words["scheduler.warmup_steps"] = FieldResult(Fit.EQUIVALENT, "warmup_steps", note)

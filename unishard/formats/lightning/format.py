@@ -25,7 +25,7 @@ from unishard.formats.lightning.snippet import snippet
 from unishard.formats.lightning.strategy_arguments import TOOL
 from unishard.formats.lightning.trainer_rules import MODULE, TRAINING, trainer
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.roundtrip import without_unishards
+from unishard.formats.same_engine import without_unishards
 from unishard.formats.signs import Explained, by_entries
 from unishard.formats.source import Source
 
