@@ -208,7 +208,8 @@ def _kept_keys(reading: ReadDocument, expressed: Rendered) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
-        if entry.effect.copy_verbatim and not entry.assumed and entry.as_it_is not in expressed.fields:
+        still_open = entry.effect.fields.keys() <= reading.undecided.keys()
+        if entry.effect.copy_verbatim and still_open and not entry.assumed and entry.as_it_is not in expressed.fields:
             value = entry.value
             for name in reversed(entry.path):
                 value = {name: value}
