@@ -68,7 +68,8 @@ class ReadDocument(NamedTuple):
         section = field.partition(".")[0]
         if field in self.decided or section in _BY_ENGINE:
             return True
-        open_ = any(name.partition(".")[0] in _BY_OPTIMIZER for name in self.undecided)
+        refused = (name for entry in self.entries for name in entry.effect.decides)
+        open_ = any(name.partition(".")[0] in _BY_OPTIMIZER for name in (*self.undecided, *refused))
         return section in _BY_OPTIMIZER and "optimizer.name" in self.decided and not open_
 
     def deciding(self, fields: Iterable[str]) -> ReadDocument:

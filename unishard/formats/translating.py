@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unishard.config import value_at
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
+from unishard.contract.entries import Undecided
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
@@ -208,7 +209,8 @@ def _kept_keys(reading: ReadDocument, expressed: Rendered) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
-        still_open = entry.effect.fields.keys() <= reading.undecided.keys()
+        asked = {field for field, value in entry.effect.fields.items() if isinstance(value, Undecided)}
+        still_open = not asked or bool(asked & reading.undecided.keys())
         if entry.effect.copy_verbatim and still_open and not entry.assumed and entry.as_it_is not in expressed.fields:
             value = entry.value
             for name in reversed(entry.path):
