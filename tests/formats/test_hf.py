@@ -269,7 +269,7 @@ def test_every_field_of_the_schema_gets_a_word(backend: str) -> None:
 def test_a_third_engine_is_refused() -> None:
     reading = read({"backend": "fsdp"}, "unishard")._replace(config=Config(backend="megatron"))
     with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
-        written(reading, Topology())
+        written(reading, Topology(), "hf")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard import ConfigError
+from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.formats import Outcome, catalog, translate
@@ -90,10 +91,13 @@ def test_what_was_written_once_is_written_alike_again(to: str) -> None:
     @settings(max_examples=4)
     @given(first_translations(to))
     def holds(once: Outcome | None) -> None:
-        if once is not None:
+        if once is not None and not any(" refuses " in warning for warning in once.warnings):
             twice = translated(once.document, to, to)
             assert twice is not None
-            assert twice.document == once.document
+            assert dict(flat(twice.document)).items() >= dict(flat(once.document)).items()
+            thrice = translated(twice.document, to, to)
+            assert thrice is not None
+            assert thrice.document == twice.document
 
     holds()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unishard import ConfigError, Topology
-from unishard.config.nested import Native
+from unishard.config.nested import Native, flat
 from unishard.contract import registry
 from unishard.contract.entries import Entry, Key, KeyEffect, interpret
 from unishard.contract.key_rows import boolean, drops, integer, number, own, refuses, sets
@@ -285,3 +285,30 @@ def test_short_forms_placeholders_and_empty_sections_of_our_own_files() -> None:
 def test_mistakes_in_our_own_files(data: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         translate(data, "unishard", from_="unishard")
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "override", "key", "value"),
+    [
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3}},
+            "sharding.strategy=shard_grad_op",
+            "zero_optimization.stage",
+            2,
+        ),
+        ("hf", {"output_dir": "o", "learning_rate": 1e-5}, "optimizer.lr=0.1", "learning_rate", 0.1),
+        ("accelerate", {"distributed_type": "NO"}, "precision.compute=bf16", "mixed_precision", "bf16"),
+    ],
+)
+def test_an_override_holds_in_a_file_of_the_same_tool(
+    name: str, document: dict[str, Any], override: str, key: str, value: Any
+) -> None:
+    assert dict(flat(translate(document, name, from_=name, overrides=[override]).document))[key] == value
+
+
+def test_a_file_of_the_same_tool_leaves_its_defaults_out() -> None:
+    arguments = {"output_dir": "o", "per_device_train_batch_size": 2, "learning_rate": 1e-5}
+    outcome = translate(arguments, "hf", from_="hf")
+    assert outcome.document.items() >= arguments.items()
+    assert not {"adam_beta1", "seed", "max_grad_norm", "num_train_epochs"} & outcome.document.keys()

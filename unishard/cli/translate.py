@@ -71,7 +71,7 @@ class TranslateRequest(NamedTuple):
 
     def _with_effects(self, outcome: Outcome) -> Outcome:
         from unishard.formats import read
-        from unishard.formats.dropping import with_effects
+        from unishard.formats.drop_effects import with_effects
 
         try:
             whole = read(self.source, self.from_, (), self.topology)

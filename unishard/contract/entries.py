@@ -138,6 +138,16 @@ class Entry(NamedTuple):
         """The name under which `Rendered.fields` says that another document has the key as it is."""
         return f"{'beside' if self.supplied else 'key'}.{self.key}"
 
+    @property
+    def refused_by_its_tool(self) -> bool:
+        """Whether the tool that reads the document does not take the key."""
+        return self.effect.fit is Fit.UNSUPPORTED and not self.effect.copy_verbatim
+
+    @property
+    def goes_through(self) -> bool:
+        """Whether the key may be repeated as it is."""
+        return not (self.refused_by_its_tool or self.effect.rejected_upstream)
+
     def at(self, *path: str) -> Entry:
         """The same in another place, for a document that wraps another."""
         return self._replace(path=path)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from unishard.config import value_at
 from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import Native, flat, merge, nested
 from unishard.contract.entries import Entry, Path
@@ -14,7 +13,7 @@ from unishard.contract.rules import NO_KEY, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
-from unishard.formats.roundtrip import goes_through, left_to_engine, stays, stays_with_engine, value_in
+from unishard.formats.same_engine import left_to_engine, stays_with_engine
 
 _FULL = "state_dict_type"
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
@@ -129,7 +128,7 @@ class Item(NamedTuple):
     """Whether the key stands in what `--with` names, not in the document."""
 
 
-def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered, same: Native | None) -> Item:
+def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered) -> Item:
     """What became of a key.
 
     Args:
@@ -137,10 +136,8 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rend
         reading: The document that has it.
         target: The other format.
         expressed: What that makes of the config.
-        same: The document itself, if it is in that format already.
     """
-    word = _repeated(entry, reading, same) if same is not None and not entry.supplied else None
-    word = word or _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
+    word = _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
     line = None if entry.assumed or entry.supplied else reading.source.origins.of(entry.path).line
     notable = entry.assumed and entry.effect.notable
     return Item(
@@ -157,25 +154,6 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rend
     )
 
 
-def _repeated(entry: Entry, reading: ReadDocument, same: Native) -> FieldResult | None:
-    """What became of a key that the same format has as it is, or of a default that still holds; None where it does not
-    stay so.
-    """
-    effect = entry.effect
-    here = not entry.assumed and stays(entry, reading.source.data, same)
-    elsewhere = any(key.partition(".")[0] != reading.config.backend for key in effect.native)
-    if not goes_through(entry) or elsewhere or (not entry.assumed and not here):
-        return None
-    if effect.fit is Fit.NEEDS_INPUT or (entry.assumed and any(field in reading.undecided for field in effect.fields)):
-        return FieldResult(Fit.EXACT, entry.key, "kept") if here and any(_required(reading, effect.fields)) else None
-    if not entry.assumed:
-        return FieldResult(Fit.EXACT, entry.key, "kept")
-    values = ((value_at(reading.config, field), value) for field, value in effect.fields.items())
-    holds = all(list(held) == list(value) if isinstance(held, tuple) else held == value for held, value in values)
-    left = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
-    return FieldResult(Fit.EXACT, "", left) if holds and value_in(same, entry.path) is None else None
-
-
 def _unless_left(
     word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered
 ) -> FieldResult:
@@ -187,11 +165,6 @@ def _unless_left(
     if (entry.effect.fields and not entry.assumed) or not left_to_engine(entry, expressed.document):
         return word
     return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
-
-
-def _required(reading: ReadDocument, fields: Iterable[str]) -> Iterator[bool]:
-    """Whether each field is one that no default may decide, and that another format would have to be told."""
-    return (reading.undecided[field].required for field in fields if field in reading.undecided)
 
 
 def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered) -> FieldResult:

@@ -1,6 +1,4 @@
-"""What a translation means otherwise than its source: it is read back, and each difference is written out or
-reported.
-"""
+"""What a translation means otherwise than its source: it is read back, and each difference is reported."""
 
 from __future__ import annotations
 
@@ -19,15 +17,11 @@ from unishard.contract.rules import SCRIPT, Fit, worst
 from unishard.formats.comparing import NOT_SAID, Difference, compare
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
-from unishard.formats.roundtrip import refused
 from unishard.formats.source import Source
 
 if TYPE_CHECKING:
     from unishard.formats.items import Item
 
-_BY_ENGINE = ("sharding", "offload", "precision", "activation_checkpointing", "communication", "native", "ranks")
-"""Sections of which an engine does what the schema's default says where a file is silent; the others are the training
-script's."""
 _CLOSE = 1e-9
 _CLIPPING = "training.gradient_clipping"
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
@@ -112,22 +106,6 @@ def same(one: Any, other: Any) -> bool:
     return math.isclose(one, other, rel_tol=_CLOSE) if numbers else bool(one == other)
 
 
-def to_write_out(found: Mapping[str, Difference], reading: ReadDocument) -> frozenset[str]:
-    """The fields that the target's own defaults decide otherwise than what the source does without saying so."""
-    return frozenset(path for path in found if path not in reading.decided and _does(path, reading))
-
-
-def _does(path: str, reading: ReadDocument) -> bool:
-    """Whether the tool of the source decides a field, if only by what its engine does where a file is silent."""
-    if path in reading.undecided:
-        return False
-    section = path.partition(".")[0]
-    if path in reading.decided or section in _BY_ENGINE:
-        return True
-    open_ = any(field.startswith(("optimizer.", "scheduler.")) for field in reading.undecided)
-    return section in ("optimizer", "scheduler") and "optimizer.name" in reading.decided and not open_
-
-
 def with_differences(
     items: Collection[Item],
     found: Mapping[str, Difference],
@@ -191,7 +169,7 @@ def _outcome(
 def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
     """What a tool refuses in a translation, in words."""
     for entry in back.entries:
-        if refused(entry):
+        if entry.refused_by_its_tool:
             yield f"{tool} refuses {entry.key} = {shown(entry.value)} of this translation: {entry.effect.note}"
 
 
@@ -207,11 +185,11 @@ def changes(
 def _change(path: str, one: Difference, reading: ReadDocument, back: ReadDocument) -> Change:
     after = one.b.value if one.b.said or one.b.origin == NOT_SAID else AUTO
     note = f"{back.format} has no key for it" if one.b.origin == NOT_SAID else one.b.origin
-    if path == _CLIPPING and back.config.backend == "deepspeed" and not _does(path, reading):
+    if path == _CLIPPING and back.config.backend == "deepspeed" and not reading.decides(path):
         return Change(
             path, None, after, said=True, note=f"{note}; the script's clip_grad_norm_ does nothing with DeepSpeed"
         )
-    return Change(path, one.a.value, after, _does(path, reading), note)
+    return Change(path, one.a.value, after, reading.decides(path), note)
 
 
 _IMPLIES = {

@@ -30,6 +30,11 @@ _BACKEND = "backend="
 _FIELDS = dict(leaves(Config))
 _CLASS = ("type", "class_path", "_target_")
 """Keys that name a class, whose arguments stand beside them."""
+_BY_ENGINE = ("sharding", "offload", "precision", "activation_checkpointing", "communication", "native", "ranks")
+"""Sections of which an engine does what the schema's default says where a file is silent; the others are the training
+script's."""
+_BY_OPTIMIZER = ("optimizer", "scheduler")
+"""Sections of which whoever builds the optimizer decides all."""
 _SECTIONS = {path.partition(".")[0] for path in _FIELDS}
 
 
@@ -55,6 +60,23 @@ class ReadDocument(NamedTuple):
         """Fields for which the document holds no key: they are undecided, or follow from what is unknown."""
         named = {field for entry in self.entries if not entry.assumed for field in entry.effect.fields}
         return frozenset(_FIELDS) - self.decided | (self.undecided.keys() - named)
+
+    def decides(self, field: str) -> bool:
+        """Whether the tool of the document decides a field, if only by what its engine does where a file is silent."""
+        if field in self.undecided:
+            return False
+        section = field.partition(".")[0]
+        if field in self.decided or section in _BY_ENGINE:
+            return True
+        refused = (name for entry in self.entries for name in entry.effect.decides)
+        open_ = any(name.partition(".")[0] in _BY_OPTIMIZER for name in (*self.undecided, *refused))
+        return section in _BY_OPTIMIZER and "optimizer.name" in self.decided and not open_
+
+    def deciding(self, fields: Iterable[str]) -> ReadDocument:
+        """The same, for a tool that has defaults of its own for these fields: they count as decided wherever the tool
+        of the document decides them.
+        """
+        return self._replace(decided=self.decided.union(filter(self.decides, fields)))
 
 
 def assemble(

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unishard.config import Config, leaves, value_at
-from unishard.config.describe import shown
-from unishard.config.loading.document import text_of
+from unishard.config import value_at
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry
+from unishard.contract.entries import Undecided
 from unishard.contract.render import Rendered
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
@@ -20,9 +18,9 @@ from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop
 from unishard.formats.engine_choice import check_engine
 from unishard.formats.format import Format
 from unishard.formats.items import Item, carried, described, item_of, with_files
-from unishard.formats.readback import Change, changes, differences, read_back, refusals, to_write_out, with_differences
-from unishard.formats.reading import ReadDocument, assemble, default_of
-from unishard.formats.roundtrip import untouched
+from unishard.formats.readback import Change, changes, differences, read_back, refusals, with_differences
+from unishard.formats.reading import ReadDocument, assemble
+from unishard.formats.same_engine import stays_with_engine, without_defaults
 from unishard.formats.source import Source, open_source
 
 if TYPE_CHECKING:
@@ -125,28 +123,11 @@ def translate(
         dropped += further
     check_used(drop, dropped, source)
     check_engine(reading, to, overrides, dropped)
-    ranks = topology or reading.topology or Topology()
-    expressed = _written(target, reading, ranks)
-    yielding = _without_refused_assumptions(reading, expressed)
-    if yielding:
-        reading = assemble(
-            reading.format,
-            reading.source,
-            yielding,
-            overrides=overrides,
-            topology=reading.topology,
-            fills_auto=reading.fills_auto,
-        )
-        expressed = _written(target, reading, ranks)
-    same = _same(target, reading, expressed)
-    items, document = _described(target, reading, expressed, same, overrides)
+    expressed = _written(target, reading, topology or reading.topology or Topology())
+    items, document = _described(target, reading, expressed, overrides)
     warnings = [*reading.source.warnings]
     found: tuple[Change, ...] = ()
     back = _read_back(target, document, reading, items, warnings)
-    if back and same is None and (silent := to_write_out(differences(reading, back), reading)):
-        expressed = _written(target, reading._replace(decided=reading.decided | silent), ranks)
-        items, document = _described(target, reading, expressed, same, overrides)
-        back = _read_back(target, document, reading, items, warnings)
     if back:
         different = differences(reading, back)
         items = tuple(with_differences(items, different, reading, back, expressed.fields))
@@ -154,7 +135,7 @@ def translate(
         warnings += [*refusals(back, target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
     if not document and not any(item.fit is Fit.UNSUPPORTED for item in items):
         warnings.append(f"nothing to write: {target.tool} has no key for what the file says")
-    text = target.render(document, reading) if dropped or same is None else _text(target, document, reading)
+    text = target.render(document, reading)
     launch = _launch(reading, to) or (filling.launch.torchrun() if filling else "")
     return Outcome(reading, to, items, document, text, tuple(warnings), launch, tuple(dropped), filling, found)
 
@@ -175,17 +156,14 @@ def _read_back(
 
 
 def _described(
-    target: Format, reading: ReadDocument, expressed: Rendered, same: Native | None, overrides: tuple[str, ...]
+    target: Format, reading: ReadDocument, expressed: Rendered, overrides: tuple[str, ...]
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
-    found = carried(reading, target.name) if same is None else {}
+    found = carried(reading, target.name)
     lines = (
-        described(item_of(entry, reading, target, expressed, same), entry, found, target.name)
-        for entry in reading.entries
+        described(item_of(entry, reading, target, expressed), entry, found, target.name) for entry in reading.entries
     )
     items = (*lines, *_refused_overrides(overrides, reading, expressed))
-    if same is not None:
-        return items, same
     kept = _kept_keys(reading, expressed) if reading.format == target.name else {}
     return items, with_files(merge(expressed.document, kept), found.values())
 
@@ -221,66 +199,21 @@ def _read_without(
     return reading, [*dropped, *further]
 
 
-def _same(target: Format, reading: ReadDocument, expressed: Rendered) -> Native | None:
-    """The source with what overrides change, if it is in this format already.
-
-    A unishard file is written anew.
-    """
-    if reading.format != target.name or target.name == "unishard":
-        return None
-    return untouched(
-        target, reading, expressed, lambda plain: _written(target, plain, plain.topology or Topology()).document
-    )
-
-
-def _text(target: Format, document: Native, reading: ReadDocument) -> str:
-    """The document as a file; one that does not change keeps every character."""
-    if reading.format == target.name and reading.source.folder is not None and document == reading.source.data:
-        return text_of(Path(reading.source.name))
-    return target.render(document, reading)
-
-
 def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Rendered:
+    own = reading.format == target.name and stays_with_engine(reading)
     try:
-        return target.write(reading, ranks)
+        return target.write(without_defaults(reading) if own else reading, ranks)
     except BackendError as error:
         raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
-
-
-def _without_refused_assumptions(reading: ReadDocument, expressed: Rendered) -> list[Entry]:
-    """The entries, if there are assumed ones that are not supported: those then say only how the schema's default
-    differs.
-
-    Nobody asked for what a tool assumes where its file is silent, so it is no reason to refuse the file.
-    """
-    entries = [_without_refused(entry, reading, expressed) if entry.assumed else entry for entry in reading.entries]
-    return entries if any(new is not old for new, old in zip(entries, reading.entries, strict=True)) else []
-
-
-def _without_refused(entry: Entry, reading: ReadDocument, expressed: Rendered) -> Entry:
-    refused = [
-        field
-        for field in entry.effect.fields
-        if field in expressed.fields and expressed.fields[field].fit is Fit.UNSUPPORTED
-    ]
-    if not refused or any(field in reading.undecided for field in refused):
-        return entry
-    said = {field: entry.effect.fields[field] for field in refused}
-    values = {field: value_at(reading.config, field) for field, _ in leaves(Config)}
-    note = "; ".join(
-        f"{expressed.fields[field].note.partition(';')[0]}; the translation has {field} "
-        f"{shown(default_of(field, values))} instead of {shown(value)}, the default of {reading.format}"
-        for field, value in said.items()
-    )
-    fields = {field: value for field, value in entry.effect.fields.items() if field not in said}
-    return entry._replace(effect=entry.effect._replace(fit=Fit.APPROXIMATE, note=note, fields=fields))
 
 
 def _kept_keys(reading: ReadDocument, expressed: Rendered) -> Native:
     """The keys that concern nothing but the document's own tool."""
     kept: Native = {}
     for entry in reading.entries:
-        if entry.effect.copy_verbatim and not entry.assumed and entry.as_it_is not in expressed.fields:
+        asked = {field for field, value in entry.effect.fields.items() if isinstance(value, Undecided)}
+        still_open = not asked or bool(asked & reading.undecided.keys())
+        if entry.effect.copy_verbatim and still_open and not entry.assumed and entry.as_it_is not in expressed.fields:
             value = entry.value
             for name in reversed(entry.path):
                 value = {name: value}

@@ -13,7 +13,7 @@ from unishard.contract.render import Rendered, render
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.roundtrip import without_unishards
+from unishard.formats.same_engine import without_unishards
 from unishard.formats.source import Source
 
 _BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps", "training.gradient_clipping")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unishard.config import value_at
 from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
@@ -23,9 +24,13 @@ from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.zero import filled_from, partitioned, with_precedence
 from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
-from unishard.formats.roundtrip import goes_through
 from unishard.formats.signs import Explained
 from unishard.formats.source import Source
+
+_OWN_IN_FP32 = ("precision.matmul", "scheduler.name")
+_OWN_DEFAULTS = (*_OWN_IN_FP32, "precision.reduce", "precision.loss_scale_growth_interval")
+"""Fields that Trainer, or DeepSpeed below it, decides otherwise than the schema where a file is silent: written out
+wherever the source decides them, if only by its engine."""
 
 
 class HfFormat(Format):
@@ -72,7 +77,8 @@ class HfFormat(Format):
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or
         `deepspeed`.
         """
-        return written(reading, topology)
+        own = _OWN_DEFAULTS if reading.config.precision.compute != "fp32" else _OWN_IN_FP32
+        return written(reading.deciding(own), topology, self.name)
 
 
 FORMAT = HfFormat()
@@ -98,8 +104,9 @@ def _is_bare(source: Source) -> bool:
 
 
 def _bare(source: Source, topology: Topology | None) -> list[Entry]:
-    """A file that `fsdp_config` names."""
-    return [*sharded(True, source.data, source, topology, where=(), implied=True), _OPEN_DTYPE]
+    """A file that `fsdp_config` names. Written again, its keys stand in `fsdp_config`."""
+    found = sharded(True, source.data, source, topology, where=(), implied=True)
+    return [*(entry._replace(effect=entry.effect._replace(copy_verbatim=False)) for entry in found), _OPEN_DTYPE]
 
 
 _SWITCHES_OF_DTYPE = "bf16 and fp16 of the TrainingArguments"
@@ -127,7 +134,7 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
     inner = [
         entry._replace(
             path=entry.path if entry.path[0] in engine else (name, *entry.path),
-            effect=entry.effect._replace(copy_verbatim=goes_through(entry) and entry.effect.fit is Fit.UNSUPPORTED),
+            effect=entry.effect._replace(copy_verbatim=entry.goes_through and entry.effect.fit is Fit.UNSUPPORTED),
         )
         for entry in found
     ]
@@ -184,9 +191,14 @@ def _entries(source: Source, topology: Topology | None, *, section: bool = False
     return _read(source, topology, {**with_script_defaults(keys, data), **around(data, keys, KEYS)})
 
 
+def is_whole(data: Mapping[str, Any]) -> bool:
+    """Whether a document has arguments, not only what FSDP or DeepSpeed gets."""
+    return any(key in KEYS and key not in ENGINES for key in data)
+
+
 def _read(source: Source, topology: Topology | None, keys: Mapping[str, Key]) -> list[Entry]:
     data = source.data
-    whole = any(key in KEYS and key not in ENGINES for key in data)
+    whole = is_whole(data)
     if not whole:
         keys = {name: row._replace(tool_default=NOTHING) for name, row in keys.items()}
     entries = interpret(keys, data, tool="transformers 5.23", topology=topology, accepts=VALUES)
@@ -214,8 +226,21 @@ def _engines(source: Source, argument: Any, topology: Topology | None, whole: bo
 
 _NAMES = {today: older for older, today in RENAMED.items() if older.startswith("gradient_")}
 """Arguments that these scripts still call by the older name."""
-_SWITCHES = {"gradient_checkpointing": "activation_checkpointing", "bf16": "precision.compute"}
-"""Of arguments that a script may switch on by itself, the field that they decide."""
+_SWITCHES = {"gradient_checkpointing": ("activation_checkpointing", "none"), "bf16": ("precision.compute", "fp32")}
+"""Of arguments that a script may switch on by itself, the field that they decide, and its value where they are off."""
+
+
+def _said_off(name: str, reading: ReadDocument) -> bool:
+    """Whether the source says that an argument which is not written is off, or FSDP's own switch does it."""
+    field, off = _SWITCHES[name]
+    said = field in reading.decided and field not in reading.undecided
+    return said and (field == "activation_checkpointing" or bool(value_at(reading.config, field) == off))
+
+
+def _silently_off(name: str, reading: ReadDocument) -> bool:
+    """Whether the engine of the source does without what an argument switches on."""
+    field, off = _SWITCHES[name]
+    return reading.decides(field) and bool(value_at(reading.config, field) == off)
 
 
 class ScriptFormat(HfFormat):
@@ -240,9 +265,10 @@ class ScriptFormat(HfFormat):
         """The arguments that train; a file also needs those about the model and the data."""
         said = super().write(reading, topology)
         document = {_NAMES.get(key, key): value for key, value in said.document.items()}
-        known = reading.decided - reading.undecided.keys()
-        off = [key for key in self.switched_on if _SWITCHES[key] in known and key not in document]
-        document |= {key: False for key in off if key != "bf16" or reading.config.precision.compute == "fp32"}
+        silent = [name for name in self.switched_on if name not in document]
+        document |= {name: False for name in silent if _said_off(name, reading)}
+        if is_whole(document):
+            document |= {name: False for name in silent if _silently_off(name, reading)}
         return Rendered(document, {path: word._replace(key=_renamed(word.key)) for path, word in said.fields.items()})
 
 

@@ -28,8 +28,14 @@ _BY_FSDP = "activation_checkpointing"
 """Said in `fsdp_config` where FSDP is on."""
 
 
-def with_arguments(said: Rendered, reading: ReadDocument) -> Rendered:
-    """A document under transformers' names, with the source's arguments that hold as they stand."""
+def with_arguments(said: Rendered, reading: ReadDocument, to: str) -> Rendered:
+    """A document under transformers' names, with the source's arguments that hold as they stand.
+
+    Args:
+        said: The document so far.
+        reading: The source.
+        to: The format.
+    """
     document, words = dict(said.document), dict(said.fields)
     for name, entry in _arguments(reading):
         value = _as_number(entry.value) if entry.effect.fields else entry.value
@@ -41,7 +47,7 @@ def with_arguments(said: Rendered, reading: ReadDocument) -> Rendered:
             if not isinstance(said.document.get(name), int | float):
                 document[name] = value
     if reading.format in _TRAINERS:
-        _add_length(document, words, reading)
+        _add_length(document, words, reading, to)
     return Rendered(document, words)
 
 
@@ -86,10 +92,10 @@ def _unchanged(field: str, value: Any, reading: ReadDocument) -> bool:
     return same(value_at(reading.config, field), value)
 
 
-def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading: ReadDocument) -> None:
+def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading: ReadDocument, to: str) -> None:
     """How long the training and its warm-up are, where the source says so only by what Trainer assumes."""
     if "scheduler.total_steps" in reading.undecided:
-        if not document.keys() & {"max_steps", "num_train_epochs"}:
+        if reading.format != to and not document.keys() & {"max_steps", "num_train_epochs"}:
             document["num_train_epochs"] = _EPOCHS
         words["scheduler.total_steps"] = FieldResult(Fit.EXACT, "num_train_epochs", "")
     if "scheduler.warmup_steps" in reading.undecided and "warmup_steps" in document:

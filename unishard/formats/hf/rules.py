@@ -43,7 +43,7 @@ from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
-from unishard.formats.roundtrip import without_unishards
+from unishard.formats.same_engine import without_unishards
 
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
@@ -288,8 +288,8 @@ RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
-def written(reading: ReadDocument, topology: Topology) -> Rendered:
-    """The arguments for a config, and what became of each field.
+def written(reading: ReadDocument, topology: Topology, to: str) -> Rendered:
+    """The arguments for a config in a format that holds them, and what became of each field.
 
     Raises:
         ConfigError: transformers does not know the engine.
@@ -297,4 +297,4 @@ def written(reading: ReadDocument, topology: Topology) -> Rendered:
     own_words = render(_decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = _engine_of(reading, topology)
     words: dict[str, FieldResult] = {**own_words.fields, **engine.fields}
-    return with_arguments(Rendered(merge(own_words.document, engine.document), words), reading)
+    return with_arguments(Rendered(merge(own_words.document, engine.document), words), reading, to)

@@ -7,9 +7,10 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
-from unishard.contract.render import AUTO, Rendered
+from unishard.contract.render import AUTO, FieldResult, Rendered
+from unishard.contract.rules import Fit
 from unishard.formats.hf.dialects import LLAMAFACTORY
-from unishard.formats.hf.format import ScriptFormat
+from unishard.formats.hf.format import ScriptFormat, is_whole
 from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.llamafactory.shipped import shipped_config, told
 from unishard.formats.reading import ReadDocument
@@ -17,6 +18,7 @@ from unishard.formats.source import Source
 
 _SWITCHES = {(DEEPSPEED, name, "enabled") for name in ("bf16", "fp16")}
 _RECOMPUTES = "activation_checkpointing"
+_SWITCH = "disable_gradient_checkpointing"
 
 
 class LlamaFactoryFormat(ScriptFormat):
@@ -40,13 +42,15 @@ class LlamaFactoryFormat(ScriptFormat):
     def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
         said = super().write(reading, topology)
-        if _RECOMPUTES not in reading.decided or _RECOMPUTES in reading.undecided:
+        off = reading.config.activation_checkpointing == "none"
+        silent = off and reading.decides(_RECOMPUTES) and is_whole(said.document)
+        if _RECOMPUTES not in said.fields and not silent:
             return said
         document = {key: value for key, value in said.document.items() if not key.startswith("gradient_checkpointing")}
-        document["disable_gradient_checkpointing"] = reading.config.activation_checkpointing == "none"
-        word = said.fields[_RECOMPUTES]._replace(key="disable_gradient_checkpointing")
+        document[_SWITCH] = off
         words = {path: word for path, word in said.fields.items() if not word.key.startswith("gradient_checkpointing")}
-        return Rendered(document, {**words, _RECOMPUTES: word})
+        word = said.fields.get(_RECOMPUTES, FieldResult(Fit.EXACT, "", ""))
+        return Rendered(document, {**words, _RECOMPUTES: word._replace(key=_SWITCH)})
 
 
 def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:

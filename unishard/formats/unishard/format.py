@@ -27,7 +27,6 @@ from unishard.formats.documents import inline_yaml, yaml_text
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.reading import ReadDocument, assemble, default_of
-from unishard.formats.roundtrip import value_in
 from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 from unishard.version import __version__
@@ -52,7 +51,7 @@ class UnishardFormat(Format):
         octal = {
             key: value
             for key, value in source.octal.items()
-            if value_in(source.data, tuple(key.split("."))) is not None
+            if _value_in(source.data, tuple(key.split("."))) is not None
         }
         data = merge(dict(source.data), nested(octal))
         source = source._replace(data=current_names(data, source.origins))
@@ -110,6 +109,13 @@ class UnishardFormat(Format):
 
 
 FORMAT = UnishardFormat()
+
+
+def _value_in(document: Any, path: Path) -> Any:
+    """What stands at a path; None where nothing does."""
+    for name in path:
+        document = document.get(name) if isinstance(document, Mapping) else None
+    return document
 
 
 def _launched(cfg: Config) -> Topology | None:
