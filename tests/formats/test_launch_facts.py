@@ -191,7 +191,7 @@ def test_a_launch_line_fills_other_tools_as_well(tmp_path: Path) -> None:
     assert told.items() <= launched(line, tmp_path, document, "accelerate").document.items()
     trainer = launched(line, tmp_path, document, "lightning").document["trainer"]
     assert (trainer["devices"], trainer["num_nodes"]) == (8, 2)
-    assert launched(line, tmp_path, document, "deepspeed").document == document
+    assert launched(line, tmp_path, document, "deepspeed").document.items() >= document.items()
 
 
 def test_a_file_of_accelerate_beside_a_config_fills_it_too(tmp_path: Path) -> None:

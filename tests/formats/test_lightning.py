@@ -195,7 +195,6 @@ def test_writing_lightning_again_changes_nothing(strategy: Any, precision: str, 
     once = _again({"trainer": inner} if cli else inner)
     twice = _again(once.document)
     assert twice.document == once.document
-    assert twice.reading.config == once.reading.config or once.of(Fit.UNSUPPORTED) or once.of(Fit.APPROXIMATE)
 
 
 def _again(document: Any) -> Outcome:
