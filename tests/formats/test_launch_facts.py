@@ -177,7 +177,7 @@ def test_a_command_fills_other_tools_as_well() -> None:
         "rdzv_backend": "c10d",
     }
     assert told.items() <= launched(line, document, "accelerate").document.items()
-    assert launched(line, document, "deepspeed").document == document
+    assert launched(line, document, "deepspeed").document.items() >= document.items()
 
 
 def test_a_file_of_accelerate_beside_a_config_fills_it_too(tmp_path: Path) -> None:

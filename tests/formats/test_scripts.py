@@ -39,7 +39,8 @@ def test_in_its_own_format_a_file_keeps_what_its_tool_alone_reads(document: dict
 @pytest.mark.parametrize(("off", "mode"), [({}, "full"), ({"disable_gradient_checkpointing": True}, "none")])
 def test_llamafactory_recomputes_unless_told_not_to(off: dict[str, Any], mode: str) -> None:
     assert read({**FACTORY, **off}).config.activation_checkpointing == mode
-    assert translate({**FACTORY, **off}, "llamafactory").document == {**FACTORY, **off}
+    again = translate({**FACTORY, **off}, "llamafactory").document
+    assert again.items() >= {**FACTORY, **off}.items()
     again = translate(translate({**FACTORY, **off}, "unishard").document, "llamafactory", from_="unishard").document
     assert again["disable_gradient_checkpointing"] == (mode == "none")
     assert "gradient_checkpointing" not in again

@@ -96,7 +96,10 @@ _SHARDING: Mapping[str, Rule] = {
         to=lambda cfg, topology: _inline(zero_stage=_STAGES[cfg.sharding.strategy]),
     ),
     "sharding.group_size": no_key(
-        "there are no groups", lambda cfg: not cfg.sharding.hybrid, "not hybrid", Fit.UNSUPPORTED
+        "Accelerate has no rank groups for DeepSpeed; use backend=fsdp or full_shard",
+        lambda cfg: not cfg.sharding.hybrid,
+        "not hybrid",
+        Fit.UNSUPPORTED,
     ),
     "sharding.reshard_after_forward": no_key(
         "ZeRO-3 reshards by its own sizes: more traffic, less memory, the same math",
