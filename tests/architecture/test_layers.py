@@ -90,6 +90,8 @@ def test_files_stay_small_and_plain() -> None:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
         assert len(text.splitlines()) <= LONG.get(_id(path), 400), path
+        headings = [line for line in text.splitlines() if line.startswith("# -- ")]
+        assert headings == [], f"{path}: a part with a heading is a file of its own"
         assert ast.get_docstring(tree), f"{path}: says in a line or two what this room is for"
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from unishard.cli import app
-from unishard.cli.report import write_text
+from unishard.cli.text_report import write_text
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog, translate

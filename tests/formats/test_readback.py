@@ -11,7 +11,7 @@ from documents import SEEDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unishard.cli.report import listed
+from unishard.cli.text_report import listed
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import SCRIPT, Fit

@@ -19,7 +19,7 @@ from unishard.contract import registry, tested_versions
 from unishard.contract.private_api import CORE_PRIVATE_API, PrivateApi
 from unishard.errors import BackendError
 from unishard.tools import doctor
-from unishard.tools.doctor import check, devices, packages
+from unishard.tools.doctor import devices, imports, packages
 
 FIELDS = {"name", "status", "found", "instead"}
 Pretend = Callable[..., None]
@@ -170,7 +170,7 @@ def test_an_engine_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch
         if name == "deepspeed":
             raise OSError("libcudart.so.12: cannot open shared object file\nmore")
 
-    monkeypatch.setattr(check, "import_module", broken)
+    monkeypatch.setattr(imports, "import_module", broken)
     found = report(exit_code=1)
     assert found["deepspeed"]["found"].endswith(
         "cannot be imported: OSError: libcudart.so.12: cannot open shared object file"
@@ -340,12 +340,12 @@ def test_half_a_launcher_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_engines_print_while_they_are_imported_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
-    with check.quietly():
+    with imports.quietly():
         sys.stdout.write("noise")
         sys.stderr.write("noise")
     assert capsys.readouterr() == ("", "")
-    assert check.failure("json") == ""
-    assert check.failure("no_such_package") == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert imports.failure("json") == ""
+    assert imports.failure("no_such_package") == "ModuleNotFoundError: No module named 'no_such_package'"
 
 
 def test_the_package_is_read_without_torch() -> None:

@@ -14,7 +14,7 @@ from forking import in_a_fork
 from running import run
 
 from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.examination import local_ranks
+from unishard.tools.doctor.local_ranks import local_ranks
 
 RANKS = ("ranks", "versions of the ranks", "gloo")
 

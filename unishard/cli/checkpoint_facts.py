@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from unishard.checkpoint.manifest import Manifest, TensorFacts
 from unishard.checkpoint.tensor_names import AVERAGES, BUFFERS, EXTRA_STATE, RANDOM, STATE, optimizer_part, parameter_of
-from unishard.cli.report import value_of
+from unishard.cli.text_report import value_of
 from unishard.config.describe import count_of
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unishard.cli.report import plain, value_of
+from unishard.cli.report import plain
 from unishard.cli.tables import is_narrow, show, show_blocks
+from unishard.cli.text_report import value_of
 from unishard.cli.wrapping import echo, emit
 from unishard.errors import CheckpointError, in_one_line
 

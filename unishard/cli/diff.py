@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unishard.cli.completion import formats as formats_like
-from unishard.cli.report import value_of
 from unishard.cli.tables import is_narrow, show, show_blocks
+from unishard.cli.text_report import value_of
 from unishard.cli.wrapping import echo
 
 if TYPE_CHECKING:

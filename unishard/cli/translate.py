@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -17,157 +15,14 @@ from unishard.cli.completion import written_formats
 from unishard.cli.output import save
 from unishard.cli.renamed_notes import collected
 from unishard.cli.report import ReportForm, write_report
-from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
-from unishard.config.describe import bare
-from unishard.config.topology import Topology
+from unishard.cli.wrapping import echo, emit, report_width, wrapped
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from unishard.formats import Outcome
-    from unishard.formats.remedies import Remedy
-    from unishard.formats.verify import Verification
-    from unishard.formats.verify.comparing import ComparedSetting
-
-
-# -- What a `unishard translate` command asks for, and the command that asks for something else ----
-
-
-class TranslateRequest(NamedTuple):
-    """The arguments of one translation."""
-
-    source: Path
-    to: str
-    from_: str | None = None
-    topology: Topology | None = None
-    overrides: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    output: Path | None = None
-    with_: str | None = None
-
-    def translate(self, *, drop_unsupported: bool = False) -> Outcome:
-        """Translate; with `drop_unsupported`, without the keys that are refused, if that helps.
-
-        Raises:
-            ConfigError: The file cannot be read, is in no known format, or an override cannot be used.
-        """
-        from unishard.formats import translate
-
-        found = self._remedy(only_drop=True) if drop_unsupported else None
-        outcome = (
-            found.outcome
-            if found
-            else translate(
-                self.source,
-                self.to,
-                from_=self.from_,
-                overrides=self.overrides,
-                topology=self.topology,
-                drop=self.drop,
-                with_=self.with_,
-            )
-        )
-        return self._with_effects(outcome) if outcome.dropped else outcome
-
-    def _with_effects(self, outcome: Outcome) -> Outcome:
-        from unishard.formats import read
-        from unishard.formats.drop_effects import with_effects
-
-        try:
-            whole = read(self.source, self.from_, (), self.topology)
-        except ConfigError:
-            return outcome  # only without these keys does it say anything
-        return with_effects(outcome, whole)
-
-    def working(self) -> TranslateRequest | None:
-        """The nearest request in which nothing is refused; None if there is none."""
-        found = self._remedy(only_drop=False)
-        if found is None:
-            return None
-        changed = {text.partition("=")[0] for text in found.overrides}
-        kept = (text for text in self.overrides if text.partition("=")[0].strip() not in changed)
-        return self._replace(overrides=(*kept, *found.overrides), drop=(*self.drop, *found.drop))
-
-    def _remedy(self, *, only_drop: bool) -> Remedy | None:
-        from unishard.formats.remedies import remedy
-        from unishard.formats.source import open_source
-
-        return remedy(
-            open_source(self.source),
-            self.to,
-            from_=self.from_,
-            overrides=self.overrides,
-            topology=self.topology,
-            drop=self.drop,
-            with_=self.with_,
-            only_drop=only_drop,
-        )
-
-    def command(self) -> str:
-        """The command to paste into a shell."""
-        return shell_lines(map(shlex.quote, ("unishard", "translate", str(self.source), *self._options())))
-
-    def _options(self) -> Iterator[str]:
-        yield from ("--to", self.to)
-        if self.from_:
-            yield from ("--from", self.from_)
-        if self.output:
-            yield from ("--output", str(self.output))
-        if self.topology:
-            yield from ("--world-size", str(self.topology.world_size))
-            if self.topology.local_world_size != self.topology.world_size:
-                yield from ("--gpus-per-node", str(self.topology.local_world_size))
-        if self.with_:
-            yield from ("--with", self.with_)
-        for option, values in (("--set", self.overrides), ("--drop", self.drop)):
-            for value in values:
-                yield from (option, value)
-
-
-# -- Write what `--verify` found -------------------------------------------------------------------
-
-
-def write_verification(found: Verification, file: TextIO) -> None:
-    """Write the settings and the result to a stream: what all agree on once, and what differs with each side's
-    value.
-    """
-    width, longest = report_width(file), max((len(row.field) for row in found.rows), default=0)
-    for row in found.rows:
-        file.write(wrapped(f"{row.field.ljust(longest)}  {_said(row)}", width, hanging=" " * (longest + 2)) + "\n")
-    for line in _closing(found):
-        file.write(wrapped(line, width, hanging="    ") + "\n")
-
-
-def _said(row: ComparedSetting) -> str:
-    written = "not written" if row.written is None else f"written {bare(row.written)}"
-    if row.differs:
-        result = "reported" if row.reported else "NOT REPORTED"
-        return f"source {_shown(row.source)}, {written}, in effect {_shown(row.effective)}: {result}"
-    if row.effective is None:
-        return f"source {_shown(row.source)}, {written}"
-    return bare(row.effective) if row.written == row.effective else f"{bare(row.effective)} ({written})"
-
-
-def _shown(value: Any) -> str:
-    return "-" if value is None else bare(value)
-
-
-def _closing(found: Verification) -> Iterator[str]:
-    source, effective = found.source, found.effective
-    if source.missing or source.refused:
-        yield f"source: {source.refused or source.missing}; compared with what unishard reads in it"
-    if effective.missing:
-        yield f"not verified: {effective.missing}"
-    elif effective.refused:
-        undecided = "; decide what needs input first" if found.needs_input else ""
-        yield f"not verified: {effective.consumer} refuses it ({effective.refused}){undecided}"
-    else:
-        count, hidden = sum(row.differs for row in found.rows), len(found.unreported)
-        yield (
-            f"verified with {effective.consumer}: {len(found.rows)} settings, {count} differ, {hidden} of these "
-            "unreported"
-        )
-
+from unishard.cli.translate_request import TranslateRequest
+from unishard.cli.verification_report import write_verification
 
 APPROXIMATE = 2
 """Exit status under `--strict` when a key is only approximate."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from unishard.contract.adapter import EngineAdapter, InferenceAdapter
-from unishard.contract.plan import ObserveSpec, OptimizerPlan, RunPlan
-from unishard.contract.units import Unit
+from unishard.contract.plan import OptimizerPlan, RunPlan
 from unishard.distributed.dtypes import DTYPES
+from unishard.engine.entered_modules import named_with_class, watch_modules
 from unishard.engine.guards.added_modules import AddedModules
 from unishard.engine.guards.copied_containers import CopiedContainers
 from unishard.engine.guards.divided_loss import DividedLoss
@@ -43,38 +40,7 @@ from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
-from unishard.observe.expected_memory import ExpectedMemory
-from unishard.observe.modules import ModuleRecorder
-from unishard.observe.observer import Observer, Observers
-from unishard.observe.position import Position
-from unishard.observe.profiling import Profiling
-from unishard.observe.recorder import MetricsRecorder
-
-# Checks that all ranks enter the modules whose parameters are gathered in the same order: a branch that depends on
-# data breaks it.
-
-
-def named_with_class(units: Iterable[Unit]) -> dict[str, nn.Module]:
-    """Units by what errors call them, such as `layers.0 (LlamaDecoderLayer)`; call it before sharding changes their
-    classes.
-    """
-    return {f"{unit.name} ({type(unit.module).__name__})": unit.module for unit in units}
-
-
-def watch_modules(order: CallOrder, units: Mapping[str, nn.Module]) -> None:
-    """Register a hook on each unit, before the engine's, which gathers its parameters; removed when `order` is
-    closed.
-    """
-    for name, module in units.items():
-        order.on_close(module.register_forward_pre_hook(_hook(order, name, module), prepend=True).remove)
-
-
-def _hook(order: CallOrder, name: str, unit: nn.Module) -> Any:
-    def enter(module: nn.Module, args: Any) -> None:
-        if module is unit:  # not a copy of the model, for example one with averaged weights
-            order.enter_module(name)
-
-    return torch.compiler.disable(enter)  # type: ignore[no-untyped-call]
+from unishard.observe.observer import Observers
 
 
 def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
@@ -180,22 +146,3 @@ def guarded_module(adapter: InferenceAdapter, plan: RunPlan, order: CallOrder, e
         require_no_gradients=order.require_no_gradients,
         generate=evaluation.of_module(),
     )
-
-
-# -- The observers that a config asks for ----------------------------------------------------------
-
-
-def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, memory: ExpectedMemory) -> Observers:
-    """Start what `logging` and `profile` ask for on this rank, beside the note of an out-of-memory error. Collective.
-
-    Raises:
-        ConfigError: On every rank: a destination cannot be opened.
-    """
-    watching: list[Observer] = [memory]
-    if spec.profile.steps and (spec.profile.ranks == "all" or dist.get_rank() == 0):
-        watching.append(Profiling(spec.profile, order, adapter.device))
-    if spec.logging.to and spec.logging.module_steps:
-        watching.append(ModuleRecorder(spec.logging, adapter, order))
-    if spec.logging.to:
-        watching.append(MetricsRecorder(spec, adapter, order, memory.sent_bytes))
-    return Observers(*watching)

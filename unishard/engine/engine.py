@@ -21,7 +21,7 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
-from unishard.engine.assembly import guarded_module, observers_of, order_of_calls, training_guards, training_windows
+from unishard.engine.assembly import guarded_module, order_of_calls, training_guards, training_windows
 from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
 from unishard.engine.gradients import Gradients
@@ -35,6 +35,7 @@ from unishard.engine.loop.passes import Passes
 from unishard.engine.loop.phase import Phase
 from unishard.engine.loop.routed_calls import RoutedCalls
 from unishard.engine.loop.trainable import Trainable
+from unishard.engine.observers import observers_of
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.other_names import OtherNames
 from unishard.engine.process import Process

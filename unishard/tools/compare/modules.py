@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from unishard.contract.tolerances import Tolerance
-from unishard.tools.compare.records import lines_in, relative
+from unishard.tools.compare.distance import relative
+from unishard.tools.compare.log_lines import lines_in
 
 FILE = "modules.jsonl"
 """Its name beside `log.jsonl`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
+from unishard.tools.compare.distance import Distance, distance_to
 from unishard.tools.compare.measuring import Measured
-from unishard.tools.compare.records import Course, Distance, distance_to
+from unishard.tools.compare.records import Course
 
 _COLUMNS = 80
 

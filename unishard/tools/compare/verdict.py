@@ -10,7 +10,7 @@ from unishard.config.describe import shown
 from unishard.contract.tolerances import TOLERANCES
 from unishard.errors import BackendError
 from unishard.tools.compare import modules
-from unishard.tools.compare import records as logged
+from unishard.tools.compare.distance import Distance, Divergence, distance_to, first_divergence
 from unishard.tools.compare.golden import ComparedRun
 from unishard.tools.compare.modules import Located
 
@@ -30,8 +30,8 @@ class Verdict(NamedTuple):
 
     found: ComparedRun
     expected: ComparedRun
-    distance: logged.Distance
-    at: logged.Divergence | None
+    distance: Distance
+    at: Divergence | None
     """The first difference; None if they agree."""
     fields: list[FieldDifference]
     """The fields of the config that decide what is trained and differ, if the runs differ and both configs are
@@ -69,13 +69,13 @@ def verdict_of(found: ComparedRun, expected: ComparedRun, compute: str) -> Verdi
     Raises:
         BackendError: They have no step in common.
     """
-    distance = logged.distance_to(found.course, expected.course)
+    distance = distance_to(found.course, expected.course)
     if not distance.steps:
         raise BackendError(
             f"{found.name} and {expected.name} have no step in common; write the golden file with at least as many "
             "--steps"
         )
-    at = logged.first_divergence(found.course, expected.course, TOLERANCES[compute])
+    at = first_divergence(found.course, expected.course, TOLERANCES[compute])
     return Verdict(found, expected, distance, at, [] if at is None else list(_different(found, expected)))
 
 

@@ -6,6 +6,7 @@ Importing it needs no torch.
 from __future__ import annotations
 
 from unishard.tools.doctor.check import Check, Status
-from unishard.tools.doctor.examination import connected, examine, is_probe, place, verdict, worst
+from unishard.tools.doctor.examination import connected, examine, place, worst
+from unishard.tools.doctor.verdict import is_probe, verdict
 
 __all__ = ["Check", "Status", "connected", "examine", "is_probe", "place", "verdict", "worst"]

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from unishard.tools.doctor.check import one_line
+from unishard.tools.doctor.imports import one_line
 
 _SECONDS = 5.0
 """How long each of arriving and connecting may take."""

@@ -22,7 +22,7 @@ from unishard.contract.translate import require_installed
 from unishard.engine.state.lineage import Lineage
 from unishard.errors import BackendError, CheckpointError, ConfigError, Problem
 from unishard.observe.destinations import table
-from unishard.tools.doctor.check import quietly
+from unishard.tools.doctor.imports import quietly
 
 
 def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unishard.tools.doctor.check import Check, Status, one_line, quietly
+from unishard.tools.doctor.check import Check, Status
+from unishard.tools.doctor.imports import one_line, quietly
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -17,7 +17,8 @@ from unishard.contract.backend import Backend
 from unishard.contract.private_api import PrivateApi
 from unishard.contract.tested_versions import PYTHONS, is_tested, span
 from unishard.errors import BackendError
-from unishard.tools.doctor.check import Check, Status, failure, one_line, quietly
+from unishard.tools.doctor.check import Check, Status
+from unishard.tools.doctor.imports import failure, one_line, quietly
 
 PACKAGES = {
     "pydantic": "",

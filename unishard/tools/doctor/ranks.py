@@ -27,7 +27,8 @@ from unishard.config.describe import count_of
 from unishard.config.rendezvous import rendezvous, store_of_launcher
 from unishard.config.topology import Topology
 from unishard.distributed import devices, serving
-from unishard.tools.doctor.check import Check, Status, one_line
+from unishard.tools.doctor.check import Check, Status
+from unishard.tools.doctor.imports import one_line
 
 _TIMEOUT = timedelta(seconds=60)
 _PACKAGES = ("unishard", "torch", "deepspeed", "transformers")
