@@ -115,12 +115,12 @@ class Lying:
         return getattr(self._backend, name)
 
     def build(self, *args):
-        engine = self._backend.build(*args)
-        told, close = engine.weights.placement()._replace(**self._lie), engine.close
-        engine.weights.placement = lambda: told
-        engine.close = lambda: (LEFT_OPEN.remove(engine), close())
-        LEFT_OPEN.append(engine)
-        return engine
+        adapter = self._backend.build(*args)
+        told, close = adapter.placement()._replace(**self._lie), adapter.close
+        adapter.placement = lambda: told
+        adapter.close = lambda: (LEFT_OPEN.remove(adapter), close())
+        LEFT_OPEN.append(adapter)
+        return adapter
 
 
 LIES = {

@@ -42,7 +42,7 @@ AGREED = {
     "divisor": "how many items the ranks have counted, after the backward is queued",
     "compare": "whether gradients were changed, in one of forty updates",
     "_true": "whether weights were written past the engine, in one of forty updates",
-    "text": "checksums of the weights of every tenth update, added up before its forward",
+    "before_step": "checksums of the weights of every tenth update, added up before its forward",
 }
 """What is read of pinned memory, by function: copied there while the device still had more to do than the host waits
 for."""

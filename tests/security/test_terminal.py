@@ -91,7 +91,7 @@ def test_no_control_character_is_printed(
     lay_out, command = COMMANDS[name]
     if terminal:
         monkeypatch.setattr("typer.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
-        monkeypatch.setattr("unishard.cli.bar.bar", lambda what, total: nullcontext(lambda done: None))
+        monkeypatch.setattr("unishard.cli.checkpoint.bar", lambda what, total: nullcontext(lambda done: None))
     result = CliRunner().invoke(app, [*command, str(lay_out(tmp_path))], prog_name="unishard")
     shown = STYLE.sub("", result.output)
     assert shown

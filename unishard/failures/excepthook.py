@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,10 @@ _PRINTED = 2.0
 _GONE = 5.0
 """Seconds that a rank waits for that rank to end: a launcher names the first that ends, and ending takes longer on a
 busy host."""
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch writes this process's error for torchrun."""
+_recording = threading.Lock()
 
 _hook: _Hook | None = None
 
@@ -155,16 +160,30 @@ def _follows(error: BaseException) -> bool:
 
 
 def record(error: BaseException) -> None:
-    """Write torchrun's error file, as `torch.distributed.elastic.multiprocessing.errors.record` does."""
+    """Write torchrun's error file, as `torch.distributed.elastic.multiprocessing.errors.record` does.
+
+    It appears whole or not at all: this process may be ended at any time, and torchrun cannot read half a file (torch
+    2.13, errors/__init__.py, ProcessFailure).
+    """
     if not dist.is_torchelastic_launched():
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     error = readable(error)
-    try:
-        raise error
-    except BaseException:
-        get_error_handler().record_exception(error)
+    with _recording:
+        file = os.environ.get(_ERROR_FILE)
+        part = f"{file}.{os.getpid()}"
+        try:
+            if file:
+                os.environ[_ERROR_FILE] = part
+            raise error
+        except BaseException:
+            get_error_handler().record_exception(error)
+        finally:
+            if file:
+                os.environ[_ERROR_FILE] = file
+        if file and os.path.exists(part):
+            os.replace(part, file)
 
 
 def install(line: MonitorClient) -> None:

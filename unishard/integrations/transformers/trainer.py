@@ -140,8 +140,8 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
     def _sync(self, model: nn.Module, target: nn.Module, alpha: float) -> None:
         policy, reference = self.accelerator.engine_of(model), self.accelerator.engine_of(target)
         for name, _ in target.named_parameters():
-            with reference.gathered([name]) as full:
-                full[name].lerp_(policy.parameter(name), alpha)
+            with reference.weights.gathered([name]) as full:
+                full[name].lerp_(policy.weights.read(name), alpha)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
