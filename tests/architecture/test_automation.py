@@ -47,6 +47,12 @@ def test_a_workflow_runs_only_targets_of_the_makefile(path: Path) -> None:
         assert set(targets_of(command)) <= TARGETS, command
 
 
+def test_a_workflow_watches_paths_that_are_there() -> None:
+    watched = [name for path in WORKFLOWS for name in (loaded(path)["on"].get("pull_request") or {}).get("paths", [])]
+    assert watched
+    assert [name for name in watched if not any(ROOT.glob(name))] == []
+
+
 def test_the_script_of_all_checks_runs_only_targets_of_the_makefile() -> None:
     called = re.findall(r"\bmake ([a-z-]+)", (ROOT / ".ci/run").read_text(encoding="utf-8"))
     assert called

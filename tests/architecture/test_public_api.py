@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import unishard
 from unishard.contract.adapter import EngineAdapter
@@ -94,6 +95,9 @@ def test_what_an_adapter_is() -> None:
         *("forward", "begin", "backward", "finish_gradients", "update", "drop_gradients"),
         *("grad_shard", "master_shard", "refresh", "placement", "close"),
     }
+    own, every = len(EngineAdapter.__abstractmethods__), len(members(EngineAdapter))
+    page = (Path(__file__).resolve().parents[2] / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
+    assert f"{every} members:\nan author writes {own}, and {every - own} have defaults" in page
 
 
 def test_what_a_backend_is() -> None:
