@@ -312,3 +312,14 @@ def test_a_file_of_the_same_tool_leaves_its_defaults_out() -> None:
     outcome = translate(arguments, "hf", from_="hf")
     assert outcome.document.items() >= arguments.items()
     assert not {"adam_beta1", "seed", "max_grad_norm", "num_train_epochs"} & outcome.document.keys()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_key_that_its_tool_has_renamed_is_not_written_under_both_names(value: bool) -> None:
+    zero = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": value}
+    document = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    written = translate(document, "deepspeed", from_="deepspeed").document["zero_optimization"]
+    assert [key for key in written if key.endswith("_weights_on_model_save")] == [
+        "stage3_gather_16bit_weights_on_model_save"
+    ]
+    assert written["stage3_gather_16bit_weights_on_model_save"] is value

@@ -164,7 +164,7 @@ def _described(
         described(item_of(entry, reading, target, expressed), entry, found, target.name) for entry in reading.entries
     )
     items = (*lines, *_refused_overrides(overrides, reading, expressed))
-    kept = _kept_keys(reading, expressed) if reading.format == target.name else {}
+    kept = _kept_keys(reading, expressed, found) if reading.format == target.name else {}
     return items, with_files(merge(expressed.document, kept), found.values())
 
 
@@ -207,10 +207,14 @@ def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Rendered
         raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
 
 
-def _kept_keys(reading: ReadDocument, expressed: Rendered) -> Native:
-    """The keys that concern nothing but the document's own tool."""
+def _kept_keys(
+    reading: ReadDocument, expressed: Rendered, renamed: Mapping[tuple[str, ...], tuple[str, Any]]
+) -> Native:
+    """The keys that concern nothing but the document's own tool, and that it has not renamed: it refuses both names."""
     kept: Native = {}
     for entry in reading.entries:
+        if renamed.get(entry.path, ("",))[0]:
+            continue
         asked = {field for field, value in entry.effect.fields.items() if isinstance(value, Undecided)}
         still_open = not asked or bool(asked & reading.undecided.keys())
         if entry.effect.copy_verbatim and still_open and not entry.assumed and entry.as_it_is not in expressed.fields:
