@@ -213,7 +213,8 @@ def _kept_keys(
     """The keys that concern nothing but the document's own tool, and that it has not renamed: it refuses both names."""
     kept: Native = {}
     for entry in reading.entries:
-        if renamed.get(entry.path, ("",))[0]:
+        block, _, name = renamed.get(entry.path, ("",))[0].rpartition(".")
+        if name and block == ".".join(entry.path[:-1]):
             continue
         asked = {field for field, value in entry.effect.fields.items() if isinstance(value, Undecided)}
         still_open = not asked or bool(asked & reading.undecided.keys())
