@@ -75,9 +75,6 @@ class TorchAdapter(EngineAdapter):
             parameter.grad = None
         return value, updated
 
-    def _skips_on_device(self, stepped: Sequence[nn.Parameter], norm: Tensor) -> bool:
-        return self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
-
     def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """The parameters that have a gradient, and this rank's part of each."""
         stepped = [parameter for parameter in self._trainable if parameter.grad is not None]

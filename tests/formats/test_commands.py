@@ -102,7 +102,7 @@ def test_a_launcher_without_an_engine_means_plain_data_parallelism(project: Path
         ("", {}),
         ("", {"with_": "accelerate launch --num_processes 2 run.py"}),
         ("", {"overrides": ["training.seed=1"]}),
-        ("ddp_timeout: 3000\nddp_backend: nccl\n", {}),
+        ("ddp_timeout: 3000\nddp_backend: nccl\nddp_find_unused_parameters: false\n", {}),
     ],
 )
 def test_a_recipe_without_an_engine_is_refused(project: Path, more: str, options: dict[str, Any]) -> None:
@@ -115,7 +115,6 @@ def test_a_recipe_without_an_engine_is_refused(project: Path, more: str, options
 @pytest.mark.parametrize(
     ("more", "options", "strategy"),
     [
-        ("ddp_find_unused_parameters: false\n", {}, "no_shard"),
         ("fsdp: full_shard\n", {}, "full_shard"),
         ("", {"overrides": ["sharding.strategy=no_shard"]}, "no_shard"),
         ("", {"overrides": ["backend=deepspeed", "sharding=zero2"]}, "shard_grad_op"),

@@ -12,6 +12,7 @@ import unishard
 from unishard.cli import script_runs
 from unishard.tools.compare.candidates import Variant, candidates_of, overrides_of
 from unishard.tools.compare.measuring import Measured, Task, _failure
+from unishard.tools.compare.picture import draw
 from unishard.tools.compare.records import Course, records_in
 from unishard.tools.compare.table import distances, lines_of
 from unishard.tools.launch.command import Script
@@ -164,3 +165,17 @@ def test_rounds_go_forth_and_back_and_a_failed_one_rests(tmp_path: Path, monkeyp
     assert [row.failure for row in found] == [None, "broken", None]
     assert (found[0].median("step_seconds"), found[2].median("step_seconds")) == (3.0, 3.5), "of steps of both rounds"
     assert len(found[0].records) == 2, "the curve is that of the first"
+
+
+def test_the_picture_has_a_curve_for_each_run_and_none_for_a_failed_one(tmp_path: Path) -> None:
+    rows = [
+        Measured(Variant("fsdp", "full_shard"), records(4, 2, 1), 1.0),
+        Measured(Variant("deepspeed", "full_shard"), records(4, 2, 1, seconds=1), 1.0),
+        Measured(Variant("fsdp", "no_shard"), failure="ConfigError: no"),
+    ]
+    draw(rows, tmp_path / "all.svg")
+    text = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    shown = {
+        name for name in ("fsdp full_shard", "deepspeed full_shard", "fsdp no_shard") if f"<!-- {name} -->" in text
+    }
+    assert shown == {"fsdp full_shard", "deepspeed full_shard"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from running import TINY, Terminal, plain, run
+from running import TINY, Terminal, one_line, plain, run
 
 from unishard.cli.diff import diff
 from unishard.config.loading import Origin, Origins
@@ -124,3 +124,13 @@ def test_a_difference_is_found_in_both_directions() -> None:
     forth, back = compare(one, other), compare(other, one)
     assert [(at.path, at.a, at.b) for at in forth] == [(at.path, at.b, at.a) for at in back]
     assert {at.path for at in forth} == {"training.seed", "precision.compute"}
+
+
+def test_a_recipe_whose_engine_its_launcher_chooses_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text("output_dir: o\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-5\nbf16: true\n")
+    result = run("diff", str(recipe), str(recipe))
+    assert result.stdout == "same training\n"
+    assert "sft.yaml: does not say its engine, which its launcher chooses; compared as no_shard" in one_line(
+        result.stderr
+    )

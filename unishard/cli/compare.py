@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +34,9 @@ def compare(
     set_: Overrides = None,
     timeout: script_runs.Timeout = 600,
     out: script_runs.Out = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw losses and step times, as PNG or SVG.")
+    ] = None,
     as_json: script_runs.AsJson = False,
 ) -> None:
     """Measure a script on each engine and strategy.
@@ -56,6 +60,11 @@ def compare(
     )
     with script_runs.folder_of(out) as folder:
         found = script_runs.run_all(cfg, task, rows, changes, folder)
+    if picture is not None:
+        from unishard.tools.compare.picture import draw
+
+        draw(found, picture)
+        echo(f"{picture}: written", err=True)
     if as_json:
         pairs = zip(found, distances(found), strict=True)
         form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}

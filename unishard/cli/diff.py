@@ -41,10 +41,14 @@ def diff(
     """
     from unishard import formats
     from unishard.formats.comparing import compare
+    from unishard.formats.engine_choice import needs_engine
 
     readings = [formats.read(a, from_a), formats.read(b, from_b)]
     found = compare(*readings)
     for reading in readings:
+        if needs_engine(reading):
+            what = "does not say its engine, which its launcher chooses; compared as no_shard"
+            echo(f"{reading.source.name}: {what}", err=True)
         refused = [entry for entry in reading.entries if entry.effect.fit == "unsupported"]
         for entry in refused:
             echo(f"not compared: {reading.source.name}: {entry.key}: {entry.effect.note}", err=True)

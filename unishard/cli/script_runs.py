@@ -18,7 +18,6 @@ from unishard.errors import ConfigError, UnishardError
 
 if TYPE_CHECKING:
     from unishard.config.loading.origins import Origins
-    from unishard.config.run_ranks import RunRanks
     from unishard.tools.compare.candidates import ComparedRow
     from unishard.tools.compare.measuring import Measured, Task
     from unishard.tools.launch.command import Script
@@ -108,18 +107,6 @@ def script_or_model(
     if model is None:
         raise UnishardError("there is nothing to run; give SCRIPT, or --model MODEL for random data")
     return Script("unishard.tools.compare.random_data", (model, "--seq-len", str(seq_len)), module=True)
-
-
-def ranks_here(cfg: Config) -> RunRanks:
-    """How many ranks a run on this host has, and what says so."""
-    from unishard.config.run_ranks import RunRanks
-    from unishard.config.topology import Topology
-    from unishard.tools.launch.running import gpus
-
-    each, origin = cfg.launch.processes_per_node, "launch.processes_per_node"
-    if each is None:
-        each, origin = max(1, gpus()), "the number of GPUs here"
-    return RunRanks(Topology(each, each), origin)
 
 
 @contextmanager

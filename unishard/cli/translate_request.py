@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.cli.wrapping import shell_lines
 from unishard.config.topology import Topology
@@ -37,19 +37,7 @@ class TranslateRequest(NamedTuple):
         from unishard.formats import translate
 
         found = self._remedy(only_drop=True) if drop_unsupported else None
-        outcome = (
-            found.outcome
-            if found
-            else translate(
-                self.source,
-                self.to,
-                from_=self.from_,
-                overrides=self.overrides,
-                topology=self.topology,
-                drop=self.drop,
-                with_=self.with_,
-            )
-        )
+        outcome = found.outcome if found else translate(self.source, self.to, **self._said())
         return self._with_effects(outcome) if outcome.dropped else outcome
 
     def _with_effects(self, outcome: Outcome) -> Outcome:
@@ -75,16 +63,17 @@ class TranslateRequest(NamedTuple):
         from unishard.formats.remedies import remedy
         from unishard.formats.source import open_source
 
-        return remedy(
-            open_source(self.source),
-            self.to,
-            from_=self.from_,
-            overrides=self.overrides,
-            topology=self.topology,
-            drop=self.drop,
-            with_=self.with_,
-            only_drop=only_drop,
-        )
+        return remedy(open_source(self.source), self.to, **self._said(), only_drop=only_drop)
+
+    def _said(self) -> dict[str, Any]:
+        """What is said beside the file and the format."""
+        return {
+            "from_": self.from_,
+            "overrides": self.overrides,
+            "topology": self.topology,
+            "drop": self.drop,
+            "with_": self.with_,
+        }
 
     def command(self) -> str:
         """The command to paste into a shell."""

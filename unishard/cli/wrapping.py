@@ -84,21 +84,6 @@ def wrapped(text: str, width: int, *, start: str = "", hanging: str | None = Non
     return "\n".join(lines).replace(_SPACE, " ")
 
 
-class Prose:
-    """A stream that wraps lines that are too long for its terminal. What rich has laid out passes as it is."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        """Write text, wrapped on a terminal."""
-        laid_out = "\x1b" in text or not self._file.isatty()
-        return self._file.write(text if laid_out else wrapped(text, width_of(self._file), hanging="    "))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 def echo(text: object = "", *, err: bool = False, laid_out: bool = False) -> None:
     """Print lines with control characters escaped, wrapped on a terminal.
 

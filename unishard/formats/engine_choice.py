@@ -8,7 +8,6 @@ from unishard.config.nested import is_within
 from unishard.contract.entries import Entry
 from unishard.errors import ConfigError, Problem
 from unishard.formats.dropping import DroppedKey
-from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 
 RECIPES = ("hf", "trl", "llamafactory")
@@ -17,8 +16,6 @@ _STRATEGY = "sharding.strategy"
 _ENGINES = {"deepspeed", "fsdp", "fsdp_config"}
 PLAIN = f"{_STRATEGY}=no_shard"
 """The override that decides it as DistributedDataParallel."""
-_ONLY_DDP = names("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph")
-"""Arguments that only DistributedDataParallel reads; `ddp_timeout` and `ddp_backend` count for every engine."""
 _NO_ENGINE = (
     "does not say its engine, which its launcher chooses; add --with zero3.yaml (a config of Accelerate or DeepSpeed), "
     "or --with 'accelerate launch --config_file ...' (the command that trains), or --set backend=... --set "
@@ -60,7 +57,4 @@ def needs_engine(reading: ReadDocument) -> bool:
 
     A mapping comes from a program that runs already: nothing launches it, so that it means DistributedDataParallel.
     """
-    if reading.source.folder is None or not engine_is_open(reading.entries):
-        return False
-    written = (entry for entry in reading.entries if not entry.assumed and entry.value is not None)
-    return not any(entry.path[-1] in _ONLY_DDP for entry in written)
+    return reading.source.folder is not None and engine_is_open(reading.entries)

@@ -152,8 +152,8 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 def script_arguments(words: Sequence[str]) -> Mapping[str, Any]:
-    """The arguments of a training script: `--name value`, `--name=value`, and `--name` alone, which is true; several
-    values are a list.
+    """The arguments of a training script: `--name value`, `--name=value`, and `--name` without a value, which is
+    true; several values are a list.
     """
     values: dict[str, Any] = {}
     at = 0

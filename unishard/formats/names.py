@@ -10,8 +10,6 @@ from unishard.contract.entries import Key
 from unishard.contract.key_rows import drops, refuses
 
 T = TypeVar("T")
-NO_LOGS = "affects only logs; write your own logging section"
-"""The note of keys about logs and profiles, which `logging` and `profile` say in other words."""
 
 
 def names(text: str) -> tuple[str, ...]:

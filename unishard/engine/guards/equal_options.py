@@ -14,7 +14,7 @@ from unishard.failures.collective_check import samples
 class EqualOptions(Guard):
     """Adds them to updates whose calls are compared.
 
-    Without it: a learning rate that one rank writes alone lets the ranks train parts of different models.
+    Without it: a learning rate that is written on one rank only lets the ranks train parts of different models.
     """
 
     def __init__(self, groups: Callable[[], Sequence[Mapping[str, Any]]], place: LoopState) -> None:

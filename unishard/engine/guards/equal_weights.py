@@ -26,7 +26,7 @@ _PARTS = 64
 class EqualWeights(Guard):
     """Adds a checksum of each part of the weights to updates whose calls are compared.
 
-    Without it: a weight that one rank writes alone lets the ranks train different models.
+    Without it: a weight that is written on one rank only lets the ranks train different models.
     """
 
     def __init__(self, module: nn.Module, place: LoopState) -> None:

@@ -48,14 +48,6 @@ class Trainable:
             )
         return chosen
 
-    def require_frozen(self) -> None:
-        """Raise ContractError if a parameter that was frozen in `prepare` now requires a gradient: no engine would
-        train it.
-        """
-        for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and name not in self.prepared:
-                raise never_trained(name)
-
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters(remove_duplicate=False))
 

@@ -105,28 +105,37 @@ def leaves_of(written: Mapping[str, Any]) -> Iterator[Leaf]:
         yield leaf("train_micro_batch_size_per_gpu", values["logging_batch_size_per_gpu"], "logging_batch_size_per_gpu")
 
 
+_DEVICES = {"offload_optimizer": "offload_optimizer_device", "offload_parameters": "offload_params_device"}
+"""The argument that says where, by the switch of what is offloaded."""
+
+
 def _offloads(values: Mapping[str, Any], leaf: Any) -> Iterator[Leaf]:
-    if _true(values["offload_optimizer"]):
-        device, block = values["offload_optimizer_device"], "zero_optimization.offload_optimizer"
-        yield leaf(f"{block}.device", device, "offload_optimizer", "offload_optimizer_device")
-        yield leaf(f"{block}.pin_memory", values["pin_memory"], "pin_memory")
-        if device == "nvme":
-            yield leaf(f"{block}.nvme_path", values["nvme_path"], "nvme_path")
-            yield leaf(f"{block}.buffer_count", values["optimizer_buffer_count"], "optimizer_buffer_count")
-    if _true(values["offload_parameters"]):
-        device, block = values["offload_params_device"], "zero_optimization.offload_param"
-        yield leaf(f"{block}.device", device, "offload_parameters", "offload_params_device")
-        yield leaf(f"{block}.pin_memory", values["pin_memory"], "pin_memory")
-        if device == "nvme":
-            yield leaf(f"{block}.nvme_path", values["nvme_path"], "nvme_path")
-            yield leaf(f"{block}.buffer_count", values["params_buffer_count"], "params_buffer_count")
-            yield leaf(f"{block}.buffer_size", values["params_buffer_size"], "params_buffer_size")
-            yield leaf(f"{block}.max_in_cpu", values["max_in_cpu"], "max_in_cpu")
+    optimizer = {"buffer_count": "optimizer_buffer_count"}
+    yield from _offload(values, leaf, "offload_optimizer", "offload_optimizer", optimizer)
+    parameters = {
+        "buffer_count": "params_buffer_count",
+        "buffer_size": "params_buffer_size",
+        "max_in_cpu": "max_in_cpu",
+    }
+    yield from _offload(values, leaf, "offload_parameters", "offload_param", parameters)
+
+
+def _offload(
+    values: Mapping[str, Any], leaf: Any, switch: str, section: str, sizes: Mapping[str, str]
+) -> Iterator[Leaf]:
+    """One block of offload; `sizes` are its keys for files, and the arguments that say them."""
+    if not _true(values[switch]):
+        return
+    argument, block = _DEVICES[switch], f"zero_optimization.{section}"
+    yield leaf(f"{block}.device", values[argument], switch, argument)
+    yield leaf(f"{block}.pin_memory", values["pin_memory"], "pin_memory")
+    if values[argument] == "nvme":
+        for key, name in {"nvme_path": "nvme_path", **sizes}.items():
+            yield leaf(f"{block}.{key}", values[name], name)
 
 
 def _devices(values: Mapping[str, Any]) -> set[Any]:
-    pairs = (("offload_optimizer", "offload_optimizer_device"), ("offload_parameters", "offload_params_device"))
-    return {values[device] for switch, device in pairs if _true(values[switch])}
+    return {values[device] for switch, device in _DEVICES.items() if _true(values[switch])}
 
 
 def _true(value: Any) -> bool:
