@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from running import run
+from running import one_line, run
 
 import unishard
 from unishard.cli import script_runs
 from unishard.tools.compare.candidates import Variant, candidates_of, overrides_of
 from unishard.tools.compare.measuring import Measured, Task, _failure
-from unishard.tools.compare.picture import draw
+from unishard.tools.compare.picture import svg_of
 from unishard.tools.compare.records import Course, records_in
 from unishard.tools.compare.table import distances, lines_of
 from unishard.tools.launch.command import Script
@@ -167,15 +167,23 @@ def test_rounds_go_forth_and_back_and_a_failed_one_rests(tmp_path: Path, monkeyp
     assert len(found[0].records) == 2, "the curve is that of the first"
 
 
-def test_the_picture_has_a_curve_for_each_run_and_none_for_a_failed_one(tmp_path: Path) -> None:
+def test_the_picture_has_a_curve_for_each_run_and_none_for_a_failed_one() -> None:
     rows = [
         Measured(Variant("fsdp", "full_shard"), records(4, 2, 1), 1.0),
         Measured(Variant("deepspeed", "full_shard"), records(4, 2, 1, seconds=1), 1.0),
         Measured(Variant("fsdp", "no_shard"), failure="ConfigError: no"),
     ]
-    draw(rows, tmp_path / "all.svg")
-    text = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    text = svg_of(rows)
     shown = {
         name for name in ("fsdp full_shard", "deepspeed full_shard", "fsdp no_shard") if f"<!-- {name} -->" in text
     }
     assert shown == {"fsdp full_shard", "deepspeed full_shard"}
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("backend: fsdp\n")
+    (tmp_path / "train.py").write_text("")
+    absent = tmp_path / "no" / "all.svg"
+    result = run("compare", str(tmp_path / "c.yaml"), "--picture", str(absent), str(tmp_path / "train.py"))
+    assert result.exit_code == 1
+    assert f"there is no folder {absent.parent}; make it" in one_line(result.stderr)

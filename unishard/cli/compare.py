@@ -10,6 +10,7 @@ import typer
 
 from unishard.cli import script_last, script_runs
 from unishard.cli.arguments import ConfigFile, Overrides, ScriptArguments, ScriptIsModule
+from unishard.cli.output import require_folder, save
 from unishard.cli.wrapping import echo, emit
 
 Command = script_last.ScriptLast
@@ -35,7 +36,7 @@ def compare(
     timeout: script_runs.Timeout = 600,
     out: script_runs.Out = None,
     picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE", help="Draw losses and step times, as PNG or SVG.")
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw losses and step times, as SVG.")
     ] = None,
     as_json: script_runs.AsJson = False,
 ) -> None:
@@ -51,8 +52,12 @@ def compare(
     """
     from unishard.tools.compare.candidates import candidates_of
     from unishard.tools.compare.measuring import Task
+    from unishard.tools.compare.picture import require_matplotlib, svg_of
     from unishard.tools.compare.table import distances, lines_of
 
+    if picture is not None:
+        require_matplotlib()
+        require_folder(picture)
     cfg, changes, _ = script_runs.given(config, set_, processes_per_node)
     rows = candidates_of(cfg, backends, strategies)
     task = Task(
@@ -60,11 +65,6 @@ def compare(
     )
     with script_runs.folder_of(out) as folder:
         found = script_runs.run_all(cfg, task, rows, changes, folder)
-    if picture is not None:
-        from unishard.tools.compare.picture import draw
-
-        draw(found, picture)
-        echo(f"{picture}: written", err=True)
     if as_json:
         pairs = zip(found, distances(found), strict=True)
         form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}
@@ -72,5 +72,8 @@ def compare(
     else:
         for line in lines_of(found, peak_tflops):
             echo(line, laid_out=True)
+    if picture is not None:
+        save(picture, svg_of(found))
+        echo(f"{picture}: written", err=True)
     if all(row.failure for row in found):
         raise typer.Exit(1)

@@ -10,6 +10,14 @@ from pathlib import Path
 from unishard.errors import UnishardError
 
 
+def require_folder(path: Path) -> None:
+    """Raise UnishardError where the folder of a file is not there; before what takes long to write into it."""
+    if not path.parent.is_dir():
+        raise UnishardError(
+            f"{path}: cannot be written: there is no folder {path.parent}; make it, or name another file"
+        )
+
+
 def save(path: Path, text: str) -> None:
     """Write a file atomically; a pipe or a device is written directly.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.util import find_spec
+from io import StringIO
 
 from unishard.errors import BackendError
 from unishard.tools.compare.measuring import Measured
@@ -12,21 +13,21 @@ from unishard.tools.compare.records import Course
 _WIDEST, _THINNEST = 8.0, 1.5
 
 
-def draw(rows: Sequence[Measured], path: Path) -> None:
-    """Write a PNG or an SVG: above the losses, the first candidate widest, so that equal curves are seen; below the
-    median seconds of a step.
+def require_matplotlib() -> None:
+    """Raise BackendError where nothing can be drawn; before a comparison, which takes minutes."""
+    if find_spec("matplotlib") is None:
+        raise BackendError("--picture needs matplotlib; pip install matplotlib, or leave --picture out")
+
+
+def svg_of(rows: Sequence[Measured]) -> str:
+    """An SVG: above the losses, the first candidate widest, so that equal curves are seen; below the median seconds of
+    a step.
 
     Args:
         rows: What was measured; those that failed are left out.
-        path: The file.
-
-    Raises:
-        BackendError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise BackendError("--picture needs matplotlib; pip install matplotlib, or leave it out") from None
+    from matplotlib.figure import Figure
+
     run = [row for row in rows if not row.failure]
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     losses, seconds = figure.subplots(2, 1, height_ratios=[3, 1 + len(run) / 4])
@@ -42,4 +43,6 @@ def draw(rows: Sequence[Measured], path: Path) -> None:
         losses.legend(frameon=False)
     seconds.invert_yaxis()
     seconds.set_xlabel("median seconds of a step")
-    figure.savefig(path, dpi=150)
+    drawn = StringIO()
+    figure.savefig(drawn, format="svg")
+    return drawn.getvalue()
