@@ -17,6 +17,7 @@ from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
+from unishard.config.parallel import Parallel, SequenceParallel
 from unishard.config.precision import Precision
 from unishard.config.profile import Profile
 from unishard.config.scheduler import Scheduler
@@ -36,11 +37,13 @@ __all__ = [
     "Logging",
     "Offload",
     "Optimizer",
+    "Parallel",
     "ParameterGroup",
     "Precision",
     "Profile",
     "Scheduler",
     "Section",
+    "SequenceParallel",
     "Sharding",
     "Training",
     "expect_config",
@@ -68,6 +71,8 @@ class Config(Section):
     of convolutions and of fused attention are kept, so only cheap operations are recomputed. A list of class names: the
     modules of these classes. The random state is restored before a recomputation, so losses do not change.
     """
+    parallel: Parallel = Field(default_factory=Parallel.model_construct)
+    """What several ranks do together, besides sharding: long sequences."""
     training: Training = Field(default_factory=Training.model_construct)
     """The loop."""
     optimizer: Optimizer = Field(default_factory=Optimizer.model_construct)

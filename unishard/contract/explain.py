@@ -11,6 +11,7 @@ from unishard.config.batch_sizes import check_batch
 from unishard.config.describe import bare
 from unishard.config.loading import Origins
 from unishard.config.nested import flat
+from unishard.config.readers import reader_of
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.rules import Fit
@@ -63,7 +64,7 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
         ConfigError: The config contradicts the number of ranks, or a backend rejects a key of `native`.
     """
     topology = topology or Topology()
-    computed = {"training.global_batch_size": check_batch(cfg.training, topology.world_size)}
+    computed = {"training.global_batch_size": check_batch(cfg.training, reader_of(cfg, 0, topology.world_size).shares)}
     reports = {name: list(translate(cfg, backend=name, topology=topology).report) for name in registry.available()}
     rows, idle = [], unused(cfg)
     for path, _ in leaves(Config):

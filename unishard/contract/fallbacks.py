@@ -114,6 +114,14 @@ FALLBACKS: Mapping[str, Rule] = {
             "unless the class of the model names some",
         ),
     ),
+    **asked(
+        Fit.UNSUPPORTED,
+        NO_KEY,
+        {
+            f"parallel.sequence.{name}": "each rank reads whole samples; set parallel.sequence to 1"
+            for name in ("size", "method", "keys", "pad_to")
+        },
+    ),
     "training.buffers": BUFFERS,
     "training.nonfinite": row(
         Fit.APPROXIMATE,

@@ -43,6 +43,12 @@ LOOP: Mapping[str, Rule] = {
         "torch.utils.checkpoint.checkpoint",
         "around `forward`, inside the engine's hooks; not reentrant, keeps random state",
     ),
+    "parallel.sequence.size": done_by_unishard(
+        "groups of neighboring ranks share samples; the engine shards over all ranks, as without it"
+    ),
+    "parallel.sequence.method": done_by_unishard("attention by all-to-all of heads, or all-gather of keys and values"),
+    "parallel.sequence.keys": done_by_unishard("which tensors `engine.batches` splits"),
+    "parallel.sequence.pad_to": done_by_unishard("`engine.batches` pads"),
     "training.micro_batch_size": done_by_unishard("batch size of `unishard.dataloader`"),
     "training.gradient_accumulation_steps": done_by_unishard(
         "`backward` divides the loss by it, `step` updates at the end of a window"

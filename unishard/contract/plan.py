@@ -18,9 +18,11 @@ from unishard.config import (
     Precision,
     Profile,
     Scheduler,
+    SequenceParallel,
     Training,
 )
 from unishard.config.nested import Native
+from unishard.config.readers import Reader
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Footprint
 from unishard.contract.model_shape import ModelShape
@@ -200,6 +202,10 @@ class RunPlan:
     optimizer: OptimizerPlan | None
     """None for inference."""
     loop: Training
+    sequence: SequenceParallel
+    """The section, with the method that suits the model."""
+    reader: Reader
+    """Which share of the data this rank reads."""
     checkpoint: Checkpoint
     observe: ObserveSpec
     memory: MemorySpec

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from unishard.config import Config, expect_config
 from unishard.config.batch_sizes import check_batch
+from unishard.config.readers import check_sequence, reader_of
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
 from unishard.contract import registry
@@ -34,7 +35,8 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
     expect_config(cfg)
     topology = topology or Topology()
     require_installed(cfg)
-    check_batch(cfg.training, topology.world_size)
+    check_sequence(cfg, topology)
+    check_batch(cfg.training, reader_of(cfg, topology.rank, topology.world_size).shares)
     check_groups(cfg, topology)
     return registry.get(backend or cfg.backend).translate(cfg, topology)
 

@@ -20,6 +20,10 @@ Enter = Callable[[str, str], None]
 """Called before each comparison between ranks, with the name of the call and a detail."""
 
 
+Place = Callable[[Any, torch.device], Any]
+"""Makes of a batch what this rank gets of it on its device: `to_device`, or also a part of each sample."""
+
+
 class Window(Sequence[Any]):
     """The batches of one accumulation window on this rank.
 
@@ -27,11 +31,16 @@ class Window(Sequence[Any]):
     """
 
     def __init__(
-        self, batches: Sequence[Any], device: torch.device, watch: Callable[[Any], None] | None = None
+        self,
+        batches: Sequence[Any],
+        device: torch.device,
+        watch: Callable[[Any], None] | None = None,
+        place: Place | None = None,
     ) -> None:
         self._batches = batches
         self._device = device
         self._watch = watch
+        self._place = place or to_device
 
     @property
     def unmoved(self) -> Sequence[Any]:
@@ -40,7 +49,7 @@ class Window(Sequence[Any]):
 
     def watched_by(self, watch: Callable[[Any], None]) -> Window:
         """The same window, which calls `watch` with each batch that is accessed."""
-        return Window(self._batches, self._device, watch)
+        return Window(self._batches, self._device, watch, self._place)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -51,11 +60,11 @@ class Window(Sequence[Any]):
     def __getitem__(self, index: slice) -> Window: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return Window(self._batches[index], self._device, self._watch)
+            return Window(self._batches[index], self._device, self._watch, self._place)
         batch = self._batches[index]
         if self._watch is not None:
             self._watch(batch)
-        return to_device(batch, self._device)
+        return self._place(batch, self._device)
 
 
 def _ignore(call: str, detail: str) -> None:
@@ -70,6 +79,7 @@ def windows(
     drop: bool,
     enter: Enter | None = _ignore,
     begin: Callable[[], None] | None = None,
+    place: Place | None = None,
 ) -> Iterator[Window]:
     """Group a loader's batches into accumulation windows. The last one may be shorter. Collective.
 
@@ -83,6 +93,7 @@ def windows(
         drop: Whether to drop an incomplete last window.
         enter: Called before each comparison between ranks; None disables the comparison.
         begin: Called before the first batch is read, after the comparison.
+        place: What moves a batch to the device; by default `to_device`.
 
     Raises:
         ContractError: A length is not positive.
@@ -108,7 +119,7 @@ def windows(
                 agreement.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
         if not window or (drop and len(window) < length):
             return
-        yield Window(window, device)
+        yield Window(window, device, place=place)
         yielded += len(window)
         if len(window) < length:
             return

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
 from unishard.config.describe import count_of
+from unishard.config.readers import reader_of
 from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
@@ -215,6 +216,8 @@ def dataloader(
     `state_dict()` and `load_state_dict()` resume in the middle of an epoch, on any number of ranks, with any
     `training.micro_batch_size` and any `num_workers`: the remaining samples follow in the same order.
 
+    Ranks that share samples (`parallel.sequence`) count as one here, and read the same.
+
     Args:
         dataset: Map-style: it has `__len__` and `__getitem__`. The same on all ranks.
         cfg: Supplies `training.micro_batch_size` and `training.seed`.
@@ -261,12 +264,12 @@ def dataloader(
             "yourself "
             "(Hugging Face: datasets.distributed.split_dataset_by_node) and pass its loader to engine.batches()"
         )
-    rank, world = _place()
+    reader = reader_of(cfg, *_place())
     sampler = ShareSampler(
         len(dataset),
         cfg.training.micro_batch_size,
-        rank=rank,
-        world_size=world,
+        rank=reader.share,
+        world_size=reader.shares,
         seed=cfg.training.seed,
         shuffle=shuffle,
         drop_last=drop_last,

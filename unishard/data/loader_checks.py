@@ -26,8 +26,16 @@ class LoaderChecks:
     Ranks are compared at the first pass in training mode, and at the first one in evaluation mode.
     """
 
-    def __init__(self, training: Training, warn: Callable[[str], None]) -> None:
+    def __init__(self, training: Training, warn: Callable[[str], None], *, sharing: int = 1) -> None:
+        """Check loaders.
+
+        Args:
+            training: The section.
+            warn: Called with a warning.
+            sharing: Neighboring ranks that share samples, whose batches are compared when they are split.
+        """
         self._training = training
+        self._sharing = sharing
         self._warn = warn
         self._compared: set[bool] = set()
         self._split_by_user = False
@@ -56,10 +64,11 @@ class LoaderChecks:
         if together and training not in self._compared:
             self._compared.add(training)
             self._compare(facts._replace(dataset=digest_of(getattr(loader, "dataset", None))), training=training)
-        if facts.whole is not None and dist.get_world_size() > 1 and not self._split_by_user:
+        readers = dist.get_world_size() // self._sharing
+        if facts.whole is not None and readers > 1 and not self._split_by_user:
+            ranks = f"{readers} ranks" if self._sharing == 1 else f"{readers} groups of ranks"
             self._warn(
-                f"each of the {dist.get_world_size()} ranks reads the entire dataset through {facts.whole}, not its "
-                f"own share; {_INSTEAD}"
+                f"each of the {ranks} reads the entire dataset through {facts.whole}, not its own share; {_INSTEAD}"
             )
         if training:
             if problem := self._contradicted_batch_size([facts]):
@@ -75,6 +84,7 @@ class LoaderChecks:
         everyone: list[Any] = [facts] * dist.get_world_size()
         if len(everyone) > 1:
             dist.all_gather_object(everyone, facts)
+            everyone = everyone[:: self._sharing]
         wrong = _wrong_shares(everyone)
         if wrong is not None and len(everyone) == 1:  # one of several runs may train on a share
             self._warn(wrong)
@@ -117,7 +127,7 @@ class LoaderChecks:
             self._warn(self._other_batch_size(size, name))
 
     def _warn_of_same_batch(self, batch: Any) -> None:
-        same = ranks_with_same(batch)
+        same = ranks_with_same(batch, self._sharing)
         if same is not None:
             self._warn(
                 f"ranks {same[0]} and {same[1]} read the same first batch, so they train on the same samples; let each "
@@ -148,18 +158,19 @@ class LoaderChecks:
         )
 
 
-def ranks_with_same(value: Any) -> tuple[int, int] | None:
-    """The first two ranks that pass the same tensors, numbers and text; None if there are none, or that is unknown.
+def ranks_with_same(value: Any, sharing: int = 1) -> tuple[int, int] | None:
+    """The first two ranks that pass the same tensors, numbers and text, of those that share no samples.
 
-    Collective.
+    None if there are none, or that is unknown. Collective.
     """
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, of_value(value))
+    digests = digests[::sharing]
     counts = Counter(digest for digest in digests if digest is not None)
     same = next((digest for digest, count in counts.items() if count > 1), None)
     if same is None:
         return None
-    first, second, *_ = (rank for rank, digest in enumerate(digests) if digest == same)
+    first, second, *_ = (number * sharing for number, digest in enumerate(digests) if digest == same)
     return first, second
 
 

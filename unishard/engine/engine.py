@@ -27,6 +27,7 @@ from unishard.engine.framework import Framework
 from unishard.engine.gradients import Gradients
 from unishard.engine.guards.edited_gradients import Shown
 from unishard.engine.guards.outside_batches import OutsideBatches
+from unishard.engine.guards.split_sequences import MixedPositions, UnweighedLoss
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
@@ -51,6 +52,7 @@ from unishard.failures import lifetime
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
+from unishard.sequence.split_sequences import SplitSequences
 
 
 @entered
@@ -64,18 +66,28 @@ class Engine(OtherNames, Process):
     What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
-    def __init__(self, adapter: InferenceAdapter, plan: RunPlan) -> None:
+    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, sequences: SplitSequences | None = None) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
         training, module, warn = adapter.training, adapter.module, WarnOnce()
         super().__init__(adapter.device)
-        self._adapter = adapter
+        self._adapter, self._sequences = adapter, sequences
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
         if training is not None:
             self._observers = observers_of(plan.observe, training, order, ExpectedMemory(plan.memory))
         self._buffers = Buffers(plan.loop.buffers, adapter, order)
-        self._evaluation = Evaluation(adapter, order, self._buffers, trains=training is not None)
-        self._batching = Batching(plan.loop, module, adapter.device, order, self._evaluation, self._observers, warn)
+        self._evaluation = Evaluation(adapter, order, self._buffers, sequences, trains=training is not None)
+        self._batching = Batching(
+            plan.loop,
+            plan.reader,
+            to_device if sequences is None else sequences.place,
+            module,
+            adapter.device,
+            order,
+            self._evaluation,
+            self._observers,
+            warn,
+        )
         self._outside = OutsideBatches(lambda: self._batching.training.open, order, warn)
         trainable, tensors = Trainable(module), StateTensors(adapter, training)
         self._accumulation: Accumulation | None = None
@@ -84,6 +96,8 @@ class Engine(OtherNames, Process):
             module.eval()
         else:
             guards = training_guards(training, plan, order, trainable, self._outside, shown)
+            if sequences is not None:
+                guards += [MixedPositions(training, sequences), UnweighedLoss(sequences)]
             self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(
@@ -248,6 +262,20 @@ class Engine(OtherNames, Process):
             ContractError: As in `batches`, whose other errors it raises too; or a length is not positive.
         """
         return self._batching.windows(loader, lengths=lengths, progress=progress)
+
+    def split_sequence(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """This rank's part of a whole tensor, under `parallel.sequence`, for loops that do not read `batches`.
+
+        `batches` splits already. Shift labels before you split them. Not collective.
+
+        Args:
+            tensor: `[batch, sequence, ...]`, the same on the ranks that share samples.
+            fill: What it is padded with at its end.
+
+        Returns:
+            `[batch, part, ...]`; the tensor itself where the ranks share no samples.
+        """
+        return tensor if self._sequences is None else self._sequences.part(tensor, fill)
 
     def mean(self, value: Tensor | float) -> float:
         """Average a scalar over the ranks. Collective.
@@ -526,6 +554,8 @@ class Engine(OtherNames, Process):
                 self._accumulation.close()
             self._checkpoints.close()
         finally:
+            if self._sequences is not None:
+                self._sequences.close()
             self._adapter.close()
 
     def _training(self, call: str) -> Accumulation:

@@ -35,6 +35,7 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import naming_causes
 from unishard.observe.expected_memory import ExpectedMemory
+from unishard.sequence.split_sequences import SplitSequences
 
 _WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "_FabricModule"}
 """Of other engines, by the names of their classes."""
@@ -101,10 +102,11 @@ def prepare(
         _require_new(model)
         _free_closed_engines()
         plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
+        sequences = SplitSequences(model, plan.sequence) if plan.sequence.on else None
         adapter = _shard(model, plan)
         with _closed_on_error(adapter):
             _verify(adapter, plan)
-            engine = Engine(adapter, plan)
+            engine = Engine(adapter, plan, sequences)
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config, leaves, value_at
+from unishard.config.readers import reader_of
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
@@ -36,6 +37,7 @@ from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.verify import expected_placement
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.observe.destinations.table import require_installed
+from unishard.sequence.method import sequence_of
 
 _SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 """The strategies that shard parameters, so that they also apply to inference."""
@@ -115,6 +117,8 @@ def resolve(
         ),
         optimizer=setup,
         loop=cfg.training,
+        sequence=sequence_of(model, cfg.parallel.sequence),
+        reader=reader_of(cfg, topology.rank, topology.world_size),
         checkpoint=cfg.checkpoint,
         observe=observe_spec(cfg, text),
         memory=_memory(backend, shape, cfg, topology),

@@ -36,3 +36,18 @@ def reaches(loss: Tensor, leaves: Iterable[Tensor]) -> bool:
             seen.add(node)
             waiting += [each for each, _ in node.next_functions]
     return False
+
+
+def comes_from(loss: Tensor, other: Tensor) -> bool:
+    """Whether a loss is another tensor, or was computed from it."""
+    if loss is other:
+        return True
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is other.grad_fn:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+    return False

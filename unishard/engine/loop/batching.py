@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.config import Training
+from unishard.config.readers import Reader
 from unishard.contract.training_facts import PassFacts
-from unishard.data.batches import Window, length_of, windows
+from unishard.data.batches import Place, Window, length_of, windows
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import LoaderChecks
 from unishard.data.position import Position
@@ -36,6 +37,8 @@ class Batching:
     def __init__(
         self,
         training: Training,
+        reader: Reader,
+        place: Place,
         module: nn.Module,
         device: torch.device,
         order: CallOrder,
@@ -50,8 +53,9 @@ class Batching:
         self._evaluation = evaluation
         self._observers = observers
         self._warn = warn
-        self._checks = LoaderChecks(training, warn)
-        self.training = TrainingPasses(order, warn)
+        self._place = place
+        self._checks = LoaderChecks(training, warn, sharing=dist.get_world_size() // reader.shares)
+        self.training = TrainingPasses(order, warn, reader)
         """The passes in training mode, and the position in the data."""
 
     def batches(self, loader: Iterable[Any], *, progress: bool) -> Passes[Any]:
@@ -98,7 +102,13 @@ class Batching:
             sizes = repeat(length) if lengths is None else lengths
             with self._following(loader, inner, told=reading is not None and reading.told) as look:
                 for window in windows(
-                    source, sizes, self._device, drop=drop, enter=order.check_sampled if together else None, begin=check
+                    source,
+                    sizes,
+                    self._device,
+                    drop=drop,
+                    enter=order.check_sampled if together else None,
+                    begin=check,
+                    place=self._place,
                 ):
                     look()
                     empty = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,15 +23,25 @@ from unishard.engine.loop.gathered_results import describe, gather, has_rows
 from unishard.engine.loop.lockstep import Call, Lockstep
 from unishard.errors import ContractError
 from unishard.failures.endings import naming_causes
+from unishard.sequence.split_sequences import SplitSequences
 
 
 class Evaluation:
     """Evaluation mode, the same on every engine. Methods implement those of `Engine` with the same names."""
 
-    def __init__(self, adapter: InferenceAdapter, order: CallOrder, buffers: Buffers, *, trains: bool) -> None:
+    def __init__(
+        self,
+        adapter: InferenceAdapter,
+        order: CallOrder,
+        buffers: Buffers,
+        sequences: SplitSequences | None,
+        *,
+        trains: bool,
+    ) -> None:
         self._adapter = adapter
         self._order = order
         self._buffers = buffers
+        self._sequences = sequences
         self._trains = trains
         self.lockstep_open: Lockstep | None = None
         """Set inside a `lockstep` block."""
@@ -96,7 +106,10 @@ class Evaluation:
         """Gather what all ranks computed for a batch, in dataset order."""
         description = describe(data, padded=pad is not None)
         self._order.check_now("gather_for_metrics", f", {description}")
-        gathered = gather(data, self._adapter.device, pad, self._tail)
+        sharing = 1
+        if self._sequences is not None:
+            data, sharing = self._sequences.joined(data), self._sequences.group.size
+        gathered = gather(data, self._adapter.device, pad, self._tail, sharing)
         loader = ShareLoader.last_unfollowed and ShareLoader.last_unfollowed()
         if self._tail is None and loader and loader.at_repeated and has_rows(gathered, loader.round):
             raise ContractError(
@@ -126,10 +139,19 @@ class Evaluation:
         )
         self._running = True
         try:
-            with self._order.forwarding(), nullcontext() if graph else torch.no_grad():
+            with self._order.forwarding(), self._whole(kind, call), nullcontext() if graph else torch.no_grad():
                 return (self._adapter.forward if kind == "forward" else self._adapter.generate)(*args, **kwargs)
         finally:
             self._running = False
+
+    def _whole(self, kind: str, call: Call) -> AbstractContextManager[None]:
+        """Generation of whole samples on each rank, also where forwards get parts."""
+        if self._sequences is None:
+            return nullcontext()
+        if kind == "forward":
+            self._sequences.prove(self._adapter.forward, *call)
+            return nullcontext()
+        return self._sequences.whole_samples(call)
 
     def _take_turn(self, lockstep: Lockstep, kind: str | None, call: Call | None) -> tuple[str, Call] | None:
         self._order.check_sampled("lockstep", f", turn {lockstep.taken + 1}")

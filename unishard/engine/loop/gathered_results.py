@@ -51,7 +51,7 @@ def describe(data: Any, *, padded: bool) -> str:
     return ", ".join(parts)
 
 
-def gather(data: Any, device: torch.device, pad: float | None, tail: tuple[int, int] | None) -> Any:
+def gather(data: Any, device: torch.device, pad: float | None, tail: tuple[int, int] | None, sharing: int = 1) -> Any:
     """Concatenate the leaves of all ranks along the first dimension, in rank order, in the same containers. Collective.
 
     Zero-dimensional tensors become one entry per rank. The structure must be the same on every rank (see `describe`).
@@ -61,13 +61,15 @@ def gather(data: Any, device: torch.device, pad: float | None, tail: tuple[int, 
         device: A device that the collective supports.
         pad: Fill value for dimensions after the first that differ between ranks.
         tail: Number of samples of all ranks, and how many of them to keep.
+        sharing: Neighboring ranks that share samples; the data of the first of them count.
 
     Raises:
         ContractError: Samples are to be dropped, but a leaf does not have one row per sample.
     """
 
     def joined(leaf: Any) -> Any:
-        gathered = _gather_tensor(leaf, device, pad) if isinstance(leaf, Tensor) else _gather_list(leaf)
+        tensor = isinstance(leaf, Tensor)
+        gathered = _gather_tensor(leaf, device, pad, sharing) if tensor else _gather_list(leaf, sharing)
         if tail is None or (isinstance(leaf, Tensor) and not leaf.dim()):
             return gathered
         samples, real = tail
@@ -95,13 +97,13 @@ def has_rows(data: Any, rows: int) -> bool:
     return any(len(leaf) == rows for _, leaf in leaves_of(data))
 
 
-def _gather_list(values: list[Any]) -> list[Any]:
+def _gather_list(values: list[Any], sharing: int) -> list[Any]:
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, values)
-    return [value for theirs in everyones for value in theirs]
+    return [value for theirs in everyones[::sharing] for value in theirs]
 
 
-def _gather_tensor(tensor: Tensor, device: torch.device, pad: float | None) -> Tensor:
+def _gather_tensor(tensor: Tensor, device: torch.device, pad: float | None, sharing: int) -> Tensor:
     origin, tensor = tensor.device, tensor.detach().to(device)
     if not tensor.dim():
         tensor = tensor[None]
@@ -113,13 +115,12 @@ def _gather_tensor(tensor: Tensor, device: torch.device, pad: float | None) -> T
     wide = _filled(tensor, [tensor.shape[0], *largest[1:]], pad)
     flat = _filled(wide, largest, 0).contiguous().view(-1)
     if not flat.numel():
-        return wide.new_empty([sum(theirs[0] for theirs in lengths), *largest[1:]]).to(origin)
+        return wide.new_empty([sum(theirs[0] for theirs in lengths[::sharing]), *largest[1:]]).to(origin)
     mine = flat.view(torch.uint8)  # as bytes: the backend need not support the dtype
     everyones = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(everyones, mine)
-    parts = [
-        theirs.view(flat.dtype).view(largest)[: sizes[0]] for theirs, sizes in zip(everyones, lengths, strict=True)
-    ]
+    counted = [*zip(everyones, lengths, strict=True)][::sharing]
+    parts = [theirs.view(flat.dtype).view(largest)[: sizes[0]] for theirs, sizes in counted]
     return torch.cat(parts).to(origin)
 
 

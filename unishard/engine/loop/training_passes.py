@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
+from unishard.config.readers import Reader
 from unishard.contract.training_facts import PassFacts
 from unishard.data import epochs, position
 from unishard.data.epochs import Epochs
@@ -117,8 +116,8 @@ class TrainingPasses:
     before it.
     """
 
-    def __init__(self, order: CallOrder, warn: Callable[[str], None]) -> None:
-        self._order, self._warn = order, warn
+    def __init__(self, order: CallOrder, warn: Callable[[str], None], reader: Reader) -> None:
+        self._order, self._warn, self._reader = order, warn, reader
         self._now: TrainingPass | None = None
         self._updates = 0
         """When a window was last read."""
@@ -156,11 +155,7 @@ class TrainingPasses:
             )
         if position.is_stateful(inner):
             begun.resumed, self.resumed = self.resumed, None
-            done = (
-                0
-                if begun.resumed is None
-                else position.resume(inner, *begun.resumed, dist.get_rank(), dist.get_world_size())
-            )
+            done = 0 if begun.resumed is None else position.resume(inner, *begun.resumed, *self._reader)
             if isinstance(inner, ShareLoader):
                 inner.require_enough_samples()
                 self._epochs.join(inner)
@@ -239,7 +234,7 @@ class TrainingPasses:
             the last one has no `state_dict` and `load_state_dict`.
         """
         if self.resumed is not None:
-            return position.of_rank(*self.resumed, dist.get_rank(), dist.get_world_size())
+            return position.of_rank(*self.resumed, *self._reader)
         self._settle()
         return None if self._mixed or self._now is None else self._now.position()
 
@@ -254,15 +249,15 @@ class TrainingPasses:
         """Batches that the next pass over a loader will yield; None if unknown."""
         if self.resumed is None or not position.is_stateful(inner):
             return position.batches_left(inner)
-        return position.left_after(inner, *self.resumed, dist.get_rank(), dist.get_world_size())
+        return position.left_after(inner, *self.resumed, *self._reader)
 
     def resume(self, positions: Sequence[Position | None], world_then: int, passes: PassFacts | None = None) -> None:
         """Let the next training loader resume at the position of another run.
 
         Args:
-            positions: What `position` returned on each of its ranks. If one is None, the loader starts from its
+            positions: What `position` returned for each share of its data. If one is None, the loader starts from its
                 beginning.
-            world_then: That run's number of ranks.
+            world_then: That run's number of shares: of its ranks, or of the groups that shared samples.
             passes: What `passes` returned on its rank 0.
         """
         known = [where for where in positions if where is not None]

@@ -27,7 +27,15 @@ from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.state.average_shards import has_average, resume_average
 from unishard.engine.state.extra_state import restore_extra_state
 from unishard.engine.state.manifest_validation import require_sense
-from unishard.engine.state.resume import buffers_of_ranks, epoch_of, notes_of_data, own_state, random_states, resume
+from unishard.engine.state.resume import (
+    buffers_of_ranks,
+    epoch_of,
+    notes_of_data,
+    own_state,
+    random_states,
+    resume,
+    sharing_of,
+)
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
 
@@ -84,7 +92,8 @@ def restore(
     )
     epoch = epoch_of(manifest, positions) if data else 0
     notes += [*notes_of_data(manifest, positions, epoch)] if data and run.accumulation is not None else []
-    run.batching.resume(positions, manifest.world_size, manifest.passes if data else None)
+    sharing = sharing_of(manifest.config, manifest.world_size)
+    run.batching.resume(positions[::sharing], manifest.world_size // sharing, manifest.passes if data else None)
     if verify == "bits":
         on_all(group, reader.compare_bits)
     run.buffers.resume(own, bases)

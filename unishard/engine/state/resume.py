@@ -139,8 +139,10 @@ def _global_batch(run: Run, manifest: Manifest) -> Iterator[str]:
     fields = ("micro_batch_size", "gradient_accumulation_steps")
     if not isinstance(training, Mapping) or not all(isinstance(training.get(field), int) for field in fields):
         return
-    then = math.prod(training[field] for field in fields) * manifest.world_size
-    now = math.prod(getattr(run.training, field) for field in fields) * dist.get_world_size()
+    world = dist.get_world_size()
+    shares_then = manifest.world_size // sharing_of(manifest.config, manifest.world_size)
+    then = math.prod(training[field] for field in fields) * shares_then
+    now = math.prod(getattr(run.training, field) for field in fields) * (world // sharing_of(run.text, world))
     if then != now:
         what = f"the global batch size was {then} and is now {now}"
         yield f"{what}; adjust training.gradient_accumulation_steps to the number of ranks"
@@ -221,3 +223,9 @@ def _resume_random_numbers(run: Run, manifest: Manifest, states: Mapping[str, Te
     saved_by = count_of(manifest.world_size, "rank")
     why = f"saved by {saved_by}" if manifest.world_size != dist.get_world_size() else "no random state was saved"
     return [f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"]
+
+
+def sharing_of(config: Mapping[str, Any] | None, world_size: int) -> int:
+    """The neighboring ranks of a run that share each sample, and so have the same position in the data."""
+    size = (config or {}).get("parallel", {}).get("sequence", {}).get("size", 1)
+    return size if isinstance(size, int) and size > 0 and world_size % size == 0 else 1

@@ -1,0 +1,68 @@
+"""What several ranks of a run do together, besides sharding its state."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from unishard.config.section import Section, refuse
+
+
+class SequenceParallel(Section):
+    """Long sequences: a group of neighboring ranks shares each sample, and each rank has a part of its positions.
+
+    `sequence: 4` stands for `sequence: {size: 4}`. Parameters, gradients and optimizer state stay sharded over all
+    ranks, as `sharding` says. `training.micro_batch_size` counts the samples that a group shares.
+    """
+
+    shorthand: ClassVar[tuple[str, ...]] = ("size",)
+
+    size: int = Field(default=1, ge=1)
+    """Ranks that share a sample; it must divide the number of ranks. 1: each rank has its own samples."""
+    method: Literal["auto", "ulysses", "allgather"] = Field(default="auto")
+    """How attention sees the whole sequence.
+
+    `ulysses`: by all-to-all, each rank has all positions of some heads, so the size must divide the heads; key and
+    value heads are repeated where they are fewer. `allgather`: each rank has all keys and values, for any number of
+    heads; positions are dealt out so that causal work is balanced. `auto`: `ulysses` where the heads divide.
+    """
+    keys: Literal["auto"] | list[str] = Field(default="auto")
+    """Keys of the tensors of a batch that are split, `[batch, sequence, ...]`; `auto` for each that is as long as the
+    inputs."""
+    pad_to: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(default="auto")
+    """Sequences are padded at their end to a multiple of it; `auto` for the least that can be split."""
+
+    @property
+    def on(self) -> bool:
+        """Whether samples are shared."""
+        return self.size > 1
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a sequence is padded to a multiple of, if `method` is not decided for the model."""
+        return 2 * self.size if self.method == "allgather" else self.size
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems: list[tuple[str, str]] = []
+        if not self.on:
+            problems += [
+                (name, "is unused with size 1, which splits nothing; remove it or set size to 2 or more")
+                for name in ("method", "keys", "pad_to")
+                if name in self.changed
+            ]
+        elif self.pad_to != "auto" and self.pad_to % (2 * self.size):
+            what = f"is {self.pad_to}, no multiple of {2 * self.size}, which is twice the size; write one, or auto"
+            problems.append(("pad_to", what))
+        if self.keys == []:
+            problems.append(("keys", "is empty; name at least one key or write auto"))
+        refuse(problems)
+        return self
+
+
+class Parallel(Section):
+    """What several ranks do together, besides sharding the training state."""
+
+    sequence: SequenceParallel = Field(default_factory=SequenceParallel.model_construct)
+    """Long sequences, of which each rank has a part."""

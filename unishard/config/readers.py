@@ -1,0 +1,42 @@
+"""Which share of the data a rank reads; ranks that share samples read the same.
+
+Imports neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unishard.config import Config
+from unishard.config.describe import count_of
+from unishard.config.topology import Topology
+from unishard.errors import ConfigError, Problem
+
+
+class Reader(NamedTuple):
+    """One of equal shares of the data."""
+
+    share: int
+    """Which one a rank reads, from 0."""
+    shares: int
+    """How many there are: as many as ranks, or as groups that share samples."""
+
+
+def reader_of(cfg: Config, rank: int, world_size: int) -> Reader:
+    """The share of a rank."""
+    size = cfg.parallel.sequence.size
+    return Reader(rank // size, world_size // size)
+
+
+def check_sequence(cfg: Config, topology: Topology) -> None:
+    """Check that the groups that share samples fit the topology.
+
+    Raises:
+        ConfigError: `parallel.sequence.size` does not divide the ranks.
+    """
+    size, world = cfg.parallel.sequence.size, topology.world_size
+    if world % size:
+        fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
+        instead = f"write {' or '.join(fitting)}, or start another number of ranks" if fitting else "start more ranks"
+        what = f"is {size}, which does not divide {count_of(world, 'rank')}; {instead}"
+        raise ConfigError([Problem("parallel.sequence.size", what)])

@@ -1,0 +1,164 @@
+"""Around the forward of a model of which each call gets a part of its sequences."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unishard.distributed.nested_tensors import tensors_in
+from unishard.sequence import context
+from unishard.sequence.context import Rule, SplitBatch
+from unishard.sequence.documents import Documents, documents_of
+from unishard.sequence.exchange import gather_plain
+from unishard.sequence.expert_balance import ExpertBalance
+from unishard.sequence.group import SequenceGroup
+from unishard.sequence.layout import Layout
+from unishard.sequence.transformers_models import is_transformers, use_split_attention
+
+_IGNORED = -100
+
+
+class SplitForward:
+    """Tells attention what micro-batch runs, and makes the loss that of the whole micro-batch."""
+
+    def __init__(self, model: nn.Module, group: SequenceGroup, layout: Layout, method: str) -> None:
+        """Watch the forward of a model.
+
+        Raises:
+            ModelError: It is one of transformers that computes attention by its own code.
+        """
+        self.group, self._layout, self._method = group, layout, method
+        self._signature = inspect.signature(model.forward)
+        self._counts_items = is_transformers(model) and _takes(self._signature, "num_items_in_batch")
+        self._counted = False
+        """Whether the loss of the running forward is to be averaged."""
+        self._joined: set[Rule] = set()
+        self._proving = False
+        self._balance = ExpertBalance(model, group)
+        self._model = model
+        self._hooks: list[RemovableHandle] = []
+        self._restore = _nothing
+        self.loss: Tensor | None = None
+        """That of the last forward, if it was made the mean over the micro-batch of the group."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Split attention from now on.
+
+        Raises:
+            ModelError: It is one of transformers that computes attention by its own code.
+        """
+        self._restore = use_split_attention(self._model) if is_transformers(self._model) else _nothing
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._model.register_forward_hook(self._after, with_kwargs=True),
+            self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        ]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which the model is as before."""
+        self.close()
+        try:
+            yield
+        finally:
+            self.begin()
+
+    @contextmanager
+    def proof(self) -> Iterator[None]:
+        """A block in which attention leaves each position by itself."""
+        self._proving = True
+        try:
+            yield
+        finally:
+            self._proving = False
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._restore()
+        context.current = None
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = self._given(args, kwargs)
+        context.current = self._split_batch(given, (args, kwargs))
+        self._counted, self.loss = False, None
+        self._balance.begin()
+        labels = given.get("shift_labels", given.get("labels"))
+        if self._counts_items and isinstance(labels, Tensor) and given.get("num_items_in_batch") is None:
+            kwargs = {**kwargs, "num_items_in_batch": self._items(labels)}
+            self._counted = True
+        return args, kwargs
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        if not args:
+            return kwargs
+        try:
+            return {**self._signature.bind_partial(*args).arguments, **kwargs}
+        except TypeError:  # the call itself will say it
+            return kwargs
+
+    def _split_batch(self, given: Mapping[str, Any], call: Any) -> SplitBatch:
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if isinstance(positions, Tensor):
+            positions = positions if positions.dim() == 2 else positions.reshape(-1, *positions.shape[-2:])[0]
+            part, documents = positions.shape[1], self._documents(positions, mask)
+        else:
+            rows, part = next(tensor.shape[:2] for tensor in tensors_in(call) if tensor.dim() >= 2)
+            documents = [((0, part * self.group.size),)] * rows
+        return SplitBatch(
+            group=self.group,
+            layout=self._layout,
+            method=self._method,
+            length=part * self.group.size,
+            documents=documents,
+            masked=mask is not None,
+            joined=self._joined,
+            proving=self._proving,
+        )
+
+    def _documents(self, positions: Tensor, mask: Tensor | None) -> list[Documents]:
+        sent = torch.stack([positions, positions if mask is None else mask.to(positions.dtype)])
+        whole = self._layout.join(torch.cat(gather_plain(sent, self.group), 2), 2)
+        return documents_of(whole[0], None if mask is None else whole[1])
+
+    def _items(self, labels: Tensor) -> Tensor:
+        """What this rank divides the sum of its losses by, so that the ranks' mean is the mean of the micro-batch."""
+        items = (labels != _IGNORED).sum()
+        dist.all_reduce(items, group=self.group.process_group)
+        return items / self.group.size
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+        if not self._counted or not isinstance(loss, Tensor) or loss.dim():
+            return output
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=self.group.process_group)
+        shown = self.loss = loss + (mean / self.group.size - loss.detach())  # its gradient is that of this rank's part
+        if isinstance(output, tuple):
+            return (shown, *output[1:])
+        output["loss"] = shown
+        return output
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._balance.end()
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    parameters = signature.parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _nothing() -> None:
+    """Of a model that calls `unishard.attention` itself."""

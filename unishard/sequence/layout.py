@@ -1,0 +1,68 @@
+"""Which positions of a sequence each rank of a group has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Run(NamedTuple):
+    """Consecutive positions of one rank."""
+
+    start: int
+    """In the whole sequence."""
+    length: int
+
+
+class Layout:
+    """The positions of each rank, in runs of equal length.
+
+    Consecutive, one run a rank::
+
+        rank 0  rank 1          size 2, consecutive
+        0 1 2 3 4 5 6 7
+
+    Balanced, two runs a rank: under a causal mask a late position attends to more keys than an early one, so each rank
+    has a run of both ends::
+
+        rank 0  rank 1  rank 1  rank 0      size 2, balanced
+        0 1     2 3     4 5     6 7
+    """
+
+    def __init__(self, size: int, *, balanced: bool) -> None:
+        self.size = size
+        self.balanced = balanced
+        self.multiple = 2 * size if balanced else size
+        """The length of a sequence must be a multiple of it."""
+
+    def runs(self, rank: int, length: int) -> list[Run]:
+        """The runs of a rank in a sequence of `length`, which is a multiple of `multiple`, in the rank's order."""
+        each = length // self.multiple
+        numbers = (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
+        return [Run(number * each, each) for number in numbers]
+
+    def take(self, tensor: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """A rank's part of a whole tensor."""
+        runs = self.runs(rank, tensor.shape[dim])
+        return torch.cat([tensor.narrow(dim, run.start, run.length) for run in runs], dim)
+
+    def join(self, parts: Tensor, dim: int) -> Tensor:
+        """The whole tensor from the parts of all ranks, joined along `dim` in the order of the ranks."""
+        return self._reordered(parts, dim, [run for rank in range(self.size) for run in self._runs_of(rank)], back=True)
+
+    def split(self, whole: Tensor, dim: int) -> Tensor:
+        """The opposite of `join`."""
+        return self._reordered(whole, dim, [run for rank in range(self.size) for run in self._runs_of(rank)])
+
+    def _runs_of(self, rank: int) -> list[int]:
+        return [run.start for run in self.runs(rank, self.multiple)]
+
+    def _reordered(self, tensor: Tensor, dim: int, order: list[int], *, back: bool = False) -> Tensor:
+        if not self.balanced:
+            return tensor
+        chunks = tensor.chunk(self.multiple, dim)
+        if back:
+            order = [order.index(number) for number in range(len(order))]
+        return torch.cat([chunks[number] for number in order], dim)

@@ -1,0 +1,200 @@
+"""Proves that attention is all in a model that mixes positions, by two small forwards.
+
+Attention is replaced by something that leaves each position by itself. Then a few positions of every rank's part run
+once all together, and once each rank's own by themselves. Where both give the same, nothing else in the model looks at
+another position: no convolution, recurrence, state space, pooling, attention by own code, position counted in the
+forward, or loss over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unishard.distributed.nested_tensors import replace_tensors, tensors_in
+from unishard.errors import ModelError
+from unishard.sequence.exchange import gather_plain
+from unishard.sequence.forward import SplitForward
+from unishard.sequence.group import SequenceGroup
+
+_POSITIONS = 8
+"""Of each rank's part."""
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Of the largest element: what products in other shapes round, with much room; a mixed position changes more."""
+
+Run = Callable[..., Any]
+
+
+class _Probe(NamedTuple):
+    args: Any
+    kwargs: dict[str, Any]
+
+
+def prove(model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: dict[str, Any]) -> None:
+    """Check that a model can be split, with positions of a micro-batch. Collective.
+
+    Args:
+        model: The model.
+        run: Its forward, through the engine.
+        forward: What splits it.
+        args: Of the forward of this rank's part.
+        kwargs: Likewise.
+
+    Raises:
+        ModelError: On every rank: the model mixes positions elsewhere; names the module.
+    """
+    group = forward.group
+    part, whole = _probes(group, args, kwargs)
+    with _quiet(model), forward.proof():
+        same = _equal(run(*whole.args, **whole.kwargs), run(*part.args, **part.kwargs), group)
+        if _on_all(same, group):
+            return
+        with _recorded(model) as calls:
+            run(*whole.args, **whole.kwargs)
+            of_whole = dict(calls)
+            calls.clear()
+            run(*part.args, **part.kwargs)
+    raise ModelError(_refusal(model, _first_named(_first_different(of_whole, calls, group))))
+
+
+def _probes(group: SequenceGroup, args: Any, kwargs: dict[str, Any]) -> tuple[_Probe, _Probe]:
+    """A few positions of this rank's part, and those of all ranks' parts."""
+    length = next(int(tensor.shape[1]) for tensor in tensors_in((args, kwargs)) if tensor.dim() >= 2)
+    count = min(_POSITIONS, length)
+
+    def few(tensor: Tensor) -> Tensor:
+        return tensor[:, :count] if tensor.dim() >= 2 and tensor.shape[1] == length else tensor
+
+    def every(tensor: Tensor) -> Tensor:
+        chosen = tensor.dim() >= 2 and tensor.shape[1] == count
+        return torch.cat(gather_plain(tensor, group), 1) if chosen else tensor
+
+    own = {key: _labelled(key, replace_tensors(value, few), group) for key, value in kwargs.items()}
+    positions = own.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 2:  # a document begins in the middle of each part
+        fresh = torch.arange(count - count // 2, device=positions.device, dtype=positions.dtype)
+        own["position_ids"] = torch.cat([positions[:, : count // 2], fresh.expand(len(positions), -1)], 1)
+        own.pop("attention_mask", None)  # under which transformers does not keep documents apart
+    part = _Probe(replace_tensors(args, few), own)
+    return part, _Probe(*replace_tensors(tuple(part), every))
+
+
+def _labelled(key: str, value: Any, group: SequenceGroup) -> Any:
+    """Labels of which some ranks have more than others."""
+    if key not in ("labels", "shift_labels") or not isinstance(value, Tensor) or value.is_floating_point():
+        return value
+    value = value.clamp(min=0)
+    if group.rank:
+        value[:, : value.shape[1] // 2] = -100
+    return value
+
+
+@contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """A block without a graph, dropout and changes of buffers."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Recorded(NamedTuple):
+    inputs: Any
+    output: Any
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, _Recorded]]:
+    """What each module takes and puts out in the block, in the order in which they end."""
+    calls: dict[str, _Recorded] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls[name] = _Recorded((args, kwargs), output)
+
+        return hook
+
+    hooks = [module.register_forward_hook(keep(name), with_kwargs=True) for name, module in model.named_modules()]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _first_different(wholes: Mapping[str, _Recorded], parts: Mapping[str, _Recorded], group: SequenceGroup) -> str:
+    """The first module whose output differs though its inputs do not; the model itself where there is none."""
+    for name, part in parts.items():
+        whole = wholes.get(name)
+        if whole is None or _equal(whole.output, part.output, group):
+            continue
+        if _equal(whole.inputs, part.inputs, group):
+            return name
+    return ""
+
+
+def _equal(whole: Any, part: Any, group: SequenceGroup) -> bool:
+    """Whether what a module makes of all positions has in it what it makes of this rank's."""
+    wholes, parts = list(tensors_in(whole)), list(tensors_in(part))
+    return len(wholes) == len(parts) and all(_holds(*pair, group) for pair in zip(wholes, parts, strict=True))
+
+
+def _holds(whole: Tensor, part: Tensor, group: SequenceGroup) -> bool:
+    if whole.numel() == group.size * part.numel() and part.numel():
+        # As [batch, positions, ...]; also of outputs that have both in one dimension, and heads before positions.
+        whole = _own_positions(whole, part, group)
+    if whole.shape != part.shape:
+        return False
+    if not whole.is_floating_point():
+        return bool(torch.equal(whole, part))
+    room = _TOLERANCE.get(whole.dtype, 0.1) * float(whole.abs().max()) if whole.numel() else 0.0
+    return bool(torch.allclose(whole.float(), part.float(), rtol=0, atol=room, equal_nan=True))
+
+
+def _own_positions(whole: Tensor, part: Tensor, group: SequenceGroup) -> Tensor:
+    longer = [dim for dim in range(part.dim()) if whole.shape[dim] == group.size * part.shape[dim]]
+    if whole.dim() != part.dim() or len(longer) != 1:
+        return whole
+    (dim,) = longer
+    if dim:
+        return whole.narrow(dim, group.rank * part.shape[dim], part.shape[dim])
+    count = _POSITIONS if part.shape[0] % _POSITIONS == 0 else part.shape[0]
+    rows = whole.reshape(-1, group.size, count, *whole.shape[1:])
+    return rows[:, group.rank].reshape(part.shape)
+
+
+def _on_all(same: bool, group: SequenceGroup) -> bool:
+    equal = torch.tensor([same], dtype=torch.int32, device=_device())
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return bool(equal.item())
+
+
+def _first_named(name: str) -> str:
+    """The module that the first rank with a difference names."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, name)
+    return next((each for each in names if each), "")
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _refusal(model: nn.Module, name: str) -> str:
+    module = model.get_submodule(name)
+    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    return (
+        f"{where} mixes positions of a sequence outside of attention, or computes a loss that is no mean over tokens, "
+        "so it would train wrongly in silence under parallel.sequence; call unishard.attention where it is attention, "
+        "compute the loss of its logits in the script, or remove parallel.sequence"
+    )

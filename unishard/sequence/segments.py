@@ -1,0 +1,139 @@
+"""Attention of a run of queries to the keys of its document, in memory that grows with the sequence, not its square."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from unishard.sequence.context import Rule
+from unishard.sequence.documents import Documents
+from unishard.sequence.layout import Run
+
+_BLOCK = 1024
+"""Queries whose scores are there at one time, where no fused kernel applies."""
+
+
+class Segment(NamedTuple):
+    """Queries and the keys that they may attend to."""
+
+    queries: slice
+    """Of the rank's own positions."""
+    keys: slice
+    """Of the whole sequence."""
+    first: int
+    """The place of the first query among the keys."""
+
+
+class Scores(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """`[heads]`: a score for each head that takes weight from the keys."""
+
+
+def segments(runs: Sequence[Run], documents: Documents, rule: Rule) -> Iterator[Segment]:
+    """The segments of a rank that has these runs of a sample."""
+    place = 0
+    for run in runs:
+        for start, end in _pieces(documents, rule.chunk):
+            first, last = max(start, run.start), min(end, run.start + run.length)
+            if first < last:
+                queries = slice(place + first - run.start, place + last - run.start)
+                yield Segment(queries, slice(start, last if rule.causal else end), first - start)
+        place += run.length
+
+
+def _pieces(documents: Documents, chunk: int | None) -> Iterator[tuple[int, int]]:
+    for start, end in documents:
+        step = chunk or end - start
+        for first in range(start, end, step):
+            yield first, min(first + step, end)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, first: int, rule: Rule, scores: Scores) -> Tensor:
+    """Attention of the queries of a segment to its keys.
+
+    Args:
+        query: `[batch, heads, queries, dim]`.
+        key: `[batch, key heads, keys, dim]`; the heads are a multiple of the key heads.
+        value: As `key`; its dim may differ.
+        first: The place of the first query among the keys.
+        rule: Its chunks are segments already.
+        scores: How scores become weights.
+
+    Returns:
+        `[batch, heads, queries, dim of value]`.
+    """
+    fused = scores.softcap is None and scores.sinks is None
+    if fused and rule.window is None:
+        return _fused(query, key, value, rule, scores)
+    outputs, queries, keys = [], query.shape[2], key.shape[2]
+    reach = keys if rule.window is None else rule.window
+    block = _BLOCK if rule.window is None else max(_BLOCK, rule.window)
+    for start in range(0, queries, block):
+        stop = min(start + block, queries)
+        low = max(0, first + start - reach + 1)
+        high = first + stop if rule.causal else min(keys, first + stop + reach - 1)
+        at = torch.arange(first + start, first + stop, device=query.device)[:, None]
+        allowed = _allowed(at, torch.arange(low, high, device=query.device)[None, :], rule)
+        part = (query[:, :, start:stop], key[:, :, low:high], value[:, :, low:high])
+        outputs.append(_masked(*part, allowed, scores) if fused else _eager(*part, allowed, scores))
+    return torch.cat(outputs, 2)
+
+
+def _allowed(at: Tensor, keyed: Tensor, rule: Rule) -> Tensor:
+    allowed = keyed <= at if rule.causal else torch.ones_like(keyed <= at)
+    if rule.window is not None:
+        allowed = allowed & ((at - keyed).abs() < rule.window)
+    return allowed
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, rule: Rule, scores: Scores) -> Tensor:
+    square = query.shape[2] == key.shape[2]
+    bias = None if square or not rule.causal else causal_lower_right(query.shape[2], key.shape[2])
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        dropout_p=scores.dropout,
+        is_causal=rule.causal and square and query.shape[2] > 1,
+        scale=scores.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: Scores) -> Tensor:
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=allowed,
+        dropout_p=scores.dropout,
+        scale=scores.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: Scores) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    logits = query @ key.transpose(2, 3) * scores.scale
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+    if scores.sinks is not None:
+        sinks = scores.sinks.reshape(1, -1, 1, 1).expand(len(logits), -1, logits.shape[2], 1)
+        logits = torch.cat([logits, sinks.to(logits.dtype)], -1)
+    weights = torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype)
+    if scores.sinks is not None:
+        weights = weights[..., :-1]
+    return functional.dropout(weights, scores.dropout) @ value

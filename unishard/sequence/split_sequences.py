@@ -1,0 +1,130 @@
+"""What a run with `parallel.sequence` has: its group, and what splits batches and attends to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unishard.config import SequenceParallel
+from unishard.data.batches import to_device
+from unishard.data.digest import of_value
+from unishard.distributed.nested_tensors import replace_tensors, tensors_in
+from unishard.errors import ContractError, DataError
+from unishard.sequence import context
+from unishard.sequence.batches import BatchSplitter
+from unishard.sequence.exchange import gather_plain
+from unishard.sequence.forward import SplitForward
+from unishard.sequence.group import make_group
+from unishard.sequence.layout import Layout
+from unishard.sequence.proof import prove
+from unishard.sequence.transformers_models import counts_positions_itself
+
+
+class SplitSequences:
+    """Splits the sequences of one engine."""
+
+    def __init__(self, model: nn.Module, section: SequenceParallel) -> None:
+        """Make the groups, and let the model attend to whole sequences. Collective.
+
+        Raises:
+            ModelError: The model computes attention by its own code.
+        """
+        self._model = model
+        self._proved = False
+        self._parts: WeakSet[Tensor] = WeakSet()
+        """The tensors of the last batch that was split."""
+        self.group = make_group(section.size)
+        self._layout = Layout(section.size, balanced=section.method == "allgather")
+        self._splitter = BatchSplitter(
+            self.group,
+            self._layout,
+            names=None if section.keys == "auto" else section.keys,
+            multiple=None if section.pad_to == "auto" else section.pad_to,
+            positions=not counts_positions_itself(model),
+        )
+        self.forward = SplitForward(model, self.group, self._layout, section.method)
+
+    def place(self, batch: Any, device: torch.device) -> Any:
+        """This rank's part of a batch, on its device. Collective in the group.
+
+        Raises:
+            DataError: The batch has no sequence, or the ranks of the group have read different ones.
+        """
+        self._require_same(batch)
+        part = self._splitter.split(to_device(batch, device))
+        self._parts = WeakSet(tensors_in(part))
+        return part
+
+    def prove(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        """Check at the first forward that nothing but attention mixes positions. Collective.
+
+        Args:
+            run: The model's forward, through the engine.
+            args: Of the forward.
+            kwargs: Likewise.
+
+        Raises:
+            ModelError: On every rank: something does; names the module.
+        """
+        if not self._proved:
+            prove(self._model, run, self.forward, args, kwargs)
+            self._proved = True
+
+    @contextmanager
+    def whole_samples(self, call: Any) -> Iterator[None]:
+        """A block in which the model attends as without a group, to generate.
+
+        Raises:
+            ContractError: `call` has parts of samples.
+        """
+        if any(tensor in self._parts for tensor in tensors_in(call)):
+            raise ContractError(
+                "generate needs whole prompts, but got a part of a batch of engine.batches; read the loader itself: "
+                "for batch in loader"
+            )
+        with self.forward.paused():
+            yield
+
+    def part(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """This rank's part of a whole tensor, `[batch, sequence, ...]`."""
+        return self._splitter.part(tensor, fill=fill)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole tensor, of the parts of all ranks of the group, `[batch, part, ...]`. Collective in the group."""
+        return self._layout.join(torch.cat(gather_plain(part, self.group), 1), 1)
+
+    def joined(self, data: Any) -> Any:
+        """Data with whole sequences in the place of parts of the last forward's length. Collective in the group."""
+        split = context.current
+        if split is None:
+            return data
+
+        def whole(tensor: Tensor) -> Tensor:
+            if tensor.dim() < 2 or tensor.shape[1] != split.part:
+                return tensor
+            return self.whole(tensor)[:, : self._splitter.length]
+
+        return replace_tensors(data, whole)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.forward.close()
+
+    def _require_same(self, batch: Any) -> None:
+        digest = bytes.fromhex(of_value(list(tensors_in(batch))) or "0" * 32)
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self.group.size)]
+        dist.all_gather(everyones, mine, group=self.group.hosts)
+        if any(not torch.equal(each, mine) for each in everyones):
+            first = dist.get_rank() - self.group.rank
+            raise DataError(
+                f"ranks {first} to {first + self.group.size - 1} share each sample (parallel.sequence.size is "
+                f"{self.group.size}), but have read different ones; use unishard.dataloader(dataset, cfg), or let the "
+                "ranks of a group read the same share: rank // size of world_size // size"
+            )

@@ -1,0 +1,149 @@
+"""Attention of transformers' models, by the interface where they look their attention up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from inspect import getclosurevars
+from typing import Any
+
+from torch import Tensor, nn
+
+from unishard.errors import ModelError
+from unishard.sequence import context
+from unishard.sequence.attention import split_attention
+from unishard.sequence.context import Rule, SplitBatch
+from unishard.sequence.segments import Scores
+
+NAME = "unishard_sequence"
+"""What a prepared model's `attn_implementation` is called."""
+
+
+_EVERY_KEY = Rule(causal=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What stands in the place of a mask: the rule that makes it, and the micro-batch."""
+
+    split: SplitBatch
+    rule: Rule
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', or a wrapper such as PEFT's around one."""
+    return any(hasattr(module, "set_attn_implementation") for module in model.modules())
+
+
+def use_split_attention(model: nn.Module) -> Callable[[], None]:
+    """Let the models of transformers in `model` use split attention.
+
+    Returns:
+        What gives them back the attention that they had.
+
+    Raises:
+        ModelError: One of them computes attention by its own code.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    before: list[tuple[PreTrainedModel, str | None]] = []
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for module in models:
+        if not module.is_backend_compatible():
+            raise ModelError(
+                f"{type(module).__name__} computes attention by its own code, not by transformers' AttentionInterface, "
+                "so parallel.sequence cannot split it; remove parallel.sequence"
+            )
+    for module in models:
+        if module.config._attn_implementation != NAME:
+            before.append((module, module.config._attn_implementation))
+            module.config._attn_implementation_internal = NAME
+
+    def restore() -> None:
+        for module, implementation in before:
+            module.config._attn_implementation_internal = implementation
+
+    return restore
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Mask:
+    """What the models get when they ask for a mask."""
+    split = context.current
+    if split is None:
+        raise ModelError("the model was called without its engine; call engine(...) in place of the model")
+    rule, packed = rule_of(mask_function)
+    if split.proving and not packed:  # a proof packs documents
+        split.joined.add(rule)
+    return Mask(split, rule)
+
+
+def rule_of(mask_function: Callable[..., Any]) -> tuple[Rule, bool]:
+    """The rule of a mask function of transformers (5.23, masking_utils.py), and whether it keeps documents apart.
+
+    Raises:
+        ModelError: It is one of the model's own.
+    """
+    name = mask_function.__qualname__.partition(".")[0]
+    own = getclosurevars(mask_function).nonlocals
+    match name:
+        case "causal_mask_function":
+            return Rule(causal=True), False
+        case "bidirectional_mask_function":
+            return _EVERY_KEY, False
+        case "packed_sequence_mask_function":
+            return _EVERY_KEY, True
+        case "sliding_window_overlay":
+            return replace(_EVERY_KEY, window=own["sliding_window"]), False
+        case "sliding_window_bidirectional_overlay":
+            return replace(_EVERY_KEY, window=own["sliding_window"] + 1), False
+        case "chunked_overlay":
+            return replace(_EVERY_KEY, chunk=own["chunk_size"]), False
+        case "remap_positions_for_packed_sequence":
+            return rule_of(own["mask_function"])
+        case "and_masks":
+            parts = [rule_of(part) for part in own["mask_functions"]]
+            rules = [rule for rule, _ in parts]
+            rule = Rule(
+                causal=any(each.causal for each in rules),
+                window=next((each.window for each in rules if each.window is not None), None),
+                chunk=next((each.chunk for each in rules if each.chunk is not None), None),
+            )
+            return rule, any(packed for _, packed in parts)
+    raise ModelError(
+        f"the model has an attention mask by {name}, which parallel.sequence does not support; remove parallel.sequence"
+    )
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' interface."""
+    if not isinstance(attention_mask, Mask):
+        raise ModelError(
+            f"{type(module).__name__} has a mask of its own, which parallel.sequence does not support; remove "
+            "parallel.sequence"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(
+            f"{type(module).__name__} adds a bias to the scores, which parallel.sequence does not support; remove "
+            "parallel.sequence"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = Scores(scale, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
+    output = split_attention(query, key, value, attention_mask.split, attention_mask.rule, scores)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def counts_positions_itself(model: nn.Module) -> bool:
+    """Whether a model makes positions of its tokens, as RoBERTa, whose positions begin behind the padding token's."""
+    return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
