@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from unishard.engine.prepare import prepare
     from unishard.engine.state.moving_average import MovingAverage
     from unishard.failures.lifetime import shutdown
+    from unishard.sequence.attention import attention
 
 __all__ = [
     "Backend",
@@ -68,6 +69,7 @@ __all__ = [
     "Translation",
     "TranslationError",
     "UnishardError",
+    "attention",
     "available",
     "dataloader",
     "from_pretrained",
@@ -86,6 +88,7 @@ _ON_FIRST_USE = {
     "Placement": "unishard.contract.results",
     "Resumed": "unishard.contract.results",
     "Step": "unishard.contract.results",
+    "attention": "unishard.sequence.attention",
     "dataloader": "unishard.data",
     "from_pretrained": "unishard.engine.model.from_pretrained",
     "init": "unishard.engine.model.initialization",

@@ -39,6 +39,7 @@ PUBLIC = [
     "Translation",
     "TranslationError",
     "UnishardError",
+    "attention",
     "available",
     "dataloader",
     "from_pretrained",
@@ -71,7 +72,7 @@ def test_what_an_engine_is() -> None:
     assert members(Engine) == {
         *("__call__", "__enter__", "__exit__"),
         *("backward", "step", "discard", "batches", "windows", "train", "eval"),
-        *("generate", "lockstep", "gather_for_metrics", "mean", "log"),
+        *("generate", "lockstep", "gather_for_metrics", "mean", "log", "split_sequence"),
         *("save", "load", "wait", "export", "close"),
         *("weights", "gradients", "framework"),
         *("module", "optimizer", "lr", "resumed"),

@@ -10,7 +10,3 @@ ever. What is here is data and attention::
 """
 
 from __future__ import annotations
-
-from unishard.sequence.attention import attention
-
-__all__ = ["attention"]

@@ -15,7 +15,7 @@ from unishard.sequence.context import Rule, SplitBatch
 from unishard.sequence.documents import Documents
 from unishard.sequence.exchange import gather_positions, heads_for_positions, positions_for_heads
 from unishard.sequence.layout import Run
-from unishard.sequence.segments import Scores, attend, segments
+from unishard.sequence.segments import Scores, attend, attend_masked, segments
 
 
 def attention(
@@ -58,12 +58,23 @@ def attention(
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, sinks)
     if context.current is None:  # no engine splits sequences
         whole: Documents = ((0, query.shape[2]),)
-        return _of_samples(query, key, value, [Run(0, query.shape[2])], [whole] * len(query), rule, scores)
+        return _of_documents(query, key, value, [Run(0, query.shape[2])], [whole] * len(query), rule, scores)
     return split_attention(query, key, value, context.current, rule, scores)
 
 
-def split_attention(query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule, scores: Scores) -> Tensor:
-    """As `attention`, for this rank's part of a micro-batch. Collective in the group."""
+def split_attention(
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+) -> Tensor:
+    """As `attention`, for this rank's part of a micro-batch. Collective in the group.
+
+    Args:
+        query: As of `attention`.
+        key: Likewise.
+        value: Likewise.
+        split: The micro-batch.
+        rule: Or a mask of whole samples, `[batch, 1, sequence, sequence]`: true, or 0, for keys to attend to.
+        scores: How scores become weights.
+    """
     if split.proving:
         return _position_by_position(query, key, value)
     if not query.shape[2] == key.shape[2] == split.part:
@@ -76,7 +87,9 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, split: SplitBatch
     return _by_keys(query, key, value, split, rule, scores)
 
 
-def _by_heads(query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule, scores: Scores) -> Tensor:
+def _by_heads(
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+) -> Tensor:
     """DeepSpeed-Ulysses: each rank has all positions of some heads."""
     size, group = split.group.size, split.group
     heads, key_heads = query.shape[1], key.shape[1]
@@ -92,18 +105,37 @@ def _by_heads(query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule
     if scores.sinks is not None:
         scores = scores._replace(sinks=scores.sinks.chunk(size)[group.rank])
     query, key, value = (split.layout.join(heads_for_positions(tensor, group), 2) for tensor in (query, key, value))
-    output = _of_samples(query, key, value, [Run(0, split.length)], split.documents_under(rule), rule, scores)
+    runs = [Run(0, split.length)]
+    output = _of_samples(query, key, value, runs, split, rule, scores)
     return positions_for_heads(split.layout.split(output, 2), group)
 
 
-def _by_keys(query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule, scores: Scores) -> Tensor:
+def _by_keys(
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+) -> Tensor:
     """Each rank has its own queries and the keys of all positions."""
     key, value = (split.layout.join(gather_positions(tensor, split.group), 2) for tensor in (key, value))
     runs = split.layout.runs(split.group.rank, split.length)
-    return _of_samples(query, key, value, runs, split.documents_under(rule), rule, scores)
+    if isinstance(rule, Tensor):
+        rule = split.layout.take(rule, split.group.rank, 2)
+    return _of_samples(query, key, value, runs, split, rule, scores)
 
 
 def _of_samples(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Sequence[Run],
+    split: SplitBatch,
+    rule: Rule | Tensor,
+    scores: Scores,
+) -> Tensor:
+    if isinstance(rule, Tensor):
+        return attend_masked(query, key, value, rule, scores)
+    return _of_documents(query, key, value, runs, split.documents_under(rule), rule, scores)
+
+
+def _of_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -115,17 +147,10 @@ def _of_samples(
     """The attention of each sample; those with the same documents together."""
     outputs = []
     for rows, of_rows in _alike(documents):
-        parts = [
-            attend(
-                query[rows, :, each.queries],
-                key[rows, :, each.keys],
-                value[rows, :, each.keys],
-                each.first,
-                rule,
-                scores,
-            )
-            for each in segments(runs, of_rows, rule)
-        ]
+        parts = []
+        for queries, keys, first in segments(runs, of_rows, rule):
+            part = (query[rows, :, queries], key[rows, :, keys], value[rows, :, keys])
+            parts.append(attend(*part, first, rule, scores))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

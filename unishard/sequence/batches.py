@@ -32,6 +32,7 @@ class BatchSplitter:
         names: Sequence[str] | None = None,
         multiple: int | None = None,
         positions: bool = True,
+        masks_padding: bool = False,
     ) -> None:
         """Split batches.
 
@@ -41,10 +42,11 @@ class BatchSplitter:
             names: Keys of the tensors to split; None for each that is as long as the sequence.
             multiple: Sequences are padded at their end to a multiple of it; None for the least that can be split.
             positions: Whether the model counts positions from 0 where a batch has no `position_ids`.
+            masks_padding: Whether the model must know what is padding, because its loss counts every token.
         """
         self._group, self._layout, self._names = group, layout, names
         self._multiple = layout.multiple if multiple is None else multiple
-        self._positions = positions
+        self._positions, self._masks_padding = positions, masks_padding
         self.length: int | None = None
         """Of the sequences of the last batch, before padding."""
 
@@ -61,12 +63,21 @@ class BatchSplitter:
                 "parallel.sequence.keys"
             )
         self.length = length
+        self._require_fitting_mask(batch, length)
         if not isinstance(batch, Mapping):
             return replace_tensors(batch, partial(self._split, "", length))
         batch = self._completed(batch)
         new = copy.copy(batch) if hasattr(batch, "update") else dict(batch)
         new.update({key: replace_tensors(value, partial(self._split, key, length)) for key, value in batch.items()})
         return new
+
+    def _require_fitting_mask(self, batch: Any, length: int) -> None:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if isinstance(mask, Tensor) and mask.dim() == 4 and length % self._multiple:
+            raise DataError(
+                f"an attention_mask of four dimensions has {length} positions, no multiple of {self._multiple}, which "
+                "parallel.sequence needs; pad the batch and its mask"
+            )
 
     def part(self, tensor: Tensor, *, fill: float = 0, dim: int = 1) -> Tensor:
         """This rank's part of a whole tensor, which is filled up at its end to the multiple."""
@@ -97,10 +108,23 @@ class BatchSplitter:
         if self._positions and whole is not None and batch.get("position_ids") is None:
             lengths = batch.get("seq_lens")
             added["position_ids"] = _positions(whole, lengths if isinstance(lengths, Tensor) else None)
+        if whole is not None and self._masks_padding and whole.shape[1] % self._multiple:
+            added |= self._mask(batch, whole)
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
             added["shift_labels"] = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         return {**batch, **added} if added else batch
+
+    def _mask(self, batch: Mapping[str, Any], whole: Tensor) -> dict[str, Tensor]:
+        positions = batch.get("position_ids")
+        if batch.get("attention_mask") is not None:
+            return {}
+        if isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any()):
+            raise DataError(
+                f"samples of packed documents have {whole.shape[1]} positions, no multiple of {self._multiple}, and "
+                "padding would count in the load-balancing loss of the experts; pack them to such a length"
+            )
+        return {"attention_mask": torch.ones(whole.shape[:2], dtype=torch.long, device=whole.device)}
 
 
 def _positions(whole: Tensor, lengths: Tensor | None) -> Tensor:

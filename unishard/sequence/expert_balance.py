@@ -27,12 +27,10 @@ class ExpertBalance:
         self._group = group
         modules = {type(module).__module__ for module in model.modules()}
         self._modules = [sys.modules[name] for name in modules if hasattr(sys.modules.get(name), _FUNCTION)]
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        self.asked = any(getattr(config, "output_router_logits", False) for config in configs)
+        """Whether the model's loss has such a part."""
         self._own: list[Callable[..., Any]] = []
-
-    @property
-    def known(self) -> bool:
-        """Whether the model can have such a loss."""
-        return bool(self._modules)
 
     def begin(self) -> None:
         """Before a forward."""

@@ -62,6 +62,11 @@ class SplitForward:
             self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
 
+    @property
+    def balances_experts(self) -> bool:
+        """Whether the model has a load-balancing loss."""
+        return self._balance.asked
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A block in which the model is as before."""

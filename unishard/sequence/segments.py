@@ -89,6 +89,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, first: int, rule: Rule, sc
     return torch.cat(outputs, 2)
 
 
+def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Attention under a mask, `[batch, 1 or heads, queries, keys]`: true, or 0, for keys to attend to."""
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    fused = scores.softcap is None and scores.sinks is None
+    return (_masked if fused else _eager)(query, key, value, allowed, scores)
+
+
 def _allowed(at: Tensor, keyed: Tensor, rule: Rule) -> Tensor:
     allowed = keyed <= at if rule.causal else torch.ones_like(keyed <= at)
     if rule.window is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -37,18 +37,19 @@ class SplitSequences:
         """
         self._model = model
         self._proved = False
-        self._parts: WeakSet[Tensor] = WeakSet()
-        """The tensors of the last batch that was split."""
+        self._parts: list[ref[Tensor]] = []
+        """Tensors of batches that were split, as long as something else holds them."""
         self.group = make_group(section.size)
         self._layout = Layout(section.size, balanced=section.method == "allgather")
+        self.forward = SplitForward(model, self.group, self._layout, section.method)
         self._splitter = BatchSplitter(
             self.group,
             self._layout,
             names=None if section.keys == "auto" else section.keys,
             multiple=None if section.pad_to == "auto" else section.pad_to,
             positions=not counts_positions_itself(model),
+            masks_padding=self.forward.balances_experts,
         )
-        self.forward = SplitForward(model, self.group, self._layout, section.method)
 
     def place(self, batch: Any, device: torch.device) -> Any:
         """This rank's part of a batch, on its device. Collective in the group.
@@ -57,9 +58,10 @@ class SplitSequences:
             DataError: The batch has no sequence, or the ranks of the group have read different ones.
         """
         self._require_same(batch)
-        part = self._splitter.split(to_device(batch, device))
-        self._parts = WeakSet(tensors_in(part))
-        return part
+        result = self._splitter.split(to_device(batch, device))
+        self._parts = [part for part in self._parts if part() is not None]
+        self._parts += [ref(tensor) for tensor in tensors_in(result)]
+        return result
 
     def prove(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Check at the first forward that nothing but attention mixes positions. Collective.
@@ -83,7 +85,8 @@ class SplitSequences:
         Raises:
             ContractError: `call` has parts of samples.
         """
-        if any(tensor in self._parts for tensor in tensors_in(call)):
+        parts = [part() for part in self._parts]
+        if any(tensor is part for tensor in tensors_in(call) for part in parts):
             raise ContractError(
                 "generate needs whole prompts, but got a part of a batch of engine.batches; read the loader itself: "
                 "for batch in loader"

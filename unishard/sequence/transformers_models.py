@@ -27,7 +27,7 @@ class Mask:
     """What stands in the place of a mask: the rule that makes it, and the micro-batch."""
 
     split: SplitBatch
-    rule: Rule
+    rule: Rule | Tensor
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -128,7 +128,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' interface."""
-    if not isinstance(attention_mask, Mask):
+    mask = attention_mask
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1 and context.current is not None:
+        mask = Mask(context.current, mask)  # of whole samples, as the batch has it
+    if not isinstance(mask, Mask):
         raise ModelError(
             f"{type(module).__name__} has a mask of its own, which parallel.sequence does not support; remove "
             "parallel.sequence"
@@ -140,7 +143,7 @@ def _attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scores(scale, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
-    output = split_attention(query, key, value, attention_mask.split, attention_mask.rule, scores)
+    output = split_attention(query, key, value, mask.split, mask.rule, scores)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -1,0 +1,237 @@
+"""Long sequences: a group of ranks shares each sample, and training is that of plain torch in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import BACKENDS, config, in_ranks, my_rank, refused
+from harness.training import EACH, EVERY
+from sequence_models import LENGTH, TRANSFORMERS, Packed, batch_of, build
+from torch.nn import functional
+
+import unishard
+from unishard.testing import oracle
+
+UPDATES, WINDOW = 3, 2
+
+
+def configured(backend: str, strategy: Any = "full_shard", method: str = "auto", size: int = 2, **sections: Any) -> Any:
+    training = {"micro_batch_size": 2, "gradient_accumulation_steps": WINDOW, "gradient_clipping": 0.5}
+    sequence = {"size": size} | ({} if method == "auto" else {"method": method})
+    sections = {"training": training, "parallel": {"sequence": sequence}} | sections
+    return config(backend, strategy, **sections)
+
+
+def data_for(name: str) -> Packed:
+    """Packed samples; those of experts are not, whose padding must be masked."""
+    return Packed(packed=name != "balanced experts")
+
+
+def trained(engine: Any, cfg: Any, name: str, updates: int = UPDATES) -> oracle.Curve:
+    """The updates of an ordinary loop."""
+    losses, norms, lrs, of_window = [], [], [], []
+    for batch in engine.batches(unishard.dataloader(data_for(name), cfg, shuffle=False)):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        of_window.append(engine.mean(loss))
+        step = engine.step()
+        if step.updated:
+            losses.append(sum(of_window) / len(of_window))
+            norms.append(step.grad_norm)
+            lrs.append(step.lr)
+            of_window = []
+        if len(losses) == updates:
+            break
+    return oracle.Curve(tuple(losses), tuple(norms), tuple(lrs))
+
+
+def expected(cfg: Any, name: str, readers: int, updates: int = UPDATES) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
+    """What plain torch makes of the same samples in one process: the mean of the micro-batches' means."""
+    model, data = build(name), data_for(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=cfg.precision.compute == "bf16")
+    losses, norms, batches = [], [], WINDOW * readers
+    for update in range(updates):
+        total = 0.0
+        for number in range(batches):
+            with autocast:
+                loss = model(**batch_of(data, 2 * (update * batches + number))).loss / batches
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return oracle.Curve(tuple(losses), tuple(norms), (0.1,) * updates), weights
+
+
+def assert_equal(curve: oracle.Curve, reference: oracle.Curve, *, relative: float = 1e-6) -> None:
+    assert curve.losses == pytest.approx(reference.losses, rel=relative)
+    assert curve.norms == pytest.approx(reference.norms, rel=10 * relative)
+
+
+def compared(cfg: Any, name: str, readers: int) -> None:
+    """Train, and compare losses, norms and weights."""
+    reference, weights = expected(cfg, name, readers)
+    with unishard.prepare(build(name), cfg) as engine:
+        curve = trained(engine, cfg, name)
+        own = {key: engine.weights.read(key) for key in weights}
+    relative = 1e-6 if cfg.precision.compute == "fp32" else 2e-2
+    assert_equal(curve, reference, relative=relative)
+    if cfg.precision.compute == "fp32":
+        for key, value in weights.items():
+            torch.testing.assert_close(own[key], value, rtol=0, atol=1e-5)
+
+
+CELLS = tuple(
+    (backend, strategy, precision, ("ulysses", "allgather")[number % 2])
+    for number, (backend, strategy, precision) in enumerate(EVERY)
+)
+
+
+@in_ranks(cells=CELLS)
+def test_training_is_that_of_one_process(backend, strategy, precision, method):
+    compared(configured(backend, strategy, method, precision=precision), "llama", readers=1)
+
+
+@in_ranks(world=4, cells=tuple((backend, size) for backend in BACKENDS for size in (2, 4)))
+def test_groups_beside_data_parallelism(backend, size):
+    compared(configured(backend, size=size), "llama", readers=4 // size)
+
+
+@in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(TRANSFORMERS) if name != "llama"))
+def test_each_kind_of_attention(backend, name):
+    compared(configured(backend), name, readers=1)
+
+
+@in_ranks(
+    cells=(("fsdp", "allgather", "windows"), ("deepspeed", "allgather", "sinks"), ("fsdp", "allgather", "chunks"))
+)
+def test_balanced_positions(backend, method, name):
+    compared(configured(backend, method=method), name, readers=1)
+
+
+@in_ranks(cells=tuple((backend, recomputed) for backend in BACKENDS for recomputed in ("full", "selective")))
+def test_recomputation(backend, recomputed):
+    compared(configured(backend, activation_checkpointing=recomputed), "windows", readers=1)
+
+
+REFUSED = {
+    "own attention": "blocks.0 (OwnAttention) mixes positions",
+    "convolution": "blocks.0.mixer (Convolution) mixes positions",
+    "recurrence": "blocks.0.mixer.gru (GRU) mixes positions",
+    "running sum": "blocks.0.mixer (RunningSum) mixes positions",
+    "counted positions": "Own mixes positions",
+    "pooling": "Own mixes positions",
+}
+
+
+@in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(REFUSED)))
+def test_what_mixes_positions_elsewhere_is_named(backend, name):
+    cfg = configured(backend)
+    with unishard.prepare(build(name), cfg) as engine:
+        batch = next(iter(engine.batches(unishard.dataloader(Packed(), cfg, shuffle=False))))
+        message = refused(engine, batch["input_ids"], batch["position_ids"])
+    assert REFUSED[name] in message
+    assert "unishard.attention" in message
+
+
+@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")))
+def test_an_own_model_and_an_own_loss(backend, method):
+    cfg = configured(backend, method=method)
+    model, batch = build("own"), batch_of(Packed(packed=False), 0)
+    labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=-100).flatten()
+    logits = model(batch["input_ids"], torch.arange(LENGTH).expand(2, -1))
+    functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with unishard.prepare(build("own"), cfg.override("training.gradient_accumulation_steps=1")) as engine:
+        for part in engine.batches(unishard.dataloader(Packed(packed=False), cfg, shuffle=False)):
+            logits = engine(part["input_ids"], part["position_ids"])
+            targets = part["shift_labels"].flatten()
+            loss = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+            mean = refused(engine.backward, loss)
+            engine.backward(loss, num_items=(targets != -100).sum())
+            own = {name: engine.gradients.read(name) for name in gradients}
+            break
+        engine.discard()
+    assert "engine.backward(loss_sum, num_items=number)" in mean
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
+
+
+@in_ranks(cells=EACH)
+def test_evaluation_gives_whole_sequences(backend):
+    cfg, data = configured(backend), Packed(5)
+    plain = build("windows").eval()
+    with torch.no_grad():
+        logits = torch.cat([plain(**batch_of(data, first, 1)).logits for first in range(5)])
+        loss = plain(**batch_of(data, 0)).loss
+    with unishard.prepare(build("windows"), cfg) as engine:
+        engine.eval()
+        gathered, losses = [], []
+        for batch in engine.batches(unishard.dataloader(data, cfg, shuffle=False)):
+            output = engine(**batch)
+            losses.append(output.loss.item())
+            gathered.append(engine.gather_for_metrics(output.logits))
+    torch.testing.assert_close(torch.cat(gathered), logits, rtol=0, atol=1e-5)
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@in_ranks(cells=EACH)
+def test_generation_is_of_whole_prompts(backend):
+    prompt = torch.randint(1, 64, (1, 6 + my_rank()), generator=torch.Generator().manual_seed(my_rank()))
+    plain = build("windows").eval().generate(prompt, max_new_tokens=4, do_sample=False)
+    cfg = configured(backend)
+    with unishard.prepare(build("windows"), cfg) as engine:
+        engine.eval()
+        part = next(iter(engine.batches(unishard.dataloader(Packed(), cfg, shuffle=False))))
+        message = refused(engine.generate, part["input_ids"], max_new_tokens=2)
+        tokens = engine.generate(prompt, max_new_tokens=4, do_sample=False)
+        engine.train()
+        curve = trained(engine, cfg, "windows", 1)
+    assert "whole prompts" in message
+    assert torch.equal(tokens, plain)
+    assert_equal(curve, expected(cfg, "windows", 1, updates=1)[0])
+
+
+@in_ranks(cells=EACH)
+def test_ranks_of_a_group_must_read_the_same_samples(backend):
+    cfg = configured(backend)
+    loader = torch.utils.data.DataLoader(Packed(), batch_size=2, sampler=[my_rank() + each for each in range(8)])
+    with unishard.prepare(build("llama"), cfg) as engine:
+        message = refused(lambda: next(iter(engine.batches(loader))))
+    assert "ranks 0 to 1 share each sample" in message
+    assert "unishard.dataloader" in message
+
+
+@in_ranks(cells=EACH)
+def test_masks(backend):
+    """Padding at either end, a mask of four dimensions, and holes, which are refused."""
+    cfg = configured(backend, training={"micro_batch_size": 2})
+    tokens = torch.randint(1, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+    padded = torch.ones(2, 24, dtype=torch.long)
+    padded[0, :5] = 0
+    padded[1, 20:] = 0
+    labels = tokens.where(padded.cumsum(1) * padded > 1, -100)  # of the first token a padding would predict it
+    blocks = torch.zeros(2, 1, 24, 24, dtype=torch.bool)
+    blocks[:, :, :9, :9] = blocks[:, :, 9:, 9:] = True
+    blocks &= torch.ones(24, 24, dtype=torch.bool).tril()
+    holes = padded.clone()
+    holes[0, 9] = 0
+    outcomes = {}
+    with unishard.prepare(build("llama"), cfg) as engine:
+        engine.eval()
+        for name, mask in {"padded": padded, "blocks": blocks, "holes": holes}.items():
+            batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+            part = next(iter(engine.batches([batch])))
+            outcomes[name] = (
+                refused(lambda part=part: engine(**part)) if name == "holes" else engine(**part).loss.item()
+            )
+    plain = build("llama").eval()
+    for name, mask in {"padded": padded, "blocks": blocks}.items():
+        loss = plain(input_ids=tokens, attention_mask=mask, labels=labels).loss.item()
+        assert outcomes[name] == pytest.approx(loss, rel=1e-6), name
+    assert "zeros between tokens" in outcomes["holes"]
