@@ -190,3 +190,8 @@ def batch_of(dataset: Packed, first: int, count: int = 2) -> dict[str, torch.Ten
     """A whole batch, for plain torch."""
     samples = [dataset[first + each] for each in range(count)]
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def data_for(name: str) -> Packed:
+    """Packed samples; those of experts are not, whose padding must be masked."""
+    return Packed(packed=name != "balanced experts")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import BACKENDS, config, in_ranks, my_rank, refused
 from harness.training import EACH, EVERY
-from sequence_models import LENGTH, TRANSFORMERS, Packed, batch_of, build
+from sequence_models import LENGTH, TRANSFORMERS, Packed, batch_of, build, data_for
 from torch.nn import functional
 
 import unishard
@@ -22,11 +22,6 @@ def configured(backend: str, strategy: Any = "full_shard", method: str = "auto",
     sequence = {"size": size} | ({} if method == "auto" else {"method": method})
     sections = {"training": training, "parallel": {"sequence": sequence}} | sections
     return config(backend, strategy, **sections)
-
-
-def data_for(name: str) -> Packed:
-    """Packed samples; those of experts are not, whose padding must be masked."""
-    return Packed(packed=name != "balanced experts")
 
 
 def trained(engine: Any, cfg: Any, name: str, updates: int = UPDATES) -> oracle.Curve:
@@ -47,9 +42,11 @@ def trained(engine: Any, cfg: Any, name: str, updates: int = UPDATES) -> oracle.
     return oracle.Curve(tuple(losses), tuple(norms), tuple(lrs))
 
 
-def expected(cfg: Any, name: str, readers: int, updates: int = UPDATES) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
+def expected(
+    cfg: Any, name: str, readers: int, updates: int = UPDATES, model: Any = None
+) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
     """What plain torch makes of the same samples in one process: the mean of the micro-batches' means."""
-    model, data = build(name), data_for(name)
+    model, data = model or build(name), data_for(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=cfg.precision.compute == "bf16")
     losses, norms, batches = [], [], WINDOW * readers

@@ -75,6 +75,13 @@ def split_attention(
         rule: Or a mask of whole samples, `[batch, 1, sequence, sequence]`: true, or 0, for keys to attend to.
         scores: How scores become weights.
     """
+    output: Tensor = _outside_graphs(query, key, value, split, rule, scores)
+    return output
+
+
+def _by_method(
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+) -> Tensor:
     if split.proving:
         return _position_by_position(query, key, value)
     if not query.shape[2] == key.shape[2] == split.part:
@@ -85,6 +92,10 @@ def split_attention(
     if split.method == "ulysses" or (split.method == "auto" and query.shape[1] % split.group.size == 0):
         return _by_heads(query, key, value, split, rule, scores)
     return _by_keys(query, key, value, split, rule, scores)
+
+
+# Not compiled: in graphs, the collectives of two groups may come in another order on another rank.
+_outside_graphs = torch.compiler.disable(_by_method)  # type: ignore[no-untyped-call]
 
 
 def _by_heads(

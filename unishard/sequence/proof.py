@@ -96,12 +96,12 @@ def _labelled(key: str, value: Any, group: SequenceGroup) -> Any:
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """A block without a graph, dropout and changes of buffers."""
+    """A block without a graph, dropout, changes of buffers, and compilation."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module in training:

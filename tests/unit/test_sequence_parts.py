@@ -1,0 +1,182 @@
+"""The parts of long sequences that need no ranks: who has which positions, documents, segments of attention, batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unishard
+from unishard.config.readers import reader_of
+from unishard.errors import ConfigError, DataError
+from unishard.sequence.batches import BatchSplitter
+from unishard.sequence.context import Rule
+from unishard.sequence.documents import documents_of
+from unishard.sequence.layout import Layout
+from unishard.sequence.segments import Scores, attend, segments
+
+
+def splitter(rank: int, size: int = 2, *, balanced: bool = False, **options: Any) -> BatchSplitter:
+    return BatchSplitter(SimpleNamespace(rank=rank, size=size), Layout(size, balanced=balanced), **options)  # type: ignore[arg-type]
+
+
+@given(size=st.integers(2, 5), each=st.integers(1, 4), balanced=st.booleans())
+def test_the_parts_of_all_ranks_are_the_whole(size: int, each: int, balanced: bool) -> None:
+    layout = Layout(size, balanced=balanced)
+    whole = torch.arange(each * layout.multiple)[None]
+    parts = torch.cat([layout.take(whole, rank) for rank in range(size)], 1)
+    assert torch.equal(layout.join(parts, 1), whole)
+    assert torch.equal(layout.split(whole, 1), parts)
+    for rank in range(size):
+        runs = [
+            position
+            for run in layout.runs(rank, whole.shape[1])
+            for position in range(run.start, run.start + run.length)
+        ]
+        assert layout.take(whole, rank)[0].tolist() == runs
+
+
+def test_balanced_parts_see_as_many_keys() -> None:
+    layout = Layout(4, balanced=True)
+    work = [sum(int(position) + 1 for position in layout.take(torch.arange(64)[None], rank)[0]) for rank in range(4)]
+    assert len(set(work)) == 1
+
+
+@given(
+    rule=st.builds(
+        Rule,
+        causal=st.booleans(),
+        window=st.none() | st.integers(1, 9),
+        chunk=st.none() | st.integers(1, 9),
+    ),
+    borders=st.sets(st.integers(1, 15), max_size=3),
+    size=st.integers(1, 2),
+    rank=st.integers(0, 1),
+    softcap=st.none() | st.just(3.0),
+)
+def test_segments_attend_as_a_mask_says(
+    rule: Rule, borders: set[int], size: int, rank: int, softcap: float | None
+) -> None:
+    length, starts = 16, [0, *sorted(borders)]
+    documents = tuple(zip(starts, [*starts[1:], length], strict=True))
+    query, key, value = (
+        torch.randn(1, 2, length, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    )
+    layout = Layout(size, balanced=size > 1)
+    runs, scores = layout.runs(rank % size, length), Scores(0.5, softcap=softcap)
+    own = layout.take(query, rank % size, 2)
+    parts = [
+        attend(own[:, :, queries], key[:, :, keys], value[:, :, keys], first, rule, scores)
+        for queries, keys, first in segments(runs, documents, rule)
+    ]
+    logits = query @ key.transpose(2, 3) * 0.5
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    weights = logits.masked_fill(~allowed(rule, documents, length), float("-inf")).softmax(-1)
+    torch.testing.assert_close(torch.cat(parts, 2), layout.take(weights @ value, rank % size, 2), rtol=0, atol=1e-5)
+
+
+def allowed(rule: Rule, documents: tuple[tuple[int, int], ...], length: int) -> torch.Tensor:
+    """By the words of the rule, a pair of positions at a time."""
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    for start, end in documents:
+        for query in range(start, end):
+            for key in range(start, end):
+                near = rule.window is None or abs(query - key) < rule.window
+                together = rule.chunk is None or (query - start) // rule.chunk == (key - start) // rule.chunk
+                mask[query, key] = near and together and (key <= query or not rule.causal)
+    return mask
+
+
+def test_documents_begin_where_positions_begin_again() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    assert documents_of(positions, None) == [((0, 3), (3, 5), (5, 6)), ((0, 6),)]
+
+
+def test_padding_is_apart_and_holes_are_refused() -> None:
+    positions = torch.arange(6).expand(3, -1)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]])
+    assert documents_of(positions, mask) == [((0, 2), (2, 6)), ((0, 4), (4, 6)), ((0, 1), (1, 5), (5, 6))]
+    with pytest.raises(DataError, match="zeros between tokens"):
+        documents_of(positions[:1], torch.tensor([[1, 0, 1, 1, 1, 1]]))
+
+
+def test_labels_are_shifted_before_they_are_split() -> None:
+    tokens = torch.arange(10, 16)[None]
+    parts = [splitter(rank).split({"input_ids": tokens, "labels": tokens}) for rank in range(2)]
+    assert [part["shift_labels"].tolist() for part in parts] == [[[11, 12, 13]], [[14, 15, -100]]]
+    assert [part["labels"].tolist() for part in parts] == [[[10, 11, 12]], [[13, 14, 15]]]
+    assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+def test_padding_has_no_labels_and_is_a_document_of_its_own() -> None:
+    batch = {"input_ids": torch.ones(1, 5), "labels": torch.ones(1, 5), "position_ids": torch.arange(5)[None]}
+    part = splitter(1, multiple=8).split(batch)
+    assert part["input_ids"].tolist() == [[1, 0, 0, 0]]
+    assert part["labels"].tolist() == [[1, -100, -100, -100]]
+    assert part["position_ids"].tolist() == [[4, 0, 1, 2]]
+
+
+def test_which_tensors_are_split() -> None:
+    batch = {
+        "input_ids": torch.zeros(2, 4, dtype=torch.long),
+        "attention_mask": torch.ones(2, 1, 4, 4),
+        "weights": torch.ones(2, 4, 3),
+        "sample": torch.ones(2),
+        "names": ["a", "b"],
+        "seq_lens": torch.tensor([[1, 3], [4, 0]]),
+    }
+    part = splitter(0).split(batch)
+    shapes = {name: tuple(value.shape) for name, value in part.items() if isinstance(value, torch.Tensor)}
+    assert shapes == {
+        "input_ids": (2, 2),
+        "attention_mask": (2, 1, 4, 4),
+        "weights": (2, 2, 3),
+        "sample": (2,),
+        "seq_lens": (2, 2),
+        "position_ids": (2, 2),
+    }
+    assert part["names"] is batch["names"]
+    assert part["position_ids"].tolist() == [[0, 0], [0, 1]]
+    named = splitter(0, names=["weights"]).split(batch)
+    assert named["weights"].shape == (2, 2, 3)
+    assert named["input_ids"].shape == (2, 4)
+
+
+def test_batches_without_keys_are_split_as_they_are() -> None:
+    first, second = splitter(1).split((torch.arange(8).view(2, 4), torch.ones(2)))
+    assert first.tolist() == [[2, 3], [6, 7]]
+    assert second.shape == (2,)
+    with pytest.raises(DataError, match=r"parallel\.sequence\.keys"):
+        splitter(0).split({"sample": torch.ones(2)})
+
+
+def test_a_number_stands_for_the_size() -> None:
+    cfg = unishard.load({"parallel": {"sequence": 4}})
+    assert cfg.parallel.sequence.size == 4
+    assert [reader_of(cfg, rank, 8) for rank in (0, 3, 4, 7)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"method": "ulysses"}, "method: is unused with size 1"),
+        ({"size": 2, "pad_to": 6}, "pad_to: is 6, no multiple of 4"),
+        ({"size": 2, "keys": []}, "keys: is empty"),
+        ({"size": 0}, "size"),
+    ],
+)
+def test_contradictions(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        unishard.load({"parallel": {"sequence": section}})
+
+
+def test_a_size_that_does_not_divide_the_ranks() -> None:
+    cfg = unishard.load({"parallel": {"sequence": 4}})
+    with pytest.raises(
+        ConfigError, match=r"parallel\.sequence\.size: is 4, which does not divide 6 ranks; write 2 or 3"
+    ):
+        unishard.translate(cfg, topology=unishard.Topology(6, 6))
