@@ -149,14 +149,16 @@ def make_plan(
     shape, micro = model.shape, cfg.training.micro_batch_size
     own = cfg.activation_checkpointing
     own_word = own if isinstance(own, str) else ", ".join(own)
+    sharing = cfg.parallel.sequence.size
+    part = -(-seq_len // sharing)  # what a rank has of a sample
     traced: dict[str, Activations] = {}
     note = ""
     if activations:
-        traced[own_word] = model.activations(micro, seq_len, own)
+        traced[own_word] = model.activations(micro, part, own)
         for word in questions.RECOMPUTATIONS:
             if word not in traced:
                 try:
-                    traced[word] = model.activations(micro, seq_len, word)
+                    traced[word] = model.activations(micro, part, word)
                 except ModelError:
                     note = f"activation_checkpointing {word} is left out: the model has no repeated blocks"
     else:
@@ -184,13 +186,15 @@ def make_plan(
 def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: Device) -> Answers:
     cfg, own, micro = plan.cfg, plan.own, plan.cfg.training.micro_batch_size
 
-    def trace(micro_batch_size: int, seq_len: int) -> Activations:
-        return model.activations(micro_batch_size, seq_len, recomputation)
+    sharing = cfg.parallel.sequence.size
+
+    def trace(micro_batch_size: int, part: int) -> Activations:
+        return model.activations(micro_batch_size, part, recomputation)
 
     activations = next(iter(plan.activations.values()))
     return Answers(
-        questions.largest_micro_batch(own, plan.shape, device.memory, trace, plan.seq_len),
-        questions.largest_seq_len(own, plan.shape, device.memory, trace, micro),
+        questions.largest_micro_batch(own, plan.shape, device.memory, trace, -(-plan.seq_len // sharing)),
+        sharing * questions.largest_seq_len(own, plan.shape, device.memory, trace, micro),
         questions.gpus_needed(
             cfg, plan.shape, activations, own.backend, own.strategy, device.memory, plan.topology.local_world_size
         ),

@@ -37,9 +37,7 @@ def _heading(plan: Plan) -> Iterator[str]:
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     on = f"; {plan.device.name}, {with_unit(plan.device.memory)}" if plan.device else ""
     yield from wrap(f"{said}; {where}{on}", _WIDTH)
-    sizes = (
-        f"micro-batch {plan.cfg.training.micro_batch_size} x {plan.seq_len} tokens" if plan.activations else plan.note
-    )
+    sizes = _micro_batch_of(plan) if plan.activations else plan.note
     word = next(iter(plan.activations), "")
     yield from wrap(
         f"GiB on the rank that holds most; {sizes}" + (f"; activation_checkpointing: {word}" if word else ""), _WIDTH
@@ -143,3 +141,12 @@ def _count(numel: int) -> str:
         if numel >= size:
             return f"{numel / size:.2f} {unit}"
     return str(numel)
+
+
+def _micro_batch_of(plan: Plan) -> str:
+    whole = f"micro-batch {plan.cfg.training.micro_batch_size} x {plan.seq_len} tokens"
+    sharing = plan.cfg.parallel.sequence.size
+    if sharing == 1:
+        return whole
+    part = -(-plan.seq_len // sharing)
+    return f"{whole}, of which each of {sharing} ranks has {part} (what attention exchanges is left out)"
