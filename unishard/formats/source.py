@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unishard.config.loading import Origin, Origins
-from unishard.config.loading.document import from_text, text_of
+from unishard.config.loading.origins import file_error
+from unishard.config.loading.text_file import text_of
 from unishard.config.loading.validation import Finding
+from unishard.config.loading.yaml_file import from_text
 from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
 
@@ -77,7 +79,7 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     data, origins, warnings, repeats, octal = _parsed(content, path)
     if not isinstance(data, dict):
         kind = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
-        raise _file_error(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
+        raise file_error(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
     warnings = [*warnings, *(f"{repeat}; read as most YAML readers do, which take the last" for repeat in repeats)]
     return _checked(Source(str(path), data, origins, tuple(warnings), path.parent, tuple(repeats), octal))
 
@@ -123,7 +125,7 @@ def _is_file(path: Path) -> bool:
 
 def _parsed(content: str, path: Path) -> _Parsed:
     if path.suffix.lower() == ".py":
-        raise _file_error(path, _TITAN if "torchtitan" in content else _PYTHON)
+        raise file_error(path, _TITAN if "torchtitan" in content else _PYTHON)
     try:
         return _as_it_is(content, path)
     except ConfigError:
@@ -137,7 +139,7 @@ def _parsed(content: str, path: Path) -> _Parsed:
             if not statement:
                 raise
         line = content.count("\n", 0, statement.start()) + 1
-        raise _file_error(
+        raise file_error(
             path, f"is a Jinja template ({statement.group().strip()}); render it, and translate the result", line
         ) from None
 
@@ -161,7 +163,7 @@ def _as_it_is(content: str, path: Path) -> _Parsed:
 def _not_json(content: str, path: Path) -> _Parsed:
     """What does not begin as JSON does. In a file that is called JSON, YAML would take `"a": 1,` for the text `1,`."""
     if path.suffix.lower() == ".json" and content.lstrip().startswith('"'):
-        raise _file_error(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
+        raise file_error(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
     return _yaml(content, path)
 
 
@@ -172,7 +174,7 @@ def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
     try:
         found = _yaml(_COMMENT.sub(_blank, content), path)
     except ConfigError:
-        raise _file_error(path, f"is not JSON: {error.what}", error.line) from None
+        raise file_error(path, f"is not JSON: {error.what}", error.line) from None
     warning = f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"
     return found._replace(warnings=[warning])
 
@@ -192,7 +194,7 @@ def _problems(findings: Iterable[Finding], path: Path) -> list[Problem]:
 def _toml(content: str, path: Path) -> dict[str, Any]:
     # The parser's time grows with the square of a key's length.
     if _DOTTED.search(content):
-        raise _file_error(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
+        raise file_error(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
     import tomllib  # only a TOML file needs it
 
     try:
@@ -201,7 +203,7 @@ def _toml(content: str, path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
     ) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
-        raise _file_error(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
+        raise file_error(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
 
 
 def _quoted(value: re.Match[str]) -> str:
@@ -273,7 +275,3 @@ def _encodes(text: str) -> bool:
 
 def _problem(keys: tuple[str | int, ...], what: str, source: Source) -> Problem:
     return Problem(".".join(map(str, keys)).encode(errors="replace").decode(), what, str(source.origins.of(keys)))
-
-
-def _file_error(path: Path, what: str, line: int | None = None) -> ConfigError:
-    return ConfigError([Problem("", what, str(Origin(str(path), line)))])

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unishard.config.loading.document import text_of
+from unishard.config.loading.text_file import text_of
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder, placeholders_in
 from unishard.errors import ConfigError
