@@ -8,8 +8,7 @@ from __future__ import annotations
 from unishard.formats.catalog import NAMES
 from unishard.formats.checking import check
 from unishard.formats.items import Item
-from unishard.formats.readback import Change
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Outcome, read, translate
 
-__all__ = ["NAMES", "Change", "Item", "Outcome", "ReadDocument", "check", "read", "translate"]
+__all__ = ["NAMES", "Item", "Outcome", "ReadDocument", "check", "read", "translate"]

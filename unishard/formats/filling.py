@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from unishard.config import Config, leaves
 from unishard.config.describe import shown
@@ -133,17 +133,6 @@ _OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "tr
 """What a config of Accelerate says about the loop, whatever engine it drives; it also says how processes start."""
 
 
-class Filling(NamedTuple):
-    """What was read beside a document."""
-
-    name: str
-    whose: str
-    """The tool whose arguments and defaults they are; empty where only what is written counts."""
-    unknown: tuple[str, ...]
-    """Arguments that are the script's own."""
-    launch: Launch
-
-
 def filled(
     reading: ReadDocument,
     with_: str | FilePath,
@@ -152,7 +141,7 @@ def filled(
     topology: Topology | None,
     to: str,
     drop: Iterable[str],
-) -> tuple[ReadDocument, Filling, list[DroppedKey]]:
+) -> tuple[ReadDocument, Supplied, list[DroppedKey]]:
     """The reading with the values that are supplied where the document leaves them open.
 
     What the document decides stays; an argument that says otherwise is refused, as transformers refuses it.
@@ -204,9 +193,8 @@ def filled(
     complete = assemble(
         reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto
     )
-    whose = catalog.get(beside.format).tool if beside.format in RECIPES else ""
     launch = Launch() if same and beside.launcher else beside.launch  # which keeps the engine; torchrun would lose it
-    return complete, Filling(beside.name, whose, unknown, launch), [*dropped, *further]
+    return complete, beside._replace(unknown=unknown, launch=launch), [*dropped, *further]
 
 
 def _with_recipe(beside: Supplied, reading: ReadDocument) -> Supplied:

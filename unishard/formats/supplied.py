@@ -65,6 +65,13 @@ class Supplied(NamedTuple):
     """Arguments that stand for options of the launcher, which its config says as well."""
     recipe: Path | None = None
     """The file of arguments that a command hands to its script."""
+    unknown: tuple[str, ...] = ()
+    """Arguments that are the script's own."""
+
+    @property
+    def tool(self) -> str:
+        """The tool whose arguments and defaults they are; empty where only what is written counts."""
+        return catalog.get(self.format).tool if self.format in RECIPES else ""
 
     def without(self, patterns: Iterable[str]) -> tuple[Supplied, list[DroppedKey]]:
         """The same without the arguments that match, and those."""
