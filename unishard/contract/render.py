@@ -29,7 +29,7 @@ class FieldResult(NamedTuple):
     note: str
 
 
-class Rendered(NamedTuple):
+class WrittenDocument(NamedTuple):
     """A config in the words of an engine or a format."""
 
     document: Native
@@ -39,7 +39,7 @@ class Rendered(NamedTuple):
 
 def render(
     rules: Mapping[str, Rule], cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()
-) -> Rendered:
+) -> WrittenDocument:
     """What a table of rules makes of a config. Pure; imports no engine.
 
     Args:
@@ -53,7 +53,7 @@ def render(
     for path, row in rules.items():
         fragment, fields[path] = _render_field(row, cfg, topology, undecided=path in undecided)
         document = merge(document, fragment)
-    return Rendered(document, fields)
+    return WrittenDocument(document, fields)
 
 
 def _render_field(row: Rule, cfg: Config, topology: Topology, *, undecided: bool) -> tuple[Native, FieldResult]:

@@ -9,7 +9,7 @@ from unishard.config import value_at
 from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import flat
 from unishard.contract.entries import Entry, KeyEffect
-from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, Rendered
+from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, WrittenDocument
 from unishard.contract.rules import NO_KEY, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
@@ -63,26 +63,26 @@ class Item(NamedTuple):
         return self.entry.supplied
 
 
-def item_of(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered) -> Item:
+def item_of(entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument) -> Item:
     """What became of a key.
 
     Args:
         entry: The key.
         reading: The document that has it.
         target: The other format.
-        expressed: What that makes of the config.
+        written: What that makes of the config.
     """
-    word = _unless_left(_result(entry, reading, target, expressed), entry, reading, target, expressed)
+    word = _unless_left(_result(entry, reading, target, written), entry, reading, target, written)
     line = None if entry.assumed or entry.supplied else reading.source.origins.of(entry.path).line
     return Item(entry, word.fit, word.key, word.note, line, entry.assumed and entry.effect.notable)
 
 
-def refused_overrides(overrides: Iterable[str], reading: ReadDocument, expressed: Rendered) -> Iterator[Item]:
+def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: WrittenDocument) -> Iterator[Item]:
     """Overrides that are not supported, of fields that no key of the document decides."""
     said = {field for entry in reading.entries for field in entry.effect.fields}
     for text in overrides:
         field = text.partition("=")[0].strip()
-        result = expressed.fields.get(field)
+        result = written.fields.get(field)
         if result and result.fit is Fit.UNSUPPORTED and field not in said:
             effect = KeyEffect(Fit.UNSUPPORTED, result.note, decides=(field,))
             entry = Entry((f"{_SET}{field}",), value_at(reading.config, field), effect)
@@ -90,44 +90,44 @@ def refused_overrides(overrides: Iterable[str], reading: ReadDocument, expressed
 
 
 def _unless_left(
-    word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered
+    word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument
 ) -> FieldResult:
     """The result, which is exact for a default of the engine or a setting without a field where another tool drives the
     same engine.
     """
     if target.name == "unishard" or word.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
         return word
-    if (entry.effect.fields and not entry.assumed) or not left_to_engine(entry, expressed.document):
+    if (entry.effect.fields and not entry.assumed) or not left_to_engine(entry, written.document):
         return word
     return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
 
 
-def _result(entry: Entry, reading: ReadDocument, target: Format, expressed: Rendered) -> FieldResult:
+def _result(entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument) -> FieldResult:
     effect = entry.effect
-    if as_it_is := expressed.fields.get(entry.as_it_is):
+    if as_it_is := written.fields.get(entry.as_it_is):
         return as_it_is
     if effect.fit is Fit.UNSUPPORTED:
         return FieldResult(Fit.UNSUPPORTED, "", effect.note)
     if effect.copy_verbatim and reading.format == target.name and effect.fields.keys() <= reading.undecided.keys():
         return FieldResult(Fit.EXACT, entry.key, "kept")
-    own = _native_result(entry, reading, expressed) if effect.native else None
+    own = _native_result(entry, reading, written) if effect.native else None
     if not effect.fields:
         return own or FieldResult(effect.fit, "", effect.note)
     if own is None:
-        word = _field_result(entry, reading, expressed)
+        word = _field_result(entry, reading, written)
         silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
         left = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
         return FieldResult(Fit.EXACT, "", left) if silent else word
-    said = _field_result(entry.but(Fit.EXACT, ""), reading, expressed)
+    said = _field_result(entry.but(Fit.EXACT, ""), reading, written)
     becomes, note = ", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note)))
     return FieldResult(worst(said.fit, own.fit), becomes, note)
 
 
-def _native_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> FieldResult:
+def _native_result(entry: Entry, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says
     that it does.
     """
-    words = [_native_setting(path, reading, expressed) for path in entry.effect.native]
+    words = [_native_setting(path, reading, written) for path in entry.effect.native]
     said = max(words, key=lambda word: word.fit.severity)
     if said.fit is Fit.EXACT:
         return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
@@ -137,26 +137,26 @@ def _native_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> 
     return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.effect.note, said.note)))))
 
 
-def _native_setting(path: str, reading: ReadDocument, expressed: Rendered) -> FieldResult:
+def _native_setting(path: str, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
         return FieldResult(Fit.IGNORED, "", "")
-    if said := expressed.fields.get(f"native.{path}"):
+    if said := written.fields.get(f"native.{path}"):
         return said
-    held = [name for name, _ in flat(expressed.document) if f".{key}." in f".{name}."]
+    held = [name for name, _ in flat(written.document) if f".{key}." in f".{name}."]
     return FieldResult(Fit.EXACT, min(held, key=len), "") if held else FieldResult(Fit.IGNORED, "", "")
 
 
 _SAID = FieldResult(Fit.EXACT, "", "")
 
 
-def _left_to_the_tool(field: str, expressed: Rendered) -> bool:
+def _left_to_the_tool(field: str, written: WrittenDocument) -> bool:
     """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
-    word = expressed.fields.get(field, _SAID)
+    word = written.fields.get(field, _SAID)
     return (
         word.fit is Fit.NEEDS_INPUT
         and word.note != KEPT_AUTO
-        and placeholder(field) not in dict(flat(expressed.document)).values()
+        and placeholder(field) not in dict(flat(written.document)).values()
     )
 
 
@@ -169,15 +169,13 @@ def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
     return FieldResult(Fit.UNSUPPORTED, "", note)
 
 
-def _field_result(entry: Entry, reading: ReadDocument, expressed: Rendered) -> FieldResult:
+def _field_result(entry: Entry, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.effect
     left = [field for field in own.fields if field in reading.undecided]
-    if missing := [
-        field for field in left if reading.undecided[field].required and _left_to_the_tool(field, expressed)
-    ]:
+    if missing := [field for field in left if reading.undecided[field].required and _left_to_the_tool(field, written)]:
         return _unknown(missing, reading)
-    words = [expressed.fields[field] for field in own.fields if field in expressed.fields]
+    words = [written.fields[field] for field in own.fields if field in written.fields]
     said = worst(*(word.fit for word in words))
     fit, notes = worst(own.fit, said), [own.note] if own.fit is not Fit.EXACT or own.notable else []
     if own.fit is Fit.NEEDS_INPUT:

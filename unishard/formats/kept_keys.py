@@ -7,16 +7,16 @@ from typing import Any
 
 from unishard.config.nested import Native, merge
 from unishard.contract.entries import Path, Undecided
-from unishard.contract.render import Rendered
+from unishard.contract.render import WrittenDocument
 from unishard.formats.reading import ReadDocument
 
 
-def kept_keys(reading: ReadDocument, expressed: Rendered, renamed: Mapping[Path, tuple[str, Any]]) -> Native:
+def kept_keys(reading: ReadDocument, written: WrittenDocument, renamed: Mapping[Path, tuple[str, Any]]) -> Native:
     """These keys, but for those that the tool has renamed: it refuses both names.
 
     Args:
         reading: The document.
-        expressed: What is written for its fields.
+        written: What is written for its fields.
         renamed: The keys that are written under another name, and their values.
     """
     kept: Native = {}
@@ -26,7 +26,7 @@ def kept_keys(reading: ReadDocument, expressed: Rendered, renamed: Mapping[Path,
             continue
         asked = {field for field, value in entry.effect.fields.items() if isinstance(value, Undecided)}
         still_open = not asked or bool(asked & reading.undecided.keys())
-        if entry.effect.copy_verbatim and still_open and not entry.assumed and entry.as_it_is not in expressed.fields:
+        if entry.effect.copy_verbatim and still_open and not entry.assumed and entry.as_it_is not in written.fields:
             value = entry.value
             for name in reversed(entry.path):
                 value = {name: value}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.render import Rendered
+from unishard.contract.render import WrittenDocument
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
@@ -172,7 +172,7 @@ def _read_back(
 
 
 def _described(
-    target: Format, reading: ReadDocument, written: Rendered, overrides: tuple[str, ...]
+    target: Format, reading: ReadDocument, written: WrittenDocument, overrides: tuple[str, ...]
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
     found = carried(reading, target.name)
@@ -213,7 +213,7 @@ def _read_without(
     return reading, [*dropped, *further]
 
 
-def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Rendered:
+def _written(target: Format, reading: ReadDocument, ranks: Topology) -> WrittenDocument:
     own = reading.format == target.name and stays_with_engine(reading)
     try:
         return target.write(without_defaults(reading) if own else reading, ranks)

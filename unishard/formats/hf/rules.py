@@ -19,7 +19,7 @@ from unishard.contract.field_rows import (
     row,
     when_default,
 )
-from unishard.contract.render import AUTO, FieldResult, Rendered, render
+from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
 from unishard.contract.rules import (
     HYBRID,
     NO_KEY,
@@ -120,7 +120,7 @@ def _decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str,
     return {path: row for path, row in rows.items() if path in said}
 
 
-def _engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
+def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
     """The engine's part of the document, and its words.
 
     Raises:
@@ -137,7 +137,7 @@ def _engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
 _RESHARD = "reshard_after_forward"
 
 
-def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
+def _fsdp(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
     cfg = reading.config
     on = sharded(cfg) and _STRATEGY not in reading.undecided
     taken = {key: value for key, value in said.document.items() if key in BOTH and on}
@@ -154,10 +154,10 @@ def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
         if taken
         else {}
     )
-    return Rendered(document, words)
+    return WrittenDocument(document, words)
 
 
-def _deepspeed(reading: ReadDocument, said: Rendered) -> Rendered:
+def _deepspeed(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
     own = without_unishards(said.document, reading)
     config = {key: value for key, value in own.items() if key not in ("optimizer", "scheduler")}
     # transformers fills these in from the arguments, and refuses two places that disagree.
@@ -171,10 +171,13 @@ def _deepspeed(reading: ReadDocument, said: Rendered) -> Rendered:
     words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
     words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)
-    return Rendered({"deepspeed": config}, words)
+    return WrittenDocument({"deepspeed": config}, words)
 
 
-_ENGINES: Mapping[str, Callable[[ReadDocument, Rendered], Rendered]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
+_ENGINES: Mapping[str, Callable[[ReadDocument, WrittenDocument], WrittenDocument]] = {
+    "fsdp": _fsdp,
+    "deepspeed": _deepspeed,
+}
 
 
 def _checkpointing(cfg: Config, topology: Topology) -> Native:
@@ -288,7 +291,7 @@ RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
-def written(reading: ReadDocument, topology: Topology, to: str) -> Rendered:
+def written(reading: ReadDocument, topology: Topology, to: str) -> WrittenDocument:
     """The arguments for a config in a format that holds them, and what became of each field.
 
     Raises:
@@ -297,4 +300,4 @@ def written(reading: ReadDocument, topology: Topology, to: str) -> Rendered:
     own_words = render(_decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = _engine_of(reading, topology)
     words: dict[str, FieldResult] = {**own_words.fields, **engine.fields}
-    return with_arguments(Rendered(merge(own_words.document, engine.document), words), reading, to)
+    return with_arguments(WrittenDocument(merge(own_words.document, engine.document), words), reading, to)
