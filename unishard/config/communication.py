@@ -18,9 +18,9 @@ class Communication(Section):
     overlap: bool = Field(default=True)
     """Whether gradients are reduced during backward, where the engine has this option."""
     desync_check: bool = Field(default=True)
-    """Whether to check that all ranks make the same collective calls: one by one in the first ten updates and in every
-    tenth after them, and all calls before a save. On a mismatch, every rank raises an error that names each rank's
-    call, instead of hanging."""
+    """Whether to check that all ranks make the same collective calls: one by one in the first ten updates, then all
+    calls so far where every tenth update begins, before its step, and before a save. On a mismatch, every rank raises
+    an error that names each rank's call, instead of hanging."""
     desync_timeout: float = Field(default=10.0, gt=0, le=1800)
     """Seconds until that error is raised. A rank that is late outside unishard is named in a warning instead, and
     waited for."""
