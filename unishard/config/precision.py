@@ -94,9 +94,9 @@ class Precision(Section):
         Field(default="keep")
     )
     """Dtype to which `prepare` casts floating-point buffers, such as rotary tables; `keep` does not cast them."""
-    matmul: Annotated[
-        Literal["keep", "fp32", "tf32"], BeforeValidator(_matmul), Spellings(tuple(_MATMUL)), OffAt("keep")
-    ] = Field(default="keep")
+    matmul: Annotated[Literal["keep", "fp32", "tf32"], BeforeValidator(_matmul), Spellings(tuple(_MATMUL))] = Field(
+        default="keep"
+    )
     """How matrix products of fp32 tensors are computed, in the whole process (`torch.set_float32_matmul_precision`).
     `tf32` rounds their factors to 10 bits, several times as fast on NVIDIA GPUs from Ampere on; `fp32` does not. `keep`
     leaves the setting as it is: torch's default is `fp32`. All models that one process prepares need the same value.

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from unishard.config.relevance import OffAt, UnusedIf
+from unishard.config.relevance import UnusedIf
 from unishard.config.section import Section, refuse
 from unishard.config.spellings import Spellings, lower
 
@@ -27,7 +27,7 @@ class Scheduler(Section):
     )
     """Shape after the warm-up: constant, linear decay, cosine decay, or the inverse square root of the updates over
     `warmup_steps` (10,000 without a warm-up), as in transformers."""
-    warmup_steps: Annotated[int, OffAt(0)] = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises; update i uses i / warmup_steps of the range, as in transformers."""
     warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(lower), Spellings(), _NO_WARMUP] = Field(
         default="linear"

@@ -95,7 +95,7 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
 
 def _image(name: str, path: str, cfg: Config, topology: Topology, value: Any, idle: str | None) -> Image:
     rule = registry.get(name).rules[path]
-    fit, note = rule.outcome(cfg)
+    fit, note = rule.outcome(path, cfg)
     settings = {} if fit is Fit.UNSUPPORTED else dict(flat(rule.to(cfg, topology)))
     if idle and fit is not Fit.UNSUPPORTED:
         return Image(fit, f"unused: {idle}", note, off=True)

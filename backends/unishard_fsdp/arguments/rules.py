@@ -166,7 +166,7 @@ _OWN: Mapping[str, Rule] = {
             "FSDP2 only knows all and none: false is written; cast the named arguments in the training script",
         ),
         to=lambda cfg, topology: (
-            {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}}
+            {"mixed_precision": {"cast_forward_inputs": False}} if cfg.precision.cast_inputs is False else {}
         ),
     ),
     "precision.keep_fp32": row(
