@@ -16,19 +16,13 @@ from unishard.config.relevance import OffAt, UnusedIf
 
 def why_unused(cfg: Config, path: str) -> str | None:
     """Why a field decides nothing under a config; empty where its own value says so, None where it decides."""
-    for mark in _marks().get(path, ()):
+    for mark in _marks()[path]:
         if isinstance(mark, OffAt):
             if value_at(cfg, path) == mark.value:
                 return ""
         elif mark.holds(cfg):
             return mark.why
     return None
-
-
-def unused(cfg: Config) -> dict[str, str]:
-    """Why each field that decides nothing because of another one does not, by its path."""
-    reasons = {path: why_unused(cfg, path) for path in _marks()}
-    return {path: why for path, why in reasons.items() if why}
 
 
 @cache
