@@ -81,7 +81,7 @@ def _depends(field: str, reading: ReadDocument) -> bool:
 
 def _idle(field: str, config: Config) -> bool:
     """Whether a config needs nobody to do what the field says."""
-    return field in FALLBACKS and FALLBACKS[field].outcome(config)[0] is Fit.EXACT
+    return field in FALLBACKS and FALLBACKS[field].outcome(field, config)[0] is Fit.EXACT
 
 
 def same(one: Any, other: Any) -> bool:
@@ -142,7 +142,7 @@ def _outcome(
     if _depends(field, reading):
         return Fit.NEEDS_INPUT, "only written where the dtype is known; add --set precision.compute=..."
     if found is None or (not found.after.said and field in FALLBACKS and not _idle(field, reading.config)):
-        fit, note = FALLBACKS[field].outcome(reading.config)
+        fit, note = FALLBACKS[field].outcome(field, reading.config)
         own = words.get(field)
         return (own.fit, own.note) if own and own.fit is not Fit.EXACT else (fit, f"{field}: {note}")
     if not found.after.said and found.after.value is None:

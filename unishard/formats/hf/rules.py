@@ -15,8 +15,8 @@ from unishard.contract.field_rows import (
     RESHARDS_TO_ALL,
     copied,
     exact,
+    left_to_script,
     nonfinite_unchecked,
-    row,
     when_default,
 )
 from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
@@ -24,7 +24,6 @@ from unishard.contract.rules import (
     HYBRID,
     NO_KEY,
     PURE,
-    SCRIPT,
     Fit,
     Rule,
     approximate,
@@ -92,12 +91,7 @@ FSDP: Mapping[str, Rule] = {
             "nearest is reshard_after_forward: false; FSDP gathers in every forward",
         ),
     ),
-    "sharding.group_size": row(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        "say it in that ParallelismConfig",
-        unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
-    ),
+    "sharding.group_size": left_to_script("say it in that ParallelismConfig"),
 }
 """Rows with `fsdp` or neither engine."""
 
@@ -232,7 +226,6 @@ _OWN: Mapping[str, Rule] = {
     ),
     "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",
-        when_default("activation_checkpointing"),
         equivalent(*is_("activation_checkpointing", "selective"), _BLOCKS),
         equivalent("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), _BLOCKS),
         to=_checkpointing,

@@ -90,7 +90,7 @@ class UnishardFormat(Format):
         rules = registry.get(config.backend).rules
         words = {}
         for path, rule in rules.items():
-            fit, note = rule.outcome(config)
+            fit, note = rule.outcome(path, config)
             words[path] = FieldResult(fit, path, note)
         for path, _ in leaves(Config):
             if found := placeholders_in(str(value_at(config, path))):
