@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.contract.adapter import EngineAdapter
-from unishard.contract.optimizer_state import StateSpec
 from unishard.contract.results import Placement
 from unishard.contract.units import Unit
 from unishard.distributed.host_read import HostRead
+from unishard.distributed.nested_tensors import hook_gradients
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
@@ -42,6 +42,7 @@ from unishard_deepspeed.unused_parameters import UnusedParameters
 _requires_grad = attrgetter("requires_grad")
 
 
+@final
 class DeepSpeedAdapter(EngineAdapter):
     """Implements `EngineAdapter` on a `DeepSpeedEngine`."""
 
@@ -80,9 +81,10 @@ class DeepSpeedAdapter(EngineAdapter):
         # Stage 0 adds zeros for missing gradients (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
         skippable = set(conditional.parameters) if stage else set(inner.trained)
         trained = set(inner.trained) - skippable
-        self._shared = {name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained}
-        """The parameters that no rank may skip."""
-        ordered = [*self._shared.values()] if stage == 2 else []
+        self.shared_parameters = {
+            name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained
+        }
+        ordered = [*self.shared_parameters.values()] if stage == 2 else []
         self._unused = UnusedParameters(
             spec,
             engine.optimizer,
@@ -92,7 +94,9 @@ class DeepSpeedAdapter(EngineAdapter):
             ordered,
             alike=spec.compares_ranks and not skippable,
         )
-        self._state = ZeroOptimizerState(engine.optimizer, inner, self._unused.masters, self._shards, self._kind)
+        self.optimizer_state = ZeroOptimizerState(
+            engine.optimizer, inner, self._unused.masters, self._shards, self._kind
+        )
         self.forward_is_collective = stage == 3
         self.reduces_each_backward = stage >= 2
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
@@ -118,7 +122,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def _watch_early(self, module: nn.Module, output: Any) -> None:
         if module is self.module:  # not a copy of it
-            super().watch(output)
+            hook_gradients(output, self.on_gradient)
 
     def input_gradients(self, *, graph: bool) -> None:
         """Refuse what DeepSpeed's hooks on outputs take for its own backward.
@@ -135,7 +139,7 @@ class DeepSpeedAdapter(EngineAdapter):
             and self._engine.gradient_accumulation_steps() == 1
             and not graph
         )
-        if plain or not list(self.leaves()):  # frozen: the forward was not DeepSpeed's
+        if plain or not any(map(_requires_grad, self.module.parameters())):  # frozen: the forward was not DeepSpeed's
             return
         what = " with create_graph=True, as for a gradient penalty," if graph else ""
         raise ContractError(
@@ -188,16 +192,12 @@ class DeepSpeedAdapter(EngineAdapter):
         """At stage 3, all modules with parameters outside leaf modules."""
         return self._conditional.entered
 
-    def shared_parameters(self) -> Mapping[str, nn.Parameter]:
-        """All that were trainable in `prepare`, but those of conditional modules; at stage 0 none."""
-        return self._shared
-
     def without_gradient(self) -> Collection[str]:
         """Those that no hook has seen: DeepSpeed takes the gradients away."""
+        if not self._unused.is_gap:
+            return []
         used = self._unused.used
-        return (
-            [name for name, parameter in self._shared.items() if parameter not in used] if self._unused.is_gap else []
-        )
+        return [name for name, parameter in self.shared_parameters.items() if parameter not in used]
 
     @property
     def gradient_order(self) -> str:
@@ -286,14 +286,6 @@ class DeepSpeedAdapter(EngineAdapter):
             )
         reshard_all(self.optimizer, self._kind)
 
-    def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """Shards of the state of flat master weights."""
-        return self._state.shards(parameter)
-
-    def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Create state of flat master weights."""
-        self._state.make(specs)
-
     @torch.no_grad()
     def loaded(self) -> None:
         """Update every copy of the master weights, and let DeepSpeed find the optimizer state. Collective."""
@@ -323,7 +315,7 @@ class DeepSpeedAdapter(EngineAdapter):
             self._clipping,
             self._clear_first,
             self._shards,
-            self._state,
+            self.optimizer_state,
             self._stale,
             self._unused,
             self._conditional,

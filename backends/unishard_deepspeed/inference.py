@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from unishard_deepspeed.private.state import gather_after
 from unishard_deepspeed.replaced_parameters import explained
 
 
+@final
 class DeepSpeedInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 

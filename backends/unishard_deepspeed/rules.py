@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unishard.config.nested import merge
 from unishard.contract.field_rows import exact, row
-from unishard.contract.loop_rules import NOT_FP16, complete
+from unishard.contract.loop_rules import complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_deepspeed import fields
 
@@ -67,13 +67,11 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "deepspeed.initialize(mpu=...)",
         "not in the JSON: consecutive ranks form ZeRO's data-parallel group",
-        unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),
     ),
     "sharding.reshard_after_forward": row(
         Fit.EXACT,
         "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters, zero_hpz_partition_size",
         "each unit is gathered for forward and backward; false: kept until its backward",
-        _BELOW_STAGE_3,
         When(
             "a number with hybrid_shard",
             lambda cfg: cfg.sharding.reshard_group is not None and cfg.sharding.hybrid,
@@ -109,7 +107,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "none: unishard's own",
         "where a rank did not use a parameter, it adds zeros to the average",
-        unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
         When(
             "full_shard",
             lambda cfg: fields.stage(cfg) == 3,
@@ -175,7 +172,6 @@ _OWN: Mapping[str, Rule] = {
         "data_types.keep_in_fp32_modules",
         "which is [], because DeepSpeed keeps only buffers: kept parameters get their fp32 data back after its cast, "
         "in groups of the optimizer of their own",
-        unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32"),
         When(
             "patterns with offload.params",
             lambda cfg: cfg.offload.params != "none" and cfg.precision.keep_fp32 not in ("auto", []),
@@ -198,7 +194,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "unishard's loop; fp16.loss_scale is 1.0",
         "unishard scales the loss; DeepSpeed's optimizer divides and clips in one pass",
-        NOT_FP16,
     ),
     "offload.params": exact(
         "zero_optimization.offload_param",
@@ -237,7 +232,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path",
         "prepare needs DeepSpeed's async_io op (libaio)",
-        unless("null", lambda cfg: cfg.offload.nvme_path is None),
     ),
     "training.micro_batch_size": exact(
         "train_micro_batch_size_per_gpu",
@@ -301,7 +295,6 @@ _OWN: Mapping[str, Rule] = {
         "zero_optimization.stage3_prefetch_bucket_size",
         "prepare writes the elements of the largest unit for null, and lets no more live where parameters are dropped "
         "after forward",
-        _BELOW_STAGE_3,
         to=lambda cfg, topology: (
             fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if fields.stage(cfg) == 3 else {}
         ),
@@ -320,7 +313,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EQUIVALENT,
         "torch.compile",
         "of each block's `forward`, without DeepSpeed's hooks; DeepCompile is not used",
-        unless("none", lambda cfg: cfg.compile.mode == "none"),
         When(
             "full with full_shard",
             lambda cfg: cfg.compile.mode == "full" and fields.stage(cfg) == 3,

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.results import Placement
+from unishard.contract.trainable import set_requires_grad
 from unishard.distributed.host_read import HostRead
+from unishard.distributed.shards import Shard
+from unishard.engine.optim.skipping import DeviceSkip
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
-from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.ddp import AveragingHook
+from unishard_fsdp.placement import placement_of
+from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
+from unishard_fsdp.torch_gradients import TorchGradients
 
 
-class DDPAdapter(TorchAdapter):
+@final
+class DDPAdapter(EngineAdapter):
     """A model under DistributedDataParallel."""
 
     def __init__(
@@ -32,10 +41,18 @@ class DDPAdapter(TorchAdapter):
         wrap: Callable[[AveragingHook], DistributedDataParallel],
         owned: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        super().__init__(spec, module, optimizer, device)
+        super().__init__(module, device, optimizer)
+        self._gradients = TorchGradients(
+            [*self.shared_parameters.values()],
+            device,
+            optimizer,
+            steps_always=spec.steps_always,
+            copies=dist.get_world_size(),
+            skip=DeviceSkip(optimizer) if owned is None else None,
+        )
+        if native.find_unused_parameters or native.conditional_modules:
+            self.shared_parameters = {}
         self._owned = owned
-        if owned is not None:
-            self._skip = None
         self._wrap = wrap
         self._averaging = AveragingHook()
         self._replica: DistributedDataParallel | None = wrap(self._averaging)
@@ -45,8 +62,6 @@ class DDPAdapter(TorchAdapter):
         self.forward_is_collective = native.forward_sync_buffers
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self.reduces_each_backward = not self._syncs_late
-        if native.find_unused_parameters or native.conditional_modules:
-            self._skippable = set(self._trainable)
         self._without_sync = ExitStack()
 
     def begin(self, *, last: bool) -> None:
@@ -63,7 +78,7 @@ class DDPAdapter(TorchAdapter):
     def backward(self, loss: Tensor) -> None:
         """Run autograd, and note where it has not ended."""
         self._begun = True
-        super().backward(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         self._begun = False
 
     def finish_gradients(self) -> None:
@@ -95,18 +110,39 @@ class DDPAdapter(TorchAdapter):
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
         """Check that DDP has averaged the gradients, and update."""
         self.finish_gradients()
-        return super().update(max_norm, divisor, finished=finished)
-
-    def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
-        """Change `requires_grad` and wrap the model again."""
-        super().set_trainable(names, trainable)
-        self._wrap_again()  # its reducer expects the parameters that were trainable when it was built
+        return self._gradients.update(max_norm, divisor)
 
     def drop_gradients(self) -> None:
         """Drop gradients, and wrap the model again if a backward has not ended: the reducer waits for the rest."""
-        super().drop_gradients()
+        self._gradients.drop()
         if self._begun:
             self._wrap_again()
+
+    def grad_norm(self) -> Tensor:
+        """The norm of the gradients, which `update` uses again."""
+        return self._gradients.norm()
+
+    def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
+        """`parameter.grad`, full."""
+        return self._gradients.shard(parameter, create=create)
+
+    def master_shard(self, parameter: nn.Parameter) -> Shard:
+        """The parameter itself, full."""
+        return shard_of(parameter)
+
+    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Do nothing: there is one copy."""
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside a ZeroRedundancyOptimizer."""
+        optimizer: torch.optim.Optimizer = self.optimizer if self._owned is None else self.optimizer.optim
+        return optimizer
+
+    def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        """Change `requires_grad` and wrap the model again."""
+        set_requires_grad(self.module, names, trainable)
+        self._wrap_again()  # its reducer expects the parameters that were trainable when it was built
 
     def _wrap_again(self) -> None:
         self._replica, self._begun = None, False
@@ -116,22 +152,17 @@ class DDPAdapter(TorchAdapter):
     def _trainable_names(self) -> list[str]:
         return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
-    def _class_name(self) -> str:
+    def placement(self) -> Placement:
+        """Report what the engine holds, from its live tensors."""
         # torch's class, also for the subclass with fixed buckets.
-        return next(kind.__name__ for kind in type(self._running).__mro__ if kind.__module__.startswith("torch."))
-
-    def _masters(self) -> Sequence[nn.Parameter]:
-        return self._trainable if self._owned is None else self._owned
-
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside a ZeroRedundancyOptimizer."""
-        optimizer: torch.optim.Optimizer = self.optimizer if self._owned is None else self.optimizer.optim
-        return optimizer
+        engine = next(kind.__name__ for kind in type(self._running).__mro__ if kind.__module__.startswith("torch."))
+        return placement_of(
+            self.module, engine, masters=self._gradients.parameters if self._owned is None else self._owned
+        )
 
     def close(self) -> None:
-        """Destroy the reducer."""
-        super().close()
+        """Free the gradients, and destroy the reducer."""
+        self._gradients.drop()
         self._replica = None  # destroys the reducer with its hooks on the parameters
 
     @property

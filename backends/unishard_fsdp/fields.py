@@ -34,11 +34,6 @@ def has_strategy(*names: str) -> Callable[[Config], bool]:
     return lambda cfg: cfg.sharding.strategy in names
 
 
-def within_group(name: str) -> Callable[[Config], bool]:
-    """Whether this is the strategy within a group of ranks that share one copy."""
-    return lambda cfg: cfg.sharding.within_group == name
-
-
 def is_form(*forms: Form) -> Callable[[Config], bool]:
     """Whether the form is one of these."""
     return lambda cfg: form_of(cfg) in forms

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,27 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Precision
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.optimizer_state import TorchOptimizerState
+from unishard.contract.results import Placement
+from unishard.contract.trainable import frozen_parameters, set_requires_grad
 from unishard.distributed.host_read import HostRead
+from unishard.distributed.shards import Shard
 from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.optim.optimizers import is_element_wise
+from unishard.engine.optim.skipping import DeviceSkip
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, generation, options, root_first
-from unishard_fsdp.adapter import TorchAdapter
 from unishard_fsdp.conditional import ConditionalParameters
 from unishard_fsdp.embeddings import UngatheredEmbeddings
+from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
+from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.stepped_shards import HostCopies, ShardViews, SteppedShards
 from unishard_fsdp.toggled_parameters import ToggledParameters
+from unishard_fsdp.torch_gradients import TorchGradients
 from unishard_fsdp.unit_forwards import UnitForwards
 from unishard_fsdp.unreduced_gradients import UnreducedGradients
 
@@ -35,7 +43,8 @@ _DISCARD, _DTYPES = PRIVATE_API["discard"], PRIVATE_API["trainable-dtypes"]
 _logger = logging.getLogger("unishard")
 
 
-class FSDPAdapter(TorchAdapter):
+@final
+class FSDPAdapter(EngineAdapter):
     """A model under `fully_shard`."""
 
     def __init__(
@@ -52,20 +61,29 @@ class FSDPAdapter(TorchAdapter):
         conditional: ConditionalParameters,
         embeddings: Sequence[nn.Module] = (),
     ) -> None:
-        super().__init__(spec, module, optimizer, device)
+        super().__init__(module, device, optimizer)
         self._strategy, self._compute = spec.strategy, precision.compute
         self._root, self._forwards = root, forwards
         self._stepped: SteppedShards | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
             self._stepped = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
-            self._skip = None
         elif is_element_wise(optimizer):
             self._stepped = ShardViews(optimizer)
-        self._own_hooks = 0 if self._stepped is None else self._stepped.hooks
+        trained = [*self.shared_parameters.values()]
+        self._gradients = TorchGradients(
+            trained,
+            device,
+            self._stepped or optimizer,
+            steps_always=spec.steps_always,
+            copies=_copies(native),
+            skip=None if isinstance(self._stepped, HostCopies) else DeviceSkip(optimizer),
+            own_hooks=0 if self._stepped is None else self._stepped.hooks,
+        )
+        skippable = set(trained if native.reduce_scatter_unused_params else conditional.parameters)
+        self.shared_parameters = {name: each for name, each in self.shared_parameters.items() if each not in skippable}
         self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
-        if isinstance(native, options.FullyShard):
-            self._copies = native.mesh.replicate if native.mesh else 1
+        self._last = True  # torch's default: each backward ends a window
         self._mixed = precision.compute != "fp32"
         self._ran = False
         self._toggled = ToggledParameters(module)
@@ -80,7 +98,6 @@ class FSDPAdapter(TorchAdapter):
             self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late
         )
         self._conditional = conditional
-        self._skippable = set(self._trainable if native.reduce_scatter_unused_params else conditional.parameters)
         self._embeddings = UngatheredEmbeddings(embeddings)
         if conditional.parameters:
             from unishard_fsdp.private.conditional import fill_unused
@@ -107,6 +124,17 @@ class FSDPAdapter(TorchAdapter):
         if self._reshards_late:
             self._root.set_reshard_after_backward(last)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the sharded module."""
+        self._look_at_frozen()
+        return self.module(*args, **kwargs)
+
+    def _look_at_frozen(self) -> None:
+        if self._toggled.look() and self._mixed and not self._ran:
+            _DTYPES.require()
+            self._stale_dtypes = True
+        self._ran = True
+
     def backward(self, loss: Tensor) -> None:
         """Run autograd in FSDP2's order, with patches for unreduced gradients."""
         self._toggled.restore()
@@ -118,6 +146,124 @@ class FSDPAdapter(TorchAdapter):
         with self._unreduced.backward(last=self._last):
             self._forwards.order.backward(loss)
             self._unsharded.reduce_late()
+
+    def finish_gradients(self) -> None:
+        """Find the parameters of conditional modules that no rank has used."""
+        self._conditional.find()
+
+    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
+        """Reshard, and update."""
+        self.reshard_all()
+        self._conditional.find()
+        outcome = self._gradients.update(max_norm, divisor)
+        self._conditional.forget()
+        self._forwards.order.forget()
+        return outcome
+
+    def drop_gradients(self) -> None:
+        """Drop gradients, also unreduced ones, and a forward without a backward."""
+        if self._syncs_late or self._averages_late:
+            _DISCARD.require()
+        self._gradients.drop()
+        self._conditional.forget()
+        self._forwards.order.forget()
+        self._unreduced.forget()
+        if hasattr(self._root, "reset_iter_state"):  # from torch 2.13 on
+            self._root.reset_iter_state()
+        self.reshard_all()
+        if _DISCARD.needed and _DISCARD.works:
+            from unishard_fsdp.private.leaves import drop_unreduced
+
+            drop_unreduced(self._modules())
+
+    def grad_norm(self) -> Tensor:
+        """The norm of the gradients, which `update` uses again."""
+        return self._gradients.norm()
+
+    def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
+        """The local tensor of `parameter.grad`."""
+        return self._gradients.shard(parameter, create=create)
+
+    def master_shard(self, parameter: nn.Parameter) -> Shard:
+        """The local tensor of the parameter."""
+        return shard_of(parameter)
+
+    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Reshard, to drop gathered copies of the old value."""
+        self.reshard_all()
+
+    @cached_property
+    def optimizer_state(self) -> TorchOptimizerState:
+        """Of copies in host memory, or of shards as plain tensors; of DTensors where the optimizer steps those."""
+        return TorchOptimizerState(
+            self.torch_optimizer, self.master_shard, self._stepped.tensors if self._stepped else None
+        )
+
+    def reshard_all(self) -> None:
+        """Reshard every unit."""
+        self._toggled.restore()
+        # A forward between backward and step leaves units gathered, and the next forward would use the old values.
+        for _, part in self._sharded_modules:
+            part.reshard()
+        self._unsharded.gather_again()
+
+    @contextmanager
+    def unsharded(self, names: Sequence[str]) -> Iterator[None]:
+        """Keep the modules that hold these parameters gathered."""
+        self._root_first.run()
+        with self._unsharded.gathered(names):
+            try:
+                yield
+            finally:
+                self._unsharded.set_reshard_after_backward(self._last or not self._reshards_late)
+
+    def reads_shard(self, error: RuntimeError) -> str | None:
+        """A shard, which is a DTensor, was used with a full tensor."""
+        return gathering.sharded_read(error, self._units())
+
+    def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
+        """Change `requires_grad`, and update FSDP2's dtypes."""
+        if self._mixed:
+            _DTYPES.require()
+        self.reshard_all()  # in a gathered unit, names refer to gathered copies
+        set_requires_grad(self.module, names, trainable)
+        self._toggled.watch()
+        if self._mixed:
+            self._refresh_trainable()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Freeze parameters; reshard first, because gathered copies keep their own `requires_grad`."""
+        changes_dtypes = self._mixed and not self._ran
+        if changes_dtypes:
+            _DTYPES.require()
+        self.reshard_all()
+        try:
+            with frozen_parameters(self.module):
+                try:
+                    yield
+                finally:
+                    self.reshard_all()
+        finally:
+            if changes_dtypes:
+                self._refresh_trainable()
+
+    def _refresh_trainable(self) -> None:
+        from unishard_fsdp.private.leaves import refresh_trainable
+
+        if _DTYPES.needed:
+            refresh_trainable(self._modules())
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `generate` with the root's parameters gathered."""
+        self._look_at_frozen()
+        self._root_first.forget()
+        with generation.gathering_in_generate(self.module):
+            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def leaves(self) -> Mapping[str, Tensor]:
+        """The gathered parameters."""
+        return self._forwards.leaves
 
     def input_gradients(self, *, graph: bool) -> None:
         """Refuse a graph: FSDP2 frees gathered and cast parameters after a backward, which a backward through gradients
@@ -146,129 +292,15 @@ class FSDPAdapter(TorchAdapter):
             "full_shard"
         )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the sharded module."""
-        self._look_at_frozen()
-        return self.module(*args, **kwargs)
+    def placement(self) -> Placement:
+        """Report what the engine holds, from its live tensors."""
+        return placement_of(self.module, FSDPModule.__name__, units=self._units(), masters=self._gradients.parameters)
 
-    def reads_shard(self, error: RuntimeError) -> str | None:
-        """A shard, which is a DTensor, was used with a full tensor."""
-        return gathering.sharded_read(error, self._units())
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `generate` with the root's parameters gathered."""
-        self._look_at_frozen()
-        self._root_first.forget()
-        with generation.gathering_in_generate(self.module):
-            return super().generate(*args, **kwargs)
-
-    def _look_at_frozen(self) -> None:
-        if self._toggled.look() and self._mixed and not self._ran:
-            _DTYPES.require()
-            self._stale_dtypes = True
-        self._ran = True
-
-    def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
-        """Reshard, and update."""
-        self.reshard_all()
-        self._conditional.find()
-        outcome = super().update(max_norm, divisor, finished=finished)
-        self._conditional.forget()
-        self._forwards.order.forget()
-        return outcome
-
-    def finish_gradients(self) -> None:
-        """Find the parameters of conditional modules that no rank has used."""
-        self._conditional.find()
-
-    def reshard_all(self) -> None:
-        """Reshard every unit."""
-        self._toggled.restore()
-        # A forward between backward and step leaves units gathered, and the next forward would use the old values.
-        for _, part in self._sharded_modules:
-            part.reshard()
-        self._unsharded.gather_again()
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Freeze parameters; reshard first, because gathered copies keep their own `requires_grad`."""
-        changes_dtypes = self._mixed and not self._ran
-        if changes_dtypes:
-            _DTYPES.require()
-        self.reshard_all()
-        try:
-            with super().frozen():
-                try:
-                    yield
-                finally:
-                    self.reshard_all()
-        finally:
-            if changes_dtypes:
-                self._refresh_trainable()
-
-    @contextmanager
-    def unsharded(self, names: Sequence[str]) -> Iterator[None]:
-        """Keep the modules that hold these parameters gathered."""
-        self._root_first.run()
-        with self._unsharded.gathered(names):
-            try:
-                yield
-            finally:
-                self._unsharded.set_reshard_after_backward(self._last or not self._reshards_late)
-
-    def _refresh_trainable(self) -> None:
-        from unishard_fsdp.private.leaves import refresh_trainable
-
-        if _DTYPES.needed:
-            refresh_trainable(self._modules())
-
-    def leaf(self, name: str) -> Tensor:
-        """The gathered parameter; the sharded one, which no graph has, before it was gathered for the first time."""
-        return self._forwards.leaves.get(name, self._named[name])
-
-    def leaves(self) -> list[Tensor]:
-        """The gathered parameters."""
-        return [leaf for leaf in self._forwards.leaves.values() if leaf.requires_grad]
+    def _units(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self._sharded_modules if name) if self._sharded else ()
 
     def _modules(self) -> list[nn.Module]:
         return [cast(nn.Module, part) for _, part in self._sharded_modules]
-
-    def stepped(self) -> Mapping[nn.Parameter, Tensor]:
-        """Copies in host memory, or shards as plain tensors; nothing where the optimizer steps DTensors."""
-        return self._stepped.tensors if self._stepped else {}
-
-    def _step(self) -> None:
-        (self._stepped or self.optimizer).step()
-
-    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Reshard, to drop gathered copies of the old value."""
-        self.reshard_all()
-
-    def drop_gradients(self) -> None:
-        """Drop gradients, also unreduced ones, and a forward without a backward."""
-        if self._syncs_late or self._averages_late:
-            _DISCARD.require()
-        super().drop_gradients()
-        self._conditional.forget()
-        self._forwards.order.forget()
-        self._unreduced.forget()
-        if hasattr(self._root, "reset_iter_state"):  # from torch 2.13 on
-            self._root.reset_iter_state()
-        self.reshard_all()
-        if _DISCARD.needed and _DISCARD.works:
-            from unishard_fsdp.private.leaves import drop_unreduced
-
-            drop_unreduced(self._modules())
-
-    def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
-        """Change `requires_grad`, and update FSDP2's dtypes."""
-        if self._mixed:
-            _DTYPES.require()
-        self.reshard_all()  # in a gathered unit, names refer to gathered copies
-        super().set_trainable(names, trainable)
-        self._toggled.watch()
-        if self._mixed:
-            self._refresh_trainable()
 
     def releasing(self) -> Callable[[], None]:
         """Let torch forget that it has sharded the modules."""
@@ -276,8 +308,8 @@ class FSDPAdapter(TorchAdapter):
         return partial(forget_states, [*self.module.modules()])
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
-        super().close()
+        """Free the gradients, and remove the hooks from the model; torch's stay with it."""
+        self._gradients.drop()
         if self._stepped is not None:
             self._stepped.close()
         self._root_first.forget()
@@ -285,11 +317,12 @@ class FSDPAdapter(TorchAdapter):
         for hook in self._hooks:
             hook.remove()
 
-    def _class_name(self) -> str:
-        return FSDPModule.__name__
 
-    def _units(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self._sharded_modules if name) if self._sharded else ()
+def _copies(native: options.FullyShard | options.Replicate) -> int:
+    """Number of copies of each gradient over all ranks."""
+    if isinstance(native, options.Replicate):
+        return dist.get_world_size()
+    return native.mesh.replicate if native.mesh else 1
 
 
 def averages_late(native: options.FullyShard | options.Replicate) -> bool:

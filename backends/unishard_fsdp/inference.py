@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,15 @@ from unishard.distributed.shards import Shard
 from unishard.engine.model.input_casts import cast_inputs
 from unishard_fsdp.gathering import UnshardedModules, sharded_read
 from unishard_fsdp.generation import gathering_in_generate
+from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
 from unishard_fsdp.root_first import RootFirst
-from unishard_fsdp.shards import local, shard_of
+from unishard_fsdp.shards import shard_of
 from unishard_fsdp.unit_forwards import UnitForwards
 
 
+@final
 class FSDPInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 
@@ -44,7 +46,7 @@ class FSDPInferenceAdapter(InferenceAdapter):
         """Run `generate` with the root's parameters gathered."""
         self._root_first.forget()
         with gathering_in_generate(self.module):
-            return super().generate(*args, **kwargs)
+            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
     def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Keep the modules that hold these parameters gathered."""
@@ -55,17 +57,11 @@ class FSDPInferenceAdapter(InferenceAdapter):
         """A shard, which is a DTensor, was used with a full tensor."""
         return sharded_read(error, self.placement().units)
 
-    @torch.no_grad()
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""
         sharded = [name for name, module in self.module.named_modules() if isinstance(module, FSDPModule)]
-        return Placement(
-            engine=FSDPModule.__name__ if "" in sharded else type(self.module).__name__,
-            units=tuple(name for name in sharded if name),
-            master_dtypes=frozenset(),
-            master_numel=0,
-            param_bytes=sum(local(parameter).nbytes for parameter in self.module.parameters()),
-        )
+        engine = FSDPModule.__name__ if "" in sharded else type(self.module).__name__
+        return placement_of(self.module, engine, units=[name for name in sharded if name])
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The sharded parameter."""

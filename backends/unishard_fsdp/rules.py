@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.contract.field_rows import exact, row
-from unishard.contract.loop_rules import NOT_FP16, complete
+from unishard.contract.loop_rules import complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_fsdp import fields
 
@@ -65,18 +65,12 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "fully_shard(mesh=...)",
         "ranks in a row form a group; where one group holds all ranks, the mesh has one axis as without groups",
-        unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid, "all ranks share one copy"),
         to=fields.mesh,
     ),
     "sharding.reshard_after_forward": row(
         Fit.EXACT,
         "fully_shard(reshard_after_forward=...)",
         "of the units; the root and, with prefetching, the last unit are kept from forward to backward",
-        unless(
-            "strategy is not full_shard",
-            lambda cfg: not fields.within_group("full_shard")(cfg),
-            "only full_shard gathers twice",
-        ),
         to=lambda cfg, topology: fields.gathering(cfg, topology) if fields.form_of(cfg) == "fully_shard" else {},
     ),
     "sharding.units": row(
@@ -88,9 +82,6 @@ _OWN: Mapping[str, Rule] = {
             fields.is_form("DistributedDataParallel"),
             "nothing is gathered; DDP reduces in buckets",
         ),
-        unless(
-            "replicate", fields.is_form("replicate"), "nothing is gathered; gradients are all-reduced block by block"
-        ),
         to=fields.for_forms(("fully_shard",), lambda cfg: {"units": cfg.sharding.units}),
     ),
     "sharding.min_unit_params": exact(
@@ -101,7 +92,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "which modules fully_shard is called on",
         "gathered and reduced with the unit around them, or with the root, which is kept from forward to backward",
-        unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
         When(
             "DistributedDataParallel",
             fields.is_form("DistributedDataParallel"),
@@ -162,14 +152,11 @@ _OWN: Mapping[str, Rule] = {
         "kept units have their own policy; other kept parameters are gathered in fp32 beside those of their unit"
     ),
     "precision.buffers": done_by_unishard("cast before sharding; FSDP2 casts none"),
-    "precision.loss_scale": done_by_unishard(
-        "scales the loss and divides the gradients; a GradScaler is not used", NOT_FP16
-    ),
+    "precision.loss_scale": done_by_unishard("scales the loss and divides the gradients; a GradScaler is not used"),
     "offload.params": row(
         Fit.EXACT,
         "CPUOffloadPolicy",
         _TOGETHER,
-        unless("none", lambda cfg: cfg.offload.params == "none"),
         When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, _NO_NVME),
         When(
             "cpu without offload.optimizer: cpu",
@@ -183,7 +170,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "CPUOffloadPolicy, or the optimizer on host copies",
         _TOGETHER,
-        unless("none", lambda cfg: cfg.offload.optimizer == "none"),
         When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
         When(
             "cpu with native.fsdp.zero_redundancy_optimizer",
@@ -209,14 +195,9 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "CPUOffloadPolicy(pin_memory=...), or of the host copies",
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
-        unless("nothing is offloaded", lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none"),
         to=fields.for_forms(("fully_shard",), fields.offload),
     ),
-    "offload.nvme_path": exact(
-        "none",
-        unless("null", lambda cfg: cfg.offload.nvme_path is None),
-        When("set", lambda cfg: True, Fit.UNSUPPORTED, _NO_NVME),
-    ),
+    "offload.nvme_path": Rule(Fit.UNSUPPORTED, "none", _NO_NVME),
     "optimizer.name": done_by_unishard("torch's (fused AdamW and Adam; fused SGD without shards), or lion-pytorch's"),
     "communication.reduce_bucket_size": row(
         Fit.EXACT,
@@ -238,11 +219,6 @@ _OWN: Mapping[str, Rule] = {
         "set_modules_to_forward_prefetch, set_modules_to_backward_prefetch",
         "the next unit, or as many of the following ones as fit; where none fits, torch's own prefetch of the next "
         "unit remains",
-        unless(
-            "strategy is not full_shard",
-            lambda cfg: not fields.within_group("full_shard")(cfg),
-            "only full_shard gathers unit by unit",
-        ),
         to=fields.for_forms(("fully_shard",), fields.prefetch),
     ),
     "communication.overlap": row(
@@ -260,7 +236,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EQUIVALENT,
         "torch.compile",
         "of each block's `forward`; the hooks that gather and reduce are not compiled",
-        unless("none", lambda cfg: cfg.compile.mode == "none"),
         When(
             "full",
             lambda cfg: cfg.compile.mode == "full",

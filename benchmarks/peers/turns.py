@@ -109,7 +109,7 @@ def held(apart_from: Mapping[int, int]) -> dict[int, int]:
 
 WARM_UP = 10
 """Steps that are not timed, after the first one: in that DeepSpeed's stage 3 learns the order of modules, and in the
-first ten unishard compares each call of the ranks before its collectives, later in every tenth."""
+first ten unishard compares each call of the ranks before its collectives, later two in every tenth."""
 
 
 class Side(NamedTuple):

@@ -33,6 +33,7 @@ A translation reads with the first kind of table and writes with the second; the
 
 Verdicts are for the usual case; the report of a translation shows the fit for the actual value. "If absent" is the tool's default
 where it differs from unishard's and must be written out. A row that begins with "if" is an exception to the row above it.
+A field that is off, or that something else switches off, fits everywhere; the tables leave that case out.
 
 ## The tools
 

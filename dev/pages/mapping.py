@@ -26,6 +26,7 @@ How well a backend supports a field:
 - **unsupported**: an error that names the alternative.
 
 A row that begins with "if" is an exception to the row above it. An empty cell in it means that the backend has no exception.
+A field that is off, or that something else switches off, fits everywhere; the tables leave that case out.
 "unishard's loop" means that no engine setting is involved: the loop around the engine does it, in the same way on each backend.
 """
 

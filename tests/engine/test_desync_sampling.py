@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from unishard.failures.collective_check import interval, samples, samples_modules
+from unishard.failures.collective_check import samples, samples_all, samples_modules
 
 
 def test_the_first_updates_are_checked_and_then_every_tenth() -> None:
@@ -16,6 +16,8 @@ def test_modules_are_checked_one_by_one_in_the_first_updates() -> None:
     assert [update for update in range(45) if samples_modules(update)] == [*range(10)]
 
 
-@pytest.mark.parametrize(("seconds", "updates"), [(0.0, 10), (0.01, 10), (0.1, 10), (0.25, 4), (0.7, 1), (60.0, 1)])
-def test_updates_that_take_long_are_checked_more_often(seconds: float, updates: int) -> None:
-    assert interval(seconds) == updates
+@pytest.mark.parametrize(("updates", "seconds", "all_calls"), [(9, 0.0, True), (10, 0.9, False), (10, 1.0, True)])
+def test_all_calls_are_checked_in_the_first_updates_and_in_long_ones(
+    updates: int, seconds: float, all_calls: bool
+) -> None:
+    assert samples_all(updates, seconds) is all_calls

@@ -249,16 +249,16 @@ def _refusals(path: Path, source: Source, name: str, target: str, overrides: tup
         dropped = remedy(source, target, from_=name, overrides=overrides, only_drop=True)
         tally.lost += [] if dropped else [what]
     elif not on_engine:
-        _verify(outcome, overrides, what, tally)
+        _verify(outcome, what, tally)
     return sum(_cause(item.key, item.note, what, tally, counted=on_engine) is None for item in _refused(outcome))
 
 
-def _verify(outcome: Outcome, overrides: tuple[str, ...], what: str, tally: Tally) -> None:
+def _verify(outcome: Outcome, what: str, tally: Tally) -> None:
     """Ask the tool that reads the translation what it makes of it."""
     start = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = verify(outcome, overrides)
+        found = verify(outcome)
     tally.verify_seconds += time.process_time() - start
     tally.verified[outcome.to] += not (found.effective.missing or found.effective.refused)
     if found.effective.refused and not found.clean:

@@ -64,8 +64,8 @@ def test_the_launchers_file_decides_the_strategy(
 def test_so_does_one_that_is_named_itself(project: Path) -> None:
     outcome = translate(project / "recipes/sft/config.yaml", "unishard", with_=project / "recipes/launch/zero3.yaml")
     assert (outcome.reading.config.backend, outcome.reading.config.sharding.strategy) == ("deepspeed", "full_shard")
-    assert outcome.filling
-    assert not outcome.filling.unknown
+    assert outcome.supplied
+    assert not outcome.supplied.unknown
     assert not outcome.status(strict=False)
 
 

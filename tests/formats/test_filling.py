@@ -79,8 +79,8 @@ def test_every_auto_of_a_deepspeed_file_is_filled() -> None:
     assert not outcome.status(strict=False)
     assert outcome.reading.topology == Topology(4, 4)
     assert outcome.launch == "torchrun --nproc-per-node 4 train.py"
-    assert outcome.filling
-    assert outcome.filling.unknown == ("own_switch",)
+    assert outcome.supplied
+    assert outcome.supplied.unknown == ("own_switch",)
 
 
 def test_the_report_says_where_each_value_comes_from() -> None:
@@ -268,8 +268,8 @@ def test_arguments_of_an_unknown_script_have_no_defaults() -> None:
         "optimizer.betas",
         "scheduler.total_steps",
     } <= outcome.reading.undecided.keys()
-    assert outcome.filling
-    assert (outcome.filling.whose, outcome.filling.unknown) == ("", ("train_batch_size",))
+    assert outcome.supplied
+    assert (outcome.supplied.tool, outcome.supplied.unknown) == ("", ("train_batch_size",))
 
 
 @pytest.mark.parametrize("document", [FSDP, {"zero_optimization": {"stage": 2}}])
@@ -294,16 +294,16 @@ def test_the_length_of_a_training_is_said_and_goes_along() -> None:
 @pytest.mark.parametrize("own", ["--num_warmup_steps 3", "--zero_stage 3", "--lr_scheduler cosine", "--deepspeed"])
 def test_a_script_with_a_loop_of_its_own_is_not_taken_for_the_trainer(own: str) -> None:
     outcome = with_command(AUTO, change=("--deepspeed ds.json", own))
-    assert outcome.filling
-    assert not outcome.filling.whose
+    assert outcome.supplied
+    assert not outcome.supplied.tool
     assert "training.gradient_clipping" in outcome.reading.undecided
 
 
 def test_a_tool_around_the_trainer_has_its_own_defaults() -> None:
     command = "NPROC_PER_NODE=2 llamafactory-cli train --stage sft --finetuning_type lora --learning_rate 1e-4"
     outcome = translate(AUTO, "unishard", with_=command)
-    assert outcome.filling
-    assert outcome.filling.whose.startswith("LLaMA-Factory")
+    assert outcome.supplied
+    assert outcome.supplied.tool.startswith("LLaMA-Factory")
     assert fields(outcome)["launch.processes_per_node"] == 2
 
 

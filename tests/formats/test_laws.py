@@ -54,9 +54,9 @@ def translated(document: Any, to: str, from_: str, changed: list[str] | None = N
 def named(outcome: Outcome) -> set[str]:
     """The fields of which a report says that they are not kept as they are."""
     fields = {change.field for change in outcome.changes}
-    for item, entry in zip(outcome.items, outcome.reading.entries, strict=False):
+    for item in outcome.items:
         if item.fit is not Fit.EXACT:
-            fields |= {*entry.effect.fields, *(f"native.{key}" for key in entry.effect.native)}
+            fields |= {*item.entry.effect.fields, *(f"native.{key}" for key in item.entry.effect.native)}
     return fields | {other for field in fields for other in IMPLIED.get(field, ())}
 
 
@@ -79,7 +79,7 @@ def test_what_a_way_there_and_back_changes_is_named(to: str) -> None:
         lost = {
             path
             for path, one in differences(there.reading, back).items()
-            if one.a.said and not path.startswith("native.")
+            if one.before.said and not path.startswith("native.")
         }
         assert lost - {"backend"} <= named(there) | named(again)  # `--to deepspeed` asks for the engine
 

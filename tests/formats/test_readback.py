@@ -47,16 +47,16 @@ def unnamed(outcome: Outcome) -> set[str]:
     """The fields that the translation decides otherwise, and that no line which people see names."""
     named = {change.field for change in outcome.changes}
     shown = listed(outcome)
-    for one, entry in zip(outcome.items, outcome.reading.entries, strict=False):
+    for one in outcome.items:
         if one.fit is not Fit.EXACT and any(one is other for other in shown):
-            named |= {*entry.effect.fields, *(f"native.{key}" for key in entry.effect.native)}
+            named |= {*one.entry.effect.fields, *(f"native.{key}" for key in one.entry.effect.native)}
     implied = {"sharding.reshard_after_forward", "sharding.group_size", "precision.loss_scale"}
     keys = {key for one in outcome.items if one.fit is not Fit.EXACT for key in one.becomes.split(", ")}
     found = differences(outcome.reading, back_of(outcome))
     return {
         path
         for path, one in found.items()
-        if path not in named | implied and one.b.key not in keys and not path.startswith("native.")
+        if path not in named | implied and one.after.key not in keys and not path.startswith("native.")
     }
 
 
@@ -71,14 +71,14 @@ def test_what_a_target_cannot_say_is_a_change() -> None:
     outcome = translate(
         {**ADAM, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}}, "hf", from_="deepspeed"
     )
-    assert {change.field for change in outcome.changes if change.said} == {"optimizer.no_decay"}
+    assert {change.field for change in outcome.changes if change.before.said} == {"optimizer.no_decay"}
     assert outcome.status(strict=False) == 0
     assert outcome.status(strict=True) == 2
 
 
 def test_what_the_script_decides_and_the_target_too_is_one_list() -> None:
     outcome = translate(FSDP, "hf", from_="accelerate")
-    left = {change.field: change.after for change in outcome.changes if not change.said}
+    left = {change.field: change.after.value for change in outcome.changes if not change.before.said}
     assert left.items() >= {"optimizer.lr": 5e-5, "training.seed": 42, "training.gradient_clipping": 1.0}.items()
 
 
@@ -117,7 +117,7 @@ def test_clipping_is_left_open_where_deepspeed_takes_it_from_the_script() -> Non
     outcome = translate(FSDP, "accelerate", from_="accelerate", overrides=["backend=deepspeed"])
     assert outcome.document["deepspeed_config"]["gradient_clipping"] == "auto"
     assert "clip_grad_norm_ does nothing" in next(
-        one.note for one in outcome.changes if one.field == "training.gradient_clipping"
+        one.after.origin for one in outcome.changes if one.field == "training.gradient_clipping"
     )
     row = next(row for row in verify(outcome).rows if row.field == "training.gradient_clipping")
     assert row.effective == 1.0
@@ -179,7 +179,7 @@ def test_a_second_translation_means_the_same(to: str, data: st.DataObject) -> No
         return
     twice = translate(once.document, to, from_=to, topology=FOUR)
     found = differences(back_of(once), back_of(twice))
-    assert {path: (one.a.value, one.b.value) for path, one in found.items()} == {}
+    assert {path: (one.before.value, one.after.value) for path, one in found.items()} == {}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from unishard.config.nested import Native, flat
 from unishard.contract import registry
 from unishard.contract.entries import Entry, Key, KeyEffect, interpret
 from unishard.contract.key_rows import boolean, drops, integer, number, own, refuses, sets
-from unishard.contract.render import Rendered, render
+from unishard.contract.render import WrittenDocument, render
 from unishard.contract.rules import Fit, Rule, When
 from unishard.formats import Item, Outcome, catalog, translate
 from unishard.formats.reading import ReadDocument, assemble
@@ -66,9 +66,11 @@ class Toy:
     def ranks(self, source: Source) -> Topology | None:
         return None
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         document, words = render(self.rules, reading.config, topology, set(reading.undecided))
-        return Rendered(document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words)
+        return WrittenDocument(
+            document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words
+        )
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         return str(document)

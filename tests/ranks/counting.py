@@ -61,7 +61,7 @@ def counted(engine: Any) -> dict[str, int]:
     own = storages(parameters)
     stepped = storages(tensor for group in optimizer.param_groups for tensor in group["params"])
     stepped |= storages(tensor for tensor in optimizer.state if isinstance(tensor, Tensor))
-    stepped |= storages(engine._adapter.stepped().values())
+    stepped |= storages(getattr(engine._adapter.optimizer_state, "stepped", {}).values())
     state = storages(
         value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)
     )

@@ -13,11 +13,11 @@ CELLS = tuple((backend, strategy, blocks) for backend in BACKENDS for strategy i
 
 
 def counted(*cell):
-    """Of steps that take no time: in long ones, as where the other rank is late, the desync check looks at more of
-    them."""
-    interval = collective_check.interval
+    """Of steps that take no time: in long ones, as where the other rank is late, the desync check looks at each
+    call."""
+    samples_all = collective_check.samples_all
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective_check, "interval", lambda seconds: interval(0.0))
+        patch.setattr(collective_check, "samples_all", lambda updates, seconds: samples_all(updates, 0.0))
         return count(*cell)
 
 

@@ -129,7 +129,7 @@ def parts_of(engine):
     masters, state = {}, {}
     for name, parameter in engine.module.named_parameters():
         masters[name] = copied(engine._adapter.master_shard(parameter))
-        state[name] = {key: copied(part) for key, part in engine._adapter.optimizer_shards(parameter).items()}
+        state[name] = {key: copied(part) for key, part in engine._adapter.optimizer_state.shards(parameter).items()}
     return masters, state
 
 
@@ -172,11 +172,11 @@ def specs_of(engine, state):
 def load(engine, parts, specs):
     masters, state = parts
     engine._adapter.reshard_all()
-    engine._adapter.make_optimizer_state(specs)
+    engine._adapter.optimizer_state.make(specs)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             engine._adapter.master_shard(parameter).values.copy_(masters[name].values)
-            held = engine._adapter.optimizer_shards(parameter)
+            held = engine._adapter.optimizer_state.shards(parameter)
             assert held.keys() == state[name].keys()
             for key, part in held.items():
                 if key in NUMBERS:
@@ -195,7 +195,7 @@ def holes(engine, specs):
         master = engine._adapter.master_shard(parameter)
         keys = specs[parameter].tensors if parameter in specs else ()
         held = {"master": master} | {
-            key: part for key, part in engine._adapter.optimizer_shards(parameter).items() if key in keys
+            key: part for key, part in engine._adapter.optimizer_state.shards(parameter).items() if key in keys
         }
         for key in ("master", *keys):
             if master.group is None:
@@ -327,7 +327,7 @@ def whole(strategy, precision):
         moments = {}
         for name, parameter in engine.module.named_parameters():
             moment = safe_get_full_optimizer_state(parameter, "exp_avg")
-            part = engine._adapter.optimizer_shards(parameter).get("exp_avg")
+            part = engine._adapter.optimizer_state.shards(parameter).get("exp_avg")
             if moment is not None and part is not None:  # not at stage 0, and not where the others hold all of it
                 stretch = moment.flatten()[part.start : part.start + part.values.numel()]
                 moments[name] = torch.equal(stretch, part.values.to(engine.device))

@@ -136,7 +136,7 @@ def held(backend, place, precision):
                 "masters": {(each.device.type, each.dtype) for each in masters},
                 "numel": sum(each.numel() for each in masters),
             }
-        stepped = engine._adapter.stepped()
+        stepped = engine._adapter.optimizer_state.stepped
         return {
             "masters": {(each.device.type, each.dtype) for each in stepped.values()},
             "numel": sum(each.numel() for each in stepped.values()),

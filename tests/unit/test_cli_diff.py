@@ -84,8 +84,12 @@ def test_what_a_tool_assumes_counts_as_said() -> None:
     one = reading(says("training.gradient_clipping", 1.0, assumed=True))
     other = reading(says("training.gradient_clipping", None))
     (difference,) = compare(one, other)
-    assert (difference.path, difference.a.value, difference.b.value) == ("training.gradient_clipping", 1.0, None)
-    assert difference.a.origin == "other assumes their_gradient_clipping"
+    assert (difference.field, difference.before.value, difference.after.value) == (
+        "training.gradient_clipping",
+        1.0,
+        None,
+    )
+    assert difference.before.origin == "other assumes their_gradient_clipping"
 
 
 def test_what_nobody_says_is_the_default() -> None:
@@ -94,7 +98,7 @@ def test_what_nobody_says_is_the_default() -> None:
     silent = reading(says("sharding.strategy", "full_shard"))
     assert compare(silent, read({"sharding": "full_shard", "optimizer": {"lr": 1e-3}})) == ()
     (difference,) = compare(silent, read({"optimizer": {"lr": 1e-4}}))
-    assert (difference.path, difference.a.value, difference.a.origin, difference.b.value) == (
+    assert (difference.field, difference.before.value, difference.before.origin, difference.after.value) == (
         "optimizer.lr",
         1e-3,
         "not said",
@@ -107,7 +111,11 @@ def test_what_the_script_decides_on_both_sides_is_the_same() -> None:
     sides = [reading(says(field, Undecided(who))) for who in ("the TrainingArguments", "the script")]
     assert compare(*sides) == ()
     (difference,) = compare(sides[0], reading(says(field, 4)))
-    assert (difference.a.said, difference.a.origin, difference.b.value) == (False, "the TrainingArguments", 4)
+    assert (difference.before.said, difference.before.origin, difference.after.value) == (
+        False,
+        "the TrainingArguments",
+        4,
+    )
 
 
 def test_other_numbers_of_ranks_are_another_training() -> None:
@@ -115,15 +123,15 @@ def test_other_numbers_of_ranks_are_another_training() -> None:
 
     one = reading(says("training.micro_batch_size", 4))
     two, four = (one._replace(topology=Topology(ranks, ranks)) for ranks in (2, 4))
-    assert [(at.path, at.a.value, at.b.value) for at in compare(two, four)] == [("ranks", 2, 4)]
+    assert [(at.field, at.before.value, at.after.value) for at in compare(two, four)] == [("ranks", 2, 4)]
     assert compare(one, four) == (), "the launcher says it where the file does not"
 
 
 def test_a_difference_is_found_in_both_directions() -> None:
     one, other = reading(says("training.seed", 1)), reading(says("training.seed", 2), says("precision.compute", "bf16"))
     forth, back = compare(one, other), compare(other, one)
-    assert [(at.path, at.a, at.b) for at in forth] == [(at.path, at.b, at.a) for at in back]
-    assert {at.path for at in forth} == {"training.seed", "precision.compute"}
+    assert [(at.field, at.before, at.after) for at in forth] == [(at.field, at.after, at.before) for at in back]
+    assert {at.field for at in forth} == {"training.seed", "precision.compute"}
 
 
 def test_a_recipe_whose_engine_its_launcher_chooses_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 import unishard
 from unishard import Config, ConfigError
-from unishard.config.loading import document, launched
+from unishard.config.loading import launched, yaml_file
 from unishard.errors import Problem
 
 BAD: list[dict[str, Any]] = YAML(typ="safe", pure=True).load(Path(__file__).with_name("bad_configs.yaml"))
@@ -186,7 +186,7 @@ def test_a_number_that_python_does_not_write_is_one_short_error(seed: object) ->
 def test_a_file_that_would_be_read_for_minutes_is_one_short_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
-    monkeypatch.setattr(document, "_MOST_WRITTEN", 500)  # of 25,000, for which this test would take seconds
+    monkeypatch.setattr(yaml_file, "_MOST_WRITTEN", 500)  # of 25,000, for which this test would take seconds
     (folder / "c.yaml").write_text(text)
     assert says in message("c.yaml")
 

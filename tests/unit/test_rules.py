@@ -149,8 +149,21 @@ def test_the_first_case_that_holds_counts() -> None:
             When("strict again", lambda cfg: cfg.strict, Fit.UNSUPPORTED, "never; do not"),
         ),
     )
-    assert rule.outcome(Config()) == (Fit.EXACT, "as it is")
-    assert rule.outcome(Config(strict=True)) == (Fit.APPROXIMATE, "roughly")
+    assert rule.outcome("training.seed", Config()) == (Fit.EXACT, "as it is")
+    assert rule.outcome("training.seed", Config(strict=True)) == (Fit.APPROXIMATE, "roughly")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("sharding.group_size", "the strategy has no groups"),
+        ("compile.backend", "nothing is compiled"),
+        ("compile.mode", ""),
+        ("logging.project", "nothing is logged"),
+    ],
+)
+def test_no_row_is_asked_about_a_field_that_decides_nothing(path: str, why: str) -> None:
+    assert Rule(Fit.UNSUPPORTED, "x", "never; do not").outcome(path, Config()) == (Fit.EXACT, why)
 
 
 def test_merge_replaces_everything_but_mappings() -> None:

@@ -57,9 +57,9 @@ def diff(
         return
     names = [f"{side} ({reading.format})" for side, reading in zip("AB", readings, strict=True)]
     if is_narrow(3, sys.stdout):
-        show_blocks(((at.path, [("A", _shown(at.a)), ("B", _shown(at.b))]) for at in found), sys.stdout)
+        show_blocks(((at.field, [("A", _shown(at.before)), ("B", _shown(at.after))]) for at in found), sys.stdout)
     else:
-        show(("field", *names), [(at.path, _shown(at.a), _shown(at.b)) for at in found], sys.stdout)
+        show(("field", *names), [(at.field, _shown(at.before), _shown(at.after)) for at in found], sys.stdout)
     raise typer.Exit(DIFFERENT)
 
 

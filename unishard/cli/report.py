@@ -13,6 +13,7 @@ from unishard.errors import printable
 
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome
+    from unishard.formats.comparing import Difference
 from unishard.cli.text_report import LOUD, key_value, listed, needs_input, value_of, write_text
 
 _ORDER = (Fit.EXACT, Fit.EQUIVALENT, Fit.IGNORED, Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
@@ -59,7 +60,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "note",
         "line",
         "assumed",
-        *(("place", "supplied") if outcome.filling else ()),
+        *(("place", "supplied") if outcome.supplied else ()),
     )
     names = {"supplied": "beside"}
     return {
@@ -71,13 +72,23 @@ def _object(outcome: Outcome) -> dict[str, Any]:
         "needs_input": needs_input(outcome),
         "launch": outcome.launch,
         "warnings": list(outcome.warnings),
-        **({"not_understood": list(outcome.filling.unknown)} if outcome.filling else {}),
+        **({"not_understood": list(outcome.supplied.unknown)} if outcome.supplied else {}),
         "dropped": [
             {"key": one.key, "value": plain(one.value), "line": one.line, "effect": one.effect}
             for one in outcome.dropped
         ],
-        "changes": [{name: plain(value) for name, value in change._asdict().items()} for change in outcome.changes],
+        "changes": [_change(one) for one in outcome.changes],
         "items": [{names.get(name, name): plain(getattr(item, name)) for name in fields} for item in outcome.items],
+    }
+
+
+def _change(one: Difference) -> dict[str, Any]:
+    return {
+        "field": one.field,
+        "before": plain(one.before.value),
+        "after": plain(one.after.value),
+        "said": one.before.said,
+        "note": one.after.origin,
     }
 
 
@@ -110,7 +121,7 @@ def _markdown(outcome: Outcome) -> str:
         *(f"- `{path}` comes from {_escaped(who)}: `--set {path}=VALUE`" for path, who in needs_input(outcome).items()),
     ]
     lines += [
-        f"- changes: `{one.field}` from {_code(value_of(one.before))} to {_code(value_of(one.after))}"
+        f"- changes: `{one.field}` from {_code(value_of(one.before.value))} to {_code(value_of(one.after.value))}"
         for one in outcome.changes
     ]
     dropped = [(_code(f"{one.key} = {value_of(one.value)}"), one.effect) for one in outcome.dropped]

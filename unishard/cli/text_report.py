@@ -14,8 +14,9 @@ from unishard.contract.rules import Fit
 from unishard.errors import in_one_line
 
 if TYPE_CHECKING:
-    from unishard.formats import Change, Item, Outcome
-    from unishard.formats.filling import Filling
+    from unishard.formats import Item, Outcome
+    from unishard.formats.comparing import Difference
+    from unishard.formats.supplied import Supplied
 
 
 LOUD = (Fit.UNSUPPORTED, Fit.NEEDS_INPUT, Fit.APPROXIMATE)
@@ -78,12 +79,12 @@ def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
 
 def _repeated(outcome: Outcome) -> list[Item]:
     """Keys such as `auto` of which what was read beside the document has a line that also says the value."""
-    pairs = [pair for pair in zip(outcome.items, outcome.reading.entries, strict=False) if pair[0].place]
-    said = {field for item, entry in pairs if item.supplied for field in entry.effect.fields}
+    placed = [item for item in outcome.items if item.place]
+    said = {field for item in placed if item.supplied for field in item.entry.effect.fields}
     return [
         item
-        for item, entry in pairs
-        if not item.supplied and entry.effect.fields and said.issuperset(entry.effect.fields)
+        for item in placed
+        if not item.supplied and item.entry.effect.fields and said.issuperset(item.entry.effect.fields)
     ]
 
 
@@ -106,7 +107,7 @@ def needs_input(outcome: Outcome) -> dict[str, str]:
 
 
 def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
-    if names := list(filter(None, (outcome.reading.source.name, outcome.filling and outcome.filling.name))):
+    if names := list(filter(None, (outcome.reading.source.name, outcome.supplied and outcome.supplied.name))):
         yield _Line(", with ".join(names), style="bold")
     for warning in outcome.warnings:
         yield _Line(f"warning: {warning}")
@@ -121,8 +122,8 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
             yield _Line(f"{fit}:", style=FIT_STYLES[fit])
         yield from _noted(here, outcome)
     yield from _changes(outcome)
-    if outcome.filling:
-        yield from _filled(outcome.filling, [] if full else items, outcome)
+    if outcome.supplied:
+        yield from _filled(outcome.supplied, [] if full else items, outcome)
     yield from _dropped(outcome)
     if open_ := needs_input(outcome):
         yield _Line(
@@ -166,34 +167,35 @@ def _changes(outcome: Outcome) -> Iterator[_Line]:
     script decides.
     """
     source, to = outcome.reading.format, outcome.to
-    said = [change for change in outcome.changes if change.said]
+    said = [change for change in outcome.changes if change.before.said]
+    left = [change for change in outcome.changes if not change.before.said]
     if said:
         yield _Line("changes (no key of the file says it):", style=FIT_STYLES[Fit.APPROXIMATE])
     for change in said:
-        yield _Line(f"{change.field}: {_before(change)} -> {value_of(change.after)}  ({change.note})", 2)
-    if left := [f"{change.field} = {value_of(change.after)}" for change in outcome.changes if not change.said]:
+        yield _Line(f"{change.field}: {_before(change)} -> {value_of(change.after.value)}  ({change.after.origin})", 2)
+    if left:
         yield _Line(
             f"left to the training script by {source}, decided by {to} unless you set it:",
             style=FIT_STYLES[Fit.NEEDS_INPUT],
         )
-        yield _Line(", ".join(left), 2)
+        yield _Line(", ".join(f"{change.field} = {value_of(change.after.value)}" for change in left), 2)
 
 
-def _before(change: Change) -> str:
-    return "what the script does" if change.before is None else value_of(change.before)
+def _before(change: Difference) -> str:
+    return "what the script does" if change.before.value is None else value_of(change.before.value)
 
 
-def _filled(filling: Filling, items: Sequence[Item], outcome: Outcome) -> Iterator[_Line]:
+def _filled(supplied: Supplied, items: Sequence[Item], outcome: Outcome) -> Iterator[_Line]:
     """What was read beside the document, and where each value stands."""
     found = [item for item in items if item.place and item.fit is Fit.EXACT]
     if found:
         yield _Line("filled in:", style="bold")
     for item in found:
         yield _item(item, outcome)
-    if not filling.whose and needs_input(outcome):
-        yield _Line(f"{filling.name} is not known to be TrainingArguments, so their defaults fill nothing")
-    if filling.unknown:
-        yield _Line(f"not understood in {filling.name}: {', '.join(filling.unknown)}")
+    if not supplied.tool and needs_input(outcome):
+        yield _Line(f"{supplied.name} is not known to be TrainingArguments, so their defaults fill nothing")
+    if supplied.unknown:
+        yield _Line(f"not understood in {supplied.name}: {', '.join(supplied.unknown)}")
 
 
 def _item(item: Item, outcome: Outcome) -> _Line:
@@ -206,7 +208,7 @@ def _item(item: Item, outcome: Outcome) -> _Line:
 
 def _place(item: Item, outcome: Outcome) -> str:
     """Where the value stands beside the document; the report begins with the whole path."""
-    name = outcome.filling.name if outcome.filling else ""
+    name = outcome.supplied.name if outcome.supplied else ""
     return item.place.replace(name, Path(name).name) if name else item.place
 
 
@@ -220,7 +222,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
         *(f"{counts[fit]} {fit}" for fit in (Fit.APPROXIMATE, Fit.UNSUPPORTED, Fit.IGNORED) if counts[fit]),
         *(
             [f"{changed} change{'s' * (changed != 1)} of the training"]
-            if (changed := sum(change.said for change in outcome.changes))
+            if (changed := sum(change.before.said for change in outcome.changes))
             else []
         ),
         *([f"{_need(ranks)} {_RANKS}"] if ranks else []),

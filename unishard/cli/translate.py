@@ -117,18 +117,18 @@ def translate(
         _say_what_works(request, outcome, report)
         raise typer.Exit(1) from None
     if verify:
-        _verify(outcome, request)
+        _verify(outcome)
     if output is None:
         emit(outcome.text, end="")
     else:
         save(output, outcome.text)
 
 
-def _verify(outcome: Outcome, request: TranslateRequest) -> None:
+def _verify(outcome: Outcome) -> None:
     """Say what the tool that reads the result makes of it, and exit with 2 if the report does not say a difference."""
     from unishard.formats.verify import verify
 
-    found = verify(outcome, request.overrides)
+    found = verify(outcome)
     write_verification(found, sys.stderr)
     if not found.clean:
         raise typer.Exit(DIFFERENT)

@@ -13,7 +13,6 @@ from unishard.errors import ConfigError
 
 if TYPE_CHECKING:
     from unishard.formats import Outcome
-    from unishard.formats.remedies import Remedy
 
 
 class TranslateRequest(NamedTuple):
@@ -37,7 +36,7 @@ class TranslateRequest(NamedTuple):
         from unishard.formats import translate
 
         found = self._remedy(only_drop=True) if drop_unsupported else None
-        outcome = found.outcome if found else translate(self.source, self.to, **self._said())
+        outcome = found or translate(self.source, self.to, **self._said())
         return self._with_effects(outcome) if outcome.dropped else outcome
 
     def _with_effects(self, outcome: Outcome) -> Outcome:
@@ -55,11 +54,12 @@ class TranslateRequest(NamedTuple):
         found = self._remedy(only_drop=False)
         if found is None:
             return None
-        changed = {text.partition("=")[0] for text in found.overrides}
+        further = found.overrides[len(self.overrides) :]
+        changed = {text.partition("=")[0] for text in further}
         kept = (text for text in self.overrides if text.partition("=")[0].strip() not in changed)
-        return self._replace(overrides=(*kept, *found.overrides), drop=(*self.drop, *found.drop))
+        return self._replace(overrides=(*kept, *further), drop=found.drop)
 
-    def _remedy(self, *, only_drop: bool) -> Remedy | None:
+    def _remedy(self, *, only_drop: bool) -> Outcome | None:
         from unishard.formats.remedies import remedy
         from unishard.formats.source import open_source
 

@@ -20,6 +20,7 @@ from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.parallel import Parallel, SequenceParallel
 from unishard.config.precision import Precision
 from unishard.config.profile import Profile
+from unishard.config.relevance import OffAt
 from unishard.config.scheduler import Scheduler
 from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
 from unishard.config.sharding import Sharding
@@ -64,7 +65,7 @@ class Config(Section):
     """Dtypes."""
     offload: Offload = Field(default_factory=Offload.model_construct)
     """What is kept in host memory or on NVMe."""
-    activation_checkpointing: ActivationCheckpointing = Field(default="none")
+    activation_checkpointing: Annotated[ActivationCheckpointing, OffAt("none")] = Field(default="none")
     """Which modules keep only their inputs and rerun their forward in backward. It saves memory and costs time.
 
     `full`: each of the model's repeated blocks. `selective`: the same, but the outputs of matrix products with weights,

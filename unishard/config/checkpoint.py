@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from unishard.config.paths import Directory
+from unishard.config.relevance import UnusedIf
 from unishard.config.section import Section, refuse
 from unishard.config.spellings import Spellings
 
@@ -35,6 +36,9 @@ Signal = Annotated[
     Spellings(tuple(name.removeprefix("SIG") for name in SIGNALS)),
 ]
 
+_NO_DIRECTORY = UnusedIf(lambda cfg: cfg.checkpoint.dir is None, "there is no checkpoint.dir")
+_KEEPS_ALL = UnusedIf(lambda cfg: cfg.checkpoint.keep_last is None, "nothing is deleted")
+
 
 class Checkpoint(Section):
     """When and where the training state is saved, so that a run can be resumed.
@@ -48,22 +52,22 @@ class Checkpoint(Section):
     """Directory of the run's checkpoints, one subdirectory each. `engine.save()` writes there and
     `engine.load("latest")` reads from it. It must be shared by all ranks on all nodes. `null`: nothing is saved
     automatically, and `engine.save(dir)` needs a directory."""
-    on_existing: Literal["error", "resume", "new"] = Field(default="error")
+    on_existing: Annotated[Literal["error", "resume", "new"], _NO_DIRECTORY] = Field(default="error")
     """What a run does if `dir` holds checkpoints of another run already. `resume`: `prepare` resumes from the newest
     one, and `engine.resumed` says where; the first time, when there is none, a new run begins. `error`: the first
     update is an error unless the script has called `engine.load("latest")`. `new`: a new run begins beside the others;
     the names of its checkpoints end with its id, theirs are never deleted, and `latest` is the newest of all. Loading a
     checkpoint of another directory begins a new run, too."""
-    every_steps: int | None = Field(default=None, ge=1)
+    every_steps: Annotated[int | None, _NO_DIRECTORY] = Field(default=None, ge=1)
     """Save after every N optimizer steps, counted from the start of the training: at steps 500, 1000, ... also after a
     resume. `null`: never by steps."""
-    every_minutes: float | None = Field(default=None, gt=0, le=525_600, allow_inf_nan=False)
+    every_minutes: Annotated[float | None, _NO_DIRECTORY] = Field(default=None, gt=0, le=525_600, allow_inf_nan=False)
     """Save after the first optimizer step once this many minutes have passed since the last checkpoint. `null`: never
     by time."""
     keep_last: int | None = Field(default=None, ge=1)
     """How many of the run's newest checkpoints to keep. Older ones are deleted once a newer one is complete; those of
     other runs are never deleted. `null` keeps all."""
-    keep_every: int | None = Field(default=None, ge=1)
+    keep_every: Annotated[int | None, _KEEPS_ALL] = Field(default=None, ge=1)
     """Checkpoints whose step is a multiple of this are never deleted. Needs `keep_last`, because nothing is deleted
     without it."""
     keep_best: int | None = Field(default=None, ge=1)
@@ -75,7 +79,7 @@ class Checkpoint(Section):
     """Whether a save copies the state to host memory and returns, so that files are written while the training
     continues. It needs as much host memory as the state of the node's ranks. One save runs at a time; the next call
     raises its errors."""
-    on_signal: list[Signal] = Field(default=[])
+    on_signal: Annotated[list[Signal], _NO_DIRECTORY] = Field(default=[])
     """Signals such as `[SIGTERM, SIGUSR1]`, in any case, with or without `SIG`. When any rank receives one, all ranks
     save after the current optimizer step and exit with code 85. Batch systems send one before they stop a job (Slurm:
     `sbatch --signal=USR1@120`). The exit code tells a job script to requeue the run."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from unishard.config.relevance import UnusedIf
 from unishard.config.section import Section
+
+_NO_PREFETCH = UnusedIf(lambda cfg: cfg.sharding.within_group != "full_shard", "nothing is prefetched")
+_NO_CHECK = UnusedIf(lambda cfg: not cfg.communication.desync_check, "desync_check is off")
 
 
 class Communication(Section):
@@ -12,15 +18,15 @@ class Communication(Section):
 
     reduce_bucket_size: int = Field(default=25_000_000, ge=1)
     """Gradient elements reduced in one collective, on engines that use buckets."""
-    prefetch_bucket_size: int | None = Field(default=None, ge=0)
+    prefetch_bucket_size: Annotated[int | None, _NO_PREFETCH] = Field(default=None, ge=0)
     """Parameter elements that may be gathered before they are used (`full_shard`). `null` for those of the next unit,
     whatever its size; 0 disables prefetching."""
     overlap: bool = Field(default=True)
     """Whether gradients are reduced during backward, where the engine has this option."""
     desync_check: bool = Field(default=True)
-    """Whether to check that all ranks make the same collective calls: one by one in the first ten updates and in every
-    tenth after them, and all calls before a save. On a mismatch, every rank raises an error that names each rank's
-    call, instead of hanging."""
-    desync_timeout: float = Field(default=10.0, gt=0, le=1800)
+    """Whether to check that all ranks make the same collective calls: one by one in the first ten updates, then all
+    calls so far where every tenth update begins, before its step, and before a save. On a mismatch, every rank raises
+    an error that names each rank's call, instead of hanging."""
+    desync_timeout: Annotated[float, _NO_CHECK] = Field(default=10.0, gt=0, le=1800)
     """Seconds until that error is raised. A rank that is late outside unishard is named in a warning instead, and
     waited for."""

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from unishard.config.relevance import OffAt, UnusedIf
 from unishard.config.section import Section, refuse
 from unishard.config.spellings import Spellings, lower
 
@@ -14,8 +15,13 @@ class Compile(Section):
     """`torch.compile`, in place: names of modules and parameters do not change."""
 
     shorthand: ClassVar[tuple[str, ...]] = ("mode",)
+    unused_if: ClassVar[tuple[UnusedIf, ...]] = (
+        UnusedIf(lambda cfg: cfg.compile.mode == "none", "nothing is compiled"),
+    )
 
-    mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(lower), Spellings()] = Field(default="none")
+    mode: Annotated[Literal["none", "per_block", "full"], BeforeValidator(lower), Spellings(), OffAt("none")] = Field(
+        default="none"
+    )
     """`per_block` compiles the model's repeated blocks; their common code is compiled once. `full` compiles the whole
     model, with a graph break wherever the engine gathers a unit."""
     backend: str = Field(default="inductor")

@@ -56,7 +56,7 @@ def _flat(metadata: Iterable[Any]) -> Iterable[Any]:
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    bounds, words = list(metadata), []
+    bounds, words = [bound for bound in metadata if isinstance(bound, Ge | Gt | Le | Lt)], []
     match bounds:
         case [Ge(ge=low), Le(le=high)]:
             return f" from {low} to {high}"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from unishard.config.paths import Directory
+from unishard.config.relevance import OffAt, UnusedIf
 from unishard.config.section import Section, refuse
 
 Place = Literal["none", "cpu", "nvme"]
+_NOWHERE = UnusedIf(lambda cfg: cfg.offload.params == cfg.offload.optimizer == "none", "nothing is offloaded")
+_NO_FILES = UnusedIf(
+    lambda cfg: "nvme" not in (cfg.offload.params, cfg.offload.optimizer), "nothing is offloaded to nvme"
+)
 
 
 class Offload(Section):
@@ -20,14 +25,14 @@ class Offload(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("params", "optimizer")
 
-    params: Place = Field(default="none")
+    params: Annotated[Place, OffAt("none")] = Field(default="none")
     """Where sharded parameters and their fp32 master weights are kept: on the accelerator, in host memory (`cpu`), or
     in files (`nvme`)."""
-    optimizer: Place = Field(default="none")
+    optimizer: Annotated[Place, OffAt("none")] = Field(default="none")
     """Where the optimizer state is kept. With `cpu` and `nvme` the optimizer runs on the host."""
-    pin_memory: bool = Field(default=True)
+    pin_memory: Annotated[bool, _NOWHERE] = Field(default=True)
     """Whether offloaded tensors use page-locked host memory (faster copies; needs a CUDA device)."""
-    nvme_path: Directory = Field(default=None)
+    nvme_path: Annotated[Directory, _NO_FILES] = Field(default=None)
     """Directory for the files of `nvme`, on a local disk of each node; required with `nvme`. Each rank writes its own
     files."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from unishard.config.patterns import Pattern
+from unishard.config.relevance import OffAt, UnusedIf
 from unishard.config.section import Section, refuse
 from unishard.config.spellings import Spellings, lower
 
@@ -27,6 +28,14 @@ _BELONGS = {
     "nesterov": ("sgd",),
 }
 """Fields that only some optimizers have, and those optimizers."""
+
+
+def _without(field: str, why: str = "the optimizer has none") -> UnusedIf:
+    return UnusedIf(lambda cfg: cfg.optimizer.name not in _BELONGS[field], why)
+
+
+_ONLY_SGD = _without("momentum", "only sgd has it")
+_NO_DECAY = UnusedIf(lambda cfg: not cfg.optimizer.weight_decay, "there is no weight decay")
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "betas": {"lion": (0.9, 0.99)},
@@ -75,24 +84,24 @@ class Optimizer(Section):
     fused where torch supports it; `lion` comes from the package lion-pytorch (the extra `optimizers`)."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Learning rate, before the schedule."""
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair)] = Field(
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair), _without("betas")] = Field(
         default_factory=_default("betas", (0.9, 0.999))
     )
     """Decay rates of the moments, of `adamw` and `adam` (default 0.9, 0.999) and `lion` (default 0.9, 0.99)."""
-    eps: float = Field(default_factory=_default("eps", 1e-8), ge=0, allow_inf_nan=False)
+    eps: Annotated[float, _without("eps")] = Field(default_factory=_default("eps", 1e-8), ge=0, allow_inf_nan=False)
     """Term added to the denominator, of `adamw` and `adam` (default 1e-8) and `adagrad` (default 1e-10)."""
-    amsgrad: bool = Field(default=False)
+    amsgrad: Annotated[bool, _without("amsgrad")] = Field(default=False)
     """Whether `adamw` and `adam` divide by the largest second moment so far."""
-    momentum: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    momentum: Annotated[float, _ONLY_SGD] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """SGD's momentum factor."""
-    nesterov: bool = Field(default=False)
+    nesterov: Annotated[bool, _ONLY_SGD] = Field(default=False)
     """Whether SGD uses Nesterov momentum."""
     weight_decay: float = Field(default_factory=_default("weight_decay", 0.0), ge=0, allow_inf_nan=False)
     """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, else 0."""
-    no_decay: list[Pattern] = Field(default=[])
+    no_decay: Annotated[list[Pattern], _NO_DECAY] = Field(default=[])
     """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`),
     such as `[bias, norm]`. One that matches no trainable parameter is a warning, and an error if none does."""
-    groups: list[ParameterGroup] = Field(default=[])
+    groups: Annotated[list[ParameterGroup], OffAt([])] = Field(default=[])
     """Parameters with their own learning rate or weight decay: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies
     the rate of each group."""
 

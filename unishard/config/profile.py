@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from unishard.config.paths import Directory
+from unishard.config.relevance import OffAt, UnusedIf
 from unishard.config.section import Section, refuse
 
 
@@ -17,8 +18,9 @@ class Profile(Section):
     """
 
     shorthand: ClassVar[tuple[str, ...]] = ("steps",)
+    unused_if: ClassVar[tuple[UnusedIf, ...]] = (UnusedIf(lambda cfg: not cfg.profile.steps, "no step is profiled"),)
 
-    steps: list[int] = Field(default=[])
+    steps: Annotated[list[int], OffAt([])] = Field(default=[])
     """The optimizer steps to record, counted from 1 at the start of the training, also after a resume. Consecutive ones
     share a trace; take some after the first few, which compile and allocate. Empty: none."""
     dir: Directory = Field(default=None)

@@ -6,8 +6,15 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from unishard.config.relevance import UnusedIf
 from unishard.config.section import Section, refuse
 from unishard.config.spellings import Spellings, lower
+
+_ENDLESS = UnusedIf(lambda cfg: not cfg.scheduler.ends, "the schedule has no end")
+_NO_WARMUP = UnusedIf(lambda cfg: not cfg.scheduler.warmup_steps, "there is no warm-up")
+_CONSTANT_RATE = UnusedIf(
+    lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, "the rate is constant"
+)
 
 
 class Scheduler(Section):
@@ -22,17 +29,19 @@ class Scheduler(Section):
     `warmup_steps` (10,000 without a warm-up), as in transformers."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises; update i uses i / warmup_steps of the range, as in transformers."""
-    warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(lower), Spellings()] = Field(default="linear")
+    warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(lower), Spellings(), _NO_WARMUP] = Field(
+        default="linear"
+    )
     """How it rises: linearly, or logarithmically, fast at first (`log`: update i uses ln(i + 1) / ln(warmup_steps) of
     the range, as in DeepSpeed)."""
-    warmup_start_ratio: float = Field(default=0.0, ge=0, le=1)
+    warmup_start_ratio: Annotated[float, _NO_WARMUP] = Field(default=0.0, ge=0, le=1)
     """Rate at the start of the warm-up, as a fraction of `optimizer.lr`."""
-    delay_steps: int = Field(default=0, ge=0)
+    delay_steps: Annotated[int, _CONSTANT_RATE] = Field(default=0, ge=0)
     """Updates at the first rate before the schedule begins. DeepSpeed's `WarmupLR` and `WarmupDecayLR` wait for one."""
-    total_steps: int | None = Field(default=None, ge=1)
+    total_steps: Annotated[int | None, _ENDLESS] = Field(default=None, ge=1)
     """Updates until the end of the decay, including warm-up, excluding `delay_steps`; required by `linear` and
     `cosine`."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    min_lr_ratio: Annotated[float, _ENDLESS] = Field(default=0.0, ge=0, le=1)
     """Rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
     @property

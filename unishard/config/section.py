@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
+from unishard.config.relevance import UnusedIf
 from unishard.errors import ConfigError, Problem, RenamedFieldWarning
 
 CROSS_FIELD = "cross_field"
@@ -82,6 +83,9 @@ class Section(BaseModel, metaclass=_Refusing):
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Old names of fields, which are accepted for one release, and the new ones."""
+
+    unused_if: ClassVar[tuple[UnusedIf, ...]] = ()
+    """When its fields decide nothing, but for those that can be off."""
 
     reader: ClassVar[Reader]
 

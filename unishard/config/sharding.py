@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from unishard.config.relevance import OffAt, UnusedIf
 from unishard.config.section import Section, refuse
 from unishard.config.spellings import Spellings
 
@@ -43,6 +44,10 @@ Strategy = Annotated[
     Spellings((*_ALIASES, "hybrid_shard_zero2", "_hybrid_shard_zero2")),
 ]
 
+_NO_GROUPS = UnusedIf(lambda cfg: not cfg.sharding.hybrid, "the strategy has no groups")
+_NO_SHARDS = UnusedIf(lambda cfg: cfg.sharding.strategy == "no_shard", "nothing is gathered")
+_WHOLE_PARAMETERS = UnusedIf(lambda cfg: cfg.sharding.within_group != "full_shard", "parameters are not sharded")
+
 
 class Sharding(Section):
     """What is sharded across the ranks, and in which units."""
@@ -59,20 +64,20 @@ class Sharding(Section):
     `full_shard` and `shard_grad_op` within groups of `group_size` ranks, replicated across groups (FSDP HYBRID_SHARD,
     MiCS). FSDP's enum names, `ddp`, `hsdp` and `zero0` to `zero3` are accepted in any case.
     """
-    group_size: int | None = Field(default=None, ge=2)
+    group_size: Annotated[int | None, _NO_GROUPS] = Field(default=None, ge=2)
     """Ranks in one sharding group (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks.
     Consecutive ranks form a group. `null` for the ranks of one node. A group of all ranks means no replication."""
-    reshard_after_forward: bool | int = Field(default=True)
+    reshard_after_forward: Annotated[bool | int, _WHOLE_PARAMETERS] = Field(default=True)
     """Whether a unit's parameters are freed after its forward and gathered again for its backward (`full_shard`
     and `hybrid_shard` only). `false` halves the all-gathers and needs more memory. A number, such as the ranks of one
     node, keeps a shard of the gathered parameters on each of so many ranks, so that backward gathers among these only;
     it must divide the ranks that share one copy."""
-    units: Literal["auto"] | list[str] = Field(default="auto")
+    units: Annotated[Literal["auto"] | list[str], _NO_SHARDS] = Field(default="auto")
     """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the
     model's repeated blocks (`_no_split_modules` of a Hugging Face model)."""
-    min_unit_params: int = Field(default=0, ge=0)
+    min_unit_params: Annotated[int, OffAt(0), _NO_SHARDS] = Field(default=0, ge=0)
     """Modules with fewer parameters than this are not units."""
-    conditional_modules: list[str] = Field(default=[])
+    conditional_modules: Annotated[list[str], OffAt([])] = Field(default=[])
     """Classes of modules that a rank may skip in a micro-batch, entirely or partly, such as experts behind a router or
     an image tower. Neither they nor modules inside them are units: they are gathered and reduced with the enclosing
     unit, or with the root if there is none. A rank that does not use one of their parameters contributes zeros to the

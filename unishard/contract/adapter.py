@@ -8,19 +8,20 @@ parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unishard.contract.optimizer_state import StateSpec, TorchOptimizerState
+from unishard.contract.optimizer_state import OptimizerState, TorchOptimizerState
 from unishard.contract.results import Placement
+from unishard.contract.trainable import frozen_parameters, set_requires_grad
 from unishard.contract.units import Unit
 from unishard.distributed.host_read import HostRead
-from unishard.distributed.nested_tensors import tensors_in
+from unishard.distributed.nested_tensors import hook_gradients
 from unishard.distributed.shards import Shard
 
 
@@ -122,17 +123,9 @@ class InferenceAdapter(ABC):
         """
         return None
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> AbstractContextManager[None]:
         """A block in which no parameter requires a gradient."""
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        try:
-            for parameter in trainable:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for parameter in trainable:
-                parameter.requires_grad_(True)
+        return frozen_parameters(self.module)
 
 
 class EngineAdapter(InferenceAdapter):
@@ -143,6 +136,10 @@ class EngineAdapter(InferenceAdapter):
     read_gradient: Callable[[nn.Parameter], Tensor | None]
     """Set by `Engine`: what `parameter.grad` is to be in the script, for engines that hold another gradient there or
     none; None where it is not final. Collective."""
+    shared_parameters: Mapping[str, nn.Parameter]
+    """By name, the parameters that can train and whose gradients are right only if all ranks have one, or none: those
+    that were trainable in `prepare`, but not those that any rank may skip (of conditional modules, or all where the
+    engine adds zeros for missing gradients)."""
 
     def __init__(self, module: nn.Module, device: torch.device, optimizer: Any) -> None:
         """Hold the model and the optimizer.
@@ -154,6 +151,7 @@ class EngineAdapter(InferenceAdapter):
         """
         super().__init__(module, device)
         self.optimizer = optimizer
+        self.shared_parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
 
     @property
     def training(self) -> EngineAdapter:
@@ -225,48 +223,24 @@ class EngineAdapter(InferenceAdapter):
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
-    def stepped(self) -> Mapping[nn.Parameter, Tensor]:
-        """The tensors that the torch optimizer steps in place of parameters."""
-        return {}
-
     @cached_property
-    def _torch_state(self) -> TorchOptimizerState:
-        return TorchOptimizerState(self.torch_optimizer, self.master_shard, self.stepped())
-
-    def optimizer_shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """This rank's shards of a parameter's optimizer state, by the optimizer's keys.
-
-        Tensors in the parameter's shape are live memory. A number, such as a step count, is a shard of shape () with an
-        fp32 copy in host memory. Empty for a parameter that was never updated, and if this rank holds nothing of it.
-        """
-        return self._torch_state.shards(parameter)
-
-    def make_optimizer_state(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Clear all optimizer state and create it for these parameters: zeros, and the given numbers.
-
-        Optimizers create their state in the first step, so a new engine has none to load into.
-        """
-        self._torch_state.make(specs)
+    def optimizer_state(self) -> OptimizerState:
+        """This rank's shards of the optimizer's state, by parameter."""
+        return TorchOptimizerState(self.torch_optimizer, self.master_shard)
 
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
         """Freeze parameters or make them trainable, between two windows.
 
         Updates must not change parameters without a gradient.
         """
-        named = dict(self.module.named_parameters(remove_duplicate=False))
-        for name in names:
-            named[name].requires_grad_(trainable)
+        set_requires_grad(self.module, names, trainable)
 
     def watch(self, output: Any) -> None:
         """Call `on_gradient` with the gradient of each tensor in an output of `forward`.
 
-        An adapter whose engine registers its own hooks on outputs calls this before those, and overrides this method to
-        do nothing.
+        An adapter whose engine registers its own hooks on outputs calls `hook_gradients` before those, and not here.
         """
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+        hook_gradients(output, self.on_gradient)
 
     def input_gradients(self, *, graph: bool) -> None:
         """Called when `torch.autograd.grad` of an output is about to run through the model, before it uses parameters.
@@ -289,23 +263,11 @@ class EngineAdapter(InferenceAdapter):
     reduces_each_backward = True
     """Whether gradients are reduced in each backward, and not only in the last one of a window or in `update`."""
 
-    def shared_parameters(self) -> Mapping[str, nn.Parameter]:
-        """By name, the parameters that can train and whose gradients are right only if all ranks have one, or none.
-
-        Those that any rank may skip are not among them: conditional modules, and all where the engine adds zeros for
-        missing gradients.
-        """
-        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-
-    def leaf(self, name: str) -> Tensor:
-        """The tensor on which autograd accumulates the gradient of one of `shared_parameters`."""
-        return self.shared_parameters()[name]
-
     def without_gradient(self) -> Collection[str]:
         """Names of the `shared_parameters` that have no gradient of this rank in the window, after its last
         backward.
         """
-        return [name for name, parameter in self.shared_parameters().items() if parameter.grad is None]
+        return [name for name, parameter in self.shared_parameters.items() if parameter.grad is None]
 
     @property
     def gradient_order(self) -> str:
@@ -314,6 +276,9 @@ class EngineAdapter(InferenceAdapter):
         """
         return ""
 
-    def leaves(self) -> Iterable[Tensor]:
-        """The tensors on which autograd accumulates this model's gradients."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+    def leaves(self) -> Mapping[str, Tensor]:
+        """By name, the tensors on which autograd accumulates the gradients of this model's parameters.
+
+        A parameter that no forward has used yet may be missing.
+        """
+        return dict(self.module.named_parameters())

@@ -16,7 +16,7 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.rules import Fit
 from unishard.contract.translate import translate
-from unishard.contract.unused import unused
+from unishard.contract.unused import why_unused
 
 _NULL_IS_ON = frozenset({"sharding.group_size"})
 """Fields whose `null` stands for a value."""
@@ -66,7 +66,7 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
     topology = topology or Topology()
     computed = {"training.global_batch_size": check_batch(cfg.training, reader_of(cfg, 0, topology.world_size).shares)}
     reports = {name: list(translate(cfg, backend=name, topology=topology).report) for name in registry.available()}
-    rows, idle = [], unused(cfg)
+    rows = []
     for path, _ in leaves(Config):
         value, origin = value_at(cfg, path), origins.describe(cfg, path)
         if value is None and path in computed:
@@ -79,7 +79,7 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
                 path,
                 value,
                 origin,
-                {name: _image(name, path, cfg, topology, value, idle.get(path)) for name in reports},
+                {name: _image(name, path, cfg, topology, value) for name in reports},
             )
         )
     known = {row.path for row in rows}
@@ -94,11 +94,11 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
     return rows
 
 
-def _image(name: str, path: str, cfg: Config, topology: Topology, value: Any, idle: str | None) -> Image:
+def _image(name: str, path: str, cfg: Config, topology: Topology, value: Any) -> Image:
     rule = registry.get(name).rules[path]
-    fit, note = rule.outcome(cfg)
+    fit, note = rule.outcome(path, cfg)
     settings = {} if fit is Fit.UNSUPPORTED else dict(flat(rule.to(cfg, topology)))
-    if idle and fit is not Fit.UNSUPPORTED:
+    if idle := why_unused(cfg, path):
         return Image(fit, f"unused: {idle}", note, off=True)
     if settings:
         return Image(fit, ", ".join(f"{key} = {bare(value)}" for key, value in settings.items()), note)

@@ -6,9 +6,9 @@ A format, or an engine's arguments, write down only where they differ; `rows` fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
-from unishard.config import Config, Logging, Profile, leaves
+from unishard.config import Config, Logging, Profile, Scheduler, leaves
 from unishard.contract.field_rows import (
     BUFFERS,
     NO_FILES,
@@ -20,40 +20,18 @@ from unishard.contract.field_rows import (
     started_elsewhere,
     when_default,
 )
-from unishard.contract.loop_rules import NOT_FP16
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, unless
 
 
-def _belongs(note: str, *names: str) -> Rule:
-    """An argument that only some optimizers have."""
-    case = unless(
-        "another optimizer", lambda cfg: cfg.optimizer.name not in names, "the optimizer has no such argument"
-    )
-    return row(Fit.NEEDS_INPUT, SCRIPT, note, case)
-
-
-def _scheduled(case: str, holds: Callable[[Config], bool]) -> Rule:
-    return row(Fit.NEEDS_INPUT, SCRIPT, "build the learning rate schedule", unless(case, holds))
-
-
 def _scaled(path: str, note: str) -> Rule:
-    return row(Fit.NEEDS_INPUT, SCRIPT, note, NOT_FP16, when_default(path, "GradScaler's default"))
+    return row(Fit.NEEDS_INPUT, SCRIPT, note, when_default(path, "GradScaler's default"))
 
 
-def _no_warmup(cfg: Config) -> bool:
-    return not cfg.scheduler.warmup_steps
-
-
-def _endless(cfg: Config) -> bool:
-    return not cfg.scheduler.ends
-
-
-_IN_FP32 = unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32", "everything is in fp32")
+_SCHEDULE = "build the learning rate schedule"
 _TIME = "affects only time and memory"
 _GROUPS = "parameter groups of the optimizer"
 _CHECK = "a check of collective calls by the training loop"
 _KEPT = "the tool keeps the newest or all: all are kept"
-_TRACES = "traces only; use torch.profiler"
 
 FALLBACKS: Mapping[str, Rule] = {
     **{
@@ -100,14 +78,12 @@ FALLBACKS: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         SCRIPT,
         "cast only these inputs to the compute dtype",
-        _IN_FP32,
         when_default("precision.cast_inputs"),
     ),
     "precision.keep_fp32": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "leave these parameters in fp32, and cast around their modules",
-        _IN_FP32,
         unless(
             "auto or empty",
             lambda cfg: cfg.precision.keep_fp32 in ("auto", []),
@@ -150,11 +126,8 @@ FALLBACKS: Mapping[str, Rule] = {
     },
     **saved_by_script("your save function"),
     **asked(Fit.APPROXIMATE, NO_KEY, {"checkpoint.keep_every": _KEPT, "checkpoint.keep_best": _KEPT}),
-    **{
-        path: no_key("affects only logs", lambda cfg: not cfg.logging.to, "nothing is logged")
-        for path, _ in leaves(Logging, "logging.")
-    },
-    **{path: no_key(_TRACES, lambda cfg: not cfg.profile.steps, "no steps") for path, _ in leaves(Profile, "profile.")},
+    **{path: no_key("affects only logs") for path, _ in leaves(Logging, "logging.")},
+    **{path: no_key("traces only; use torch.profiler") for path, _ in leaves(Profile, "profile.")},
     **started_elsewhere(),
     **asked(Fit.EQUIVALENT, NO_KEY, {"sharding.min_unit_params": "the same math with smaller units"}),
     "precision.accumulate": row(
@@ -170,18 +143,16 @@ FALLBACKS: Mapping[str, Rule] = {
     "precision.loss_scale_growth_interval": _scaled(
         "precision.loss_scale_growth_interval", "growth_interval of torch's GradScaler"
     ),
-    **asked(Fit.UNSUPPORTED, NO_KEY, {"offload.nvme_path": NO_FILES}),
-    "optimizer.betas": _belongs("betas of the optimizer", "adamw", "adam", "lion"),
-    "optimizer.eps": _belongs("eps of the optimizer", "adamw", "adam", "adagrad"),
-    "scheduler.name": _scheduled(
-        "constant without warmup", lambda cfg: cfg.scheduler.name == "constant" and _no_warmup(cfg)
+    "offload.nvme_path": no_key(NO_FILES, fit=Fit.UNSUPPORTED),
+    "optimizer.betas": left_to_script("betas of the optimizer"),
+    "optimizer.eps": left_to_script("eps of the optimizer"),
+    **{path: left_to_script(_SCHEDULE) for path, _ in leaves(Scheduler, "scheduler.")},
+    "scheduler.name": left_to_script(
+        _SCHEDULE,
+        lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps,
+        "constant without warmup",
     ),
-    "scheduler.warmup_steps": _scheduled("0", _no_warmup),
-    "scheduler.warmup_type": _scheduled("no warmup", _no_warmup),
-    "scheduler.warmup_start_ratio": _scheduled("no warmup", _no_warmup),
-    "scheduler.delay_steps": _scheduled("0", lambda cfg: not cfg.scheduler.delay_steps),
-    "scheduler.total_steps": _scheduled("without an end", _endless),
-    "scheduler.min_lr_ratio": _scheduled("without an end", _endless),
+    **asked(Fit.NEEDS_INPUT, SCRIPT, {"scheduler.warmup_steps": _SCHEDULE, "scheduler.delay_steps": _SCHEDULE}),
     "native": row(
         Fit.APPROXIMATE,
         NO_KEY,

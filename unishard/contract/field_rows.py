@@ -143,7 +143,6 @@ def _moved(what: str, key: str, to: Setting, note: str) -> Rule:
     rest = "optimizer" if what == "params" else "params"
     return exact(
         key,
-        unless("none", lambda cfg: getattr(cfg.offload, what) == "none"),
         When("nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", Fit.UNSUPPORTED, NO_FILES),
         When(
             f"cpu without offload.{rest}: cpu", lambda cfg: getattr(cfg.offload, rest) != "cpu", Fit.APPROXIMATE, note

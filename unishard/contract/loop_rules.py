@@ -8,9 +8,6 @@ from unishard.config import Config, leaves
 from unishard.contract.field_rows import row
 from unishard.contract.rules import Fit, Rule, done_by_unishard, is_, unless
 
-NOT_FP16 = unless("compute is not fp16", lambda cfg: cfg.precision.compute != "fp16", "nothing is scaled")
-
-
 _ARGUMENT = done_by_unishard("argument of the optimizer")
 _GROUPS = done_by_unishard("parameter groups, by the names that parameters have before sharding")
 _WRITER = done_by_unishard("argument of the library that writes")
@@ -36,8 +33,8 @@ LOOP: Mapping[str, Rule] = {
         "highest or high, for the whole process",
         unless(*is_("precision.matmul", "keep")),
     ),
-    "precision.initial_loss_scale": done_by_unishard("where the dynamic scale begins", NOT_FP16),
-    "precision.loss_scale_growth_interval": done_by_unishard("counts updates", NOT_FP16),
+    "precision.initial_loss_scale": done_by_unishard("where the dynamic scale begins"),
+    "precision.loss_scale_growth_interval": done_by_unishard("counts updates"),
     "activation_checkpointing": Rule(
         Fit.EXACT,
         "torch.utils.checkpoint.checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -120,36 +120,52 @@ def tensors_and_numbers(
     return tensors, {name: torch.tensor(float(value), dtype=torch.float32) for name, value in numbers.items()}
 
 
+class OptimizerState(Protocol):
+    """What an adapter reads and makes of its optimizer's state."""
+
+    def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
+        """This rank's shards of a parameter's optimizer state, by the optimizer's keys.
+
+        Tensors in the parameter's shape are live memory. A number, such as a step count, is a shard of shape () with an
+        fp32 copy in host memory. Empty for a parameter that was never updated, and if this rank holds nothing of it.
+        """
+
+    def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        """Clear all optimizer state and create it for these parameters: zeros, and the given numbers.
+
+        Optimizers create their state in the first step, so a new engine has none to load into. The parameters that are
+        left out have none, as before their first update.
+        """
+
+
 class TorchOptimizerState:
-    """A torch optimizer's state in shards, by model parameter."""
+    """An `OptimizerState` of a torch optimizer whose groups have the parameters of the model."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         shard_of: Callable[[nn.Parameter], Shard],
-        stepped: Mapping[nn.Parameter, Tensor],
+        stepped: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         """Hold the optimizer.
 
         Args:
             optimizer: The torch optimizer.
             shard_of: This rank's shard of a parameter.
-            stepped: Maps parameters to the tensors that it steps instead; its groups and state have the parameters.
+            stepped: The tensors that it steps in place of parameters.
         """
         self._optimizer = optimizer
         self._shard_of = shard_of
-        self._stepped = stepped
+        self.stepped = {} if stepped is None else stepped
         self._groups = {tensor: group for group in optimizer.param_groups for tensor in group["params"]}
 
     @torch.no_grad()
     def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
-        """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds
-        nothing.
-        """
+        """As in `OptimizerState`."""
         state = self._optimizer.state.get(parameter)
         if not state:
             return {}
-        like = self._stepped.get(parameter, parameter)
+        like = self.stepped.get(parameter, parameter)
         tensors, numbers = tensors_and_numbers(self._optimizer, self._groups[parameter], like, state)
         place = self._shard_of(parameter)
         shape = place.shape if place.group is None else (-1,)
@@ -159,12 +175,12 @@ class TorchOptimizerState:
 
     @torch.no_grad()
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
-        """Clear all state and create it for some parameters; the others have none, as before their first update."""
+        """As in `OptimizerState`."""
         self._optimizer.state.clear()
         for parameter, spec in specs.items():
             group = self._groups.get(parameter)
             if group is not None:  # ZeroRedundancyOptimizer distributes parameters over the ranks
-                like = self._stepped.get(parameter, parameter)
+                like = self.stepped.get(parameter, parameter)
                 self._optimizer.state[parameter] = fresh_state(self._optimizer, group, like, spec)
 
 

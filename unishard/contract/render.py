@@ -29,7 +29,7 @@ class FieldResult(NamedTuple):
     note: str
 
 
-class Rendered(NamedTuple):
+class WrittenDocument(NamedTuple):
     """A config in the words of an engine or a format."""
 
     document: Native
@@ -39,7 +39,7 @@ class Rendered(NamedTuple):
 
 def render(
     rules: Mapping[str, Rule], cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()
-) -> Rendered:
+) -> WrittenDocument:
     """What a table of rules makes of a config. Pure; imports no engine.
 
     Args:
@@ -51,18 +51,20 @@ def render(
     document: Native = {}
     fields = {}
     for path, row in rules.items():
-        fragment, fields[path] = _render_field(row, cfg, topology, undecided=path in undecided)
+        fragment, fields[path] = _render_field(path, row, cfg, topology, undecided=path in undecided)
         document = merge(document, fragment)
-    return Rendered(document, fields)
+    return WrittenDocument(document, fields)
 
 
-def _render_field(row: Rule, cfg: Config, topology: Topology, *, undecided: bool) -> tuple[Native, FieldResult]:
+def _render_field(
+    path: str, row: Rule, cfg: Config, topology: Topology, *, undecided: bool
+) -> tuple[Native, FieldResult]:
     if undecided and row.auto:
         fragment = nested(dict.fromkeys(dict(flat(row.to(cfg, topology))), AUTO))
         return fragment, FieldResult(Fit.NEEDS_INPUT, row.key, KEPT_AUTO)
     if undecided:
         return {}, _left_out(row)
-    fit, note = row.outcome(cfg)
+    fit, note = row.outcome(path, cfg)
     refused = fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT)
     return ({} if refused else row.to(cfg, topology)), FieldResult(fit, row.key, note)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
+from unishard.contract.unused import why_unused
 
 Setting = Callable[[Config, Topology], Native]
 Holds = Callable[[Config], bool]
@@ -128,8 +129,11 @@ class Rule(NamedTuple):
     """Whether a format has the word `auto` for a value that the training script decides; otherwise the key is
     omitted."""
 
-    def outcome(self, cfg: Config) -> tuple[Fit, str]:
-        """The fit and the note for this config."""
+    def outcome(self, path: str, cfg: Config) -> tuple[Fit, str]:
+        """The fit and the note for this config; exact, with the reason, where the field at `path` decides nothing."""
+        why = why_unused(cfg, path)
+        if why is not None:
+            return Fit.EXACT, why
         for case in self.when:
             if case.holds(cfg):
                 return case.fit, case.note

@@ -87,6 +87,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     return iter([each for each in values_in(value) if isinstance(each, Tensor)])
 
 
+def hook_gradients(value: Any, hook: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of each tensor in a value, once a backward has computed it."""
+    if torch.is_grad_enabled():
+        for tensor in tensors_in(value):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def values_in(value: Any) -> list[Any]:
     """A value and all that is inside it: the contents of tuples, lists, mappings and dataclasses. What cannot be read
     is left out.

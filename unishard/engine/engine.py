@@ -536,8 +536,8 @@ class Engine(OtherNames, Process):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._close(next((error for error in exc if isinstance(error, BaseException)), None))
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(error)
 
     def _close(self, why: BaseException | None) -> None:
         if self._order.phase is Phase.CLOSED or lifetime.is_forked():
@@ -571,8 +571,8 @@ class EngineInMode(Engine):
         object.__setattr__(self, "__dict__", vars(engine))
         self._before = before
 
-    def __exit__(self, *exc: object) -> None:
-        if self._accumulation is None or any(exc):
-            super().__exit__(*exc)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._accumulation is None or error is not None:
+            self._close(error)
         elif self._order.phase is not Phase.CLOSED:
             self.train(self._before)

@@ -109,7 +109,7 @@ class Framework:
         Not collective.
         """
         training = require_training(self._accumulation, self._order, "framework.reached_by")
-        return reaches(loss, training.adapter.leaves())
+        return reaches(loss, training.adapter.leaves().values())
 
     def on_save(self, state: Callable[[], Any]) -> None:
         """Set what returns `state` for automatic saves, on every rank; an explicit `save` uses its own argument."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from unishard.engine.model.input_casts import cast_inputs
 from unishard.engine.model.materialization import materialize
 
 
+@final
 class ReplicaAdapter(InferenceAdapter):
     """A full model on each rank, for strategies that shard only gradients and optimizer state."""
 

@@ -2,9 +2,10 @@
 rank's call.
 
 Each rank hashes its calls (`CallLog`), all of them, and before some of them it sends the hash to the others over gloo
-and waits for theirs: in the first updates, then as often as costs nothing, and always before rare calls. If all are
-equal, the call continues; else the ranks exchange their last calls and raise an error, before the collectives of this
-call. Ranks that already wait in collectives after calls that were not compared are found by the watchdog.
+and waits for theirs: before each call in the first updates and in long ones, twice in every tenth of the others, and
+always before rare calls. If all are equal, the call continues; else the ranks exchange their last calls and raise an
+error, before the collectives of this call. Ranks that already wait in collectives after calls that were not compared
+are found by the watchdog.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from unishard.failures.watchdog import watch
 _ANSWER = 3.0
 """Seconds to wait for another rank to report its call."""
 _EVERY = 10
-"""Wait for the other ranks before the calls of every tenth optimizer step, and of all of the first ten."""
-_PACE = 1.0
-"""Seconds after which they are waited for again, if optimizer steps take longer than a tenth of that."""
+"""Wait for the other ranks in every tenth optimizer step, and before all calls of the first ten."""
+_LONG = 1.0
+"""Seconds: before all calls of steps that take longer, waiting costs nothing that is noticed."""
 _SAID = 8
 """Calls that a rank reports when it closes an engine."""
 
@@ -169,15 +170,25 @@ def leaving(place: str) -> Iterator[None]:
         raise
 
 
-def samples(updates: int) -> bool:
-    """Whether ranks wait for each other before each call of an optimizer step, however short: in the first ones, and in
-    every tenth.
+def samples_all(updates: int, seconds: float) -> bool:
+    """Whether ranks wait for each other before every call of an optimizer step: in the first ones, and in long ones.
 
     Waking another process takes about a millisecond on a busy machine, too much for every call of a short step. The
-    calls in between are hashed, and compared in the next step that is checked.
+    other calls are hashed, and compared in the next one that is checked.
 
     Args:
         updates: Completed accumulation windows of an engine, the same on every rank.
+        seconds: What a step takes, the same on every rank.
+    """
+    return updates < _EVERY or seconds >= _LONG
+
+
+def samples(updates: int) -> bool:
+    """Whether ranks wait for each other where an optimizer step begins, and before its update, however short it is: in
+    the first ones, and in every tenth.
+
+    Args:
+        updates: As in `samples_all`.
     """
     return updates < _EVERY or updates % _EVERY == 0
 
@@ -186,18 +197,9 @@ def samples_modules(updates: int) -> bool:
     """Whether ranks also wait for each other before each module whose parameters are gathered.
 
     Args:
-        updates: As in `samples`.
+        updates: As in `samples_all`.
     """
     return updates < _EVERY
-
-
-def interval(seconds: float) -> int:
-    """Optimizer steps until the next one whose calls are checked.
-
-    Args:
-        seconds: What a step takes, the same on every rank.
-    """
-    return max(1, min(_EVERY, round(_PACE / max(seconds, 1e-6))))
 
 
 def join(cfg: Communication) -> Member | None:

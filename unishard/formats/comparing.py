@@ -27,9 +27,9 @@ class Side(NamedTuple):
 class Difference(NamedTuple):
     """One field that means something else in one config than in the other."""
 
-    path: str
-    a: Side
-    b: Side
+    field: str
+    before: Side
+    after: Side
 
 
 def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
@@ -53,8 +53,8 @@ _RANKS = "ranks"
 
 
 def _same(difference: Difference) -> bool:
-    a, b = difference.a, difference.b
-    if difference.path == _RANKS and not (a.said and b.said):
+    a, b = difference.before, difference.after
+    if difference.field == _RANKS and not (a.said and b.said):
         return True  # the launcher says it where the config does not
     if _open(a) or _open(b):
         return _open(a) and _open(b)

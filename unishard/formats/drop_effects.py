@@ -59,7 +59,7 @@ def _effect(entries: list[Entry], outcome: Outcome) -> str:
 def _now(entry: Entry, outcome: Outcome) -> Iterator[str]:
     """Each field that the key decides, and what holds now, where that is something else."""
     reading, effect = outcome.reading, entry.effect
-    others = {change.field: change.after for change in outcome.changes}
+    others = {change.field: change.after.value for change in outcome.changes}
     for field in dict.fromkeys(path for path in (*effect.fields, *effect.decides) if path in _FIELDS):
         before = effect.fields.get(field)
         after = others.get(field, value_at(reading.config, field))

@@ -10,7 +10,7 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, Path
-from unishard.contract.render import Rendered
+from unishard.contract.render import WrittenDocument
 from unishard.contract.rules import Rule
 from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
@@ -86,7 +86,7 @@ class Format:
         """What must be added to a document before its tool takes it; empty for nothing."""
         return ""
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """The document that says `reading.config`, and what became of each field. Pure."""
         raise NotImplementedError
 

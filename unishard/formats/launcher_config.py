@@ -24,37 +24,34 @@ _ENGINE_STAYS = (
 )
 
 
-def decided(
-    own: list[Entry], given: Sequence[Entry], beside: Supplied, ranks: Topology | None, reading: ReadDocument
-) -> list[Entry]:
+def decided(own: list[Entry], given: Sequence[Entry], supplied: Supplied, reading: ReadDocument) -> list[Entry]:
     """TrainingArguments with the launcher's engine, where there is one.
 
     Args:
         reading: The document.
         own: The entries of the document.
         given: Those of what is beside it, which count more than the launcher's config.
-        beside: What is beside it.
-        ranks: The ranks, where they are known.
+        supplied: What is beside it.
     """
-    if beside.launcher is None:
-        return [_replicated(entry, beside) if leaves_engine(entry) else entry for entry in own]
+    if supplied.launcher is None:
+        return [_replicated(entry, supplied) if leaves_engine(entry) else entry for entry in own]
     said = {field for entry in given if not entry.assumed for field in entry.effect.fields}
     switches = {entry.key: entry for entry in (*given, *own) if not entry.assumed}
     values = {key: entry.value for key, entry in switches.items()}
-    switch = _switched(beside.launcher.data.get(_PRECISION), values)
+    switch = _switched(supplied.launcher.data.get(_PRECISION), values)
     place = (switches[switch].place or reading.source.origins.of(switch)) if switch else ""
     return [entry for entry in own if not leaves_engine(entry) and entry.key != (switch or None)] + [
-        _without(entry, said)._replace(place=_place(entry, beside.launcher, str(place), switch), supplied=True)
-        for entry in _switching(beside.launcher, ranks, switch, str(place))
+        _without(entry, said)._replace(place=_place(entry, supplied.launcher, str(place), switch), supplied=True)
+        for entry in _switching(supplied.launcher, supplied.topology, switch, str(place))
     ]
 
 
-def _replicated(entry: Entry, beside: Supplied) -> Entry:
+def _replicated(entry: Entry, supplied: Supplied) -> Entry:
     """The entry, which stands where a command starts the training that brings no engine either."""
-    if not beside.without_engine:
+    if not supplied.without_engine:
         return entry
-    effect = entry.effect._replace(note=f"DistributedDataParallel: {beside.without_engine} brings no engine")
-    return entry._replace(effect=effect, place=beside.name, supplied=True)
+    effect = entry.effect._replace(note=f"DistributedDataParallel: {supplied.without_engine} brings no engine")
+    return entry._replace(effect=effect, place=supplied.name, supplied=True)
 
 
 def _place(entry: Entry, file: Source, place: str, switch: str) -> str:
@@ -73,43 +70,43 @@ def _without(entry: Entry, said: Collection[str]) -> Entry:
     return entry._replace(effect=entry.effect._replace(fields=fields))
 
 
-def staying(beside: Supplied) -> list[Entry]:
+def staying(supplied: Supplied) -> list[Entry]:
     """The line that says, where TrainingArguments are written again, that the launcher keeps the strategy."""
-    if beside.launcher is None:
+    if supplied.launcher is None:
         return []
     return [
         Entry(
             ("accelerate launch",),
-            beside.launcher.name,
+            supplied.launcher.name,
             KeyEffect(Fit.IGNORED, _ENGINE_STAYS),
-            place=beside.name,
+            place=supplied.name,
             supplied=True,
         )
     ]
 
 
-def staying_options(reading: ReadDocument, beside: Supplied) -> Iterator[Entry]:
+def staying_options(reading: ReadDocument, supplied: Supplied) -> Iterator[Entry]:
     """The options of a command that say something else than the config of Accelerate, which is written again."""
-    for key, value in _options(reading, beside).items():
+    for key, value in _options(reading, supplied).items():
         option = f"accelerate --{key.rpartition('.')[2].replace('_', '-')}"
         yield Entry(
             (option,),
             value,
             KeyEffect(Fit.IGNORED, STAYS, notable=True),
-            place=str(beside.launcher.origins.of(key)),  # type: ignore[union-attr]
+            place=str(supplied.launcher.origins.of(key)),  # type: ignore[union-attr]
             supplied=True,
         )
 
 
-def _options(reading: ReadDocument, beside: Supplied) -> dict[str, Any]:
+def _options(reading: ReadDocument, supplied: Supplied) -> dict[str, Any]:
     """What the options of a command say otherwise than the config of Accelerate that is translated, which they
     count more than (Accelerate 1.15.0, commands/launch.py).
     """
-    own, launcher = dict(flat(reading.source.data)), beside.launcher
+    own, launcher = dict(flat(reading.source.data)), supplied.launcher
     return {
         key: value
         for key, value in (flat(launcher.data) if launcher else ())
-        if launcher.origins.of(key).source == beside.name  # type: ignore[union-attr]
+        if launcher.origins.of(key).source == supplied.name  # type: ignore[union-attr]
         and own.get(key) != value
         and not _same_file(own.get(key), value, reading)
     }
@@ -126,9 +123,7 @@ def _same_file(own: Any, other: Any, reading: ReadDocument) -> bool:
 _PRECISION = "mixed_precision"
 
 
-def as_launched(
-    reading: ReadDocument, beside: Supplied, ranks: Topology | None, *, whole: bool, same: bool
-) -> tuple[list[Entry], str]:
+def as_launched(reading: ReadDocument, supplied: Supplied, *, whole: bool, same: bool) -> tuple[list[Entry], str]:
     """What a document says, and the argument that decides its precision; empty where none does.
 
     What a command says of the ranks, and TrainingArguments of the precision (transformers 5.23, training_args.py),
@@ -136,19 +131,18 @@ def as_launched(
 
     Args:
         reading: The document.
-        beside: What is beside it.
-        ranks: Those that count.
+        supplied: What is beside it, with the ranks that count.
         whole: Whether that is all of the TrainingArguments.
         same: Whether the document is written in its own format again, where the command stays beside it.
     """
     if reading.format != "accelerate":
         return list(reading.entries), ""
-    switch = _switched(reading.source.data.get(_PRECISION), beside.values) if whole else ""
-    options = {} if same else _options(reading, beside)
-    if same or not (switch or options or ranks != reading.topology):
+    switch = _switched(reading.source.data.get(_PRECISION), supplied.values) if whole else ""
+    options = {} if same else _options(reading, supplied)
+    if same or not (switch or options or supplied.topology != reading.topology):
         return list(reading.entries), switch
     file = reading.source._replace(data=merge(dict(reading.source.data), nested(options)))
-    places = {key: str(beside.launcher.origins.of(key)) for key in options} if beside.launcher else {}
+    places = {key: str(supplied.launcher.origins.of(key)) for key in options} if supplied.launcher else {}
     own = dict(flat(reading.source.data))
     yielding = [
         Entry(tuple(key.split(".")), own[key], _yields(places[key], value))
@@ -157,7 +151,7 @@ def as_launched(
     ]
     told = (
         entry._replace(place=places[entry.key], supplied=True) if entry.key in places else entry
-        for entry in _switching(file, ranks, switch, beside.place(switch))
+        for entry in _switching(file, supplied.topology, switch, supplied.place(switch))
     )
     return [*yielding, *told], switch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
 from unishard.config.describe import shown
@@ -28,20 +28,6 @@ _WORD = re.compile(r"[A-Za-z_][\w.]*")
 _AS_IT_IS = "needs no key there: it is so without one"
 
 
-class Change(NamedTuple):
-    """A field that a translation decides otherwise than its source, though no key of the source decides it."""
-
-    field: str
-    before: Any
-    """None where the training script decides it."""
-    after: Any
-    """`auto` where the training script, or the tool around it, decides it there."""
-    said: bool
-    """Whether the tool of the source decides it, by its default; otherwise the training script does."""
-    note: str
-    """What decides it now."""
-
-
 def read_back(target: Format, document: Native, reading: ReadDocument) -> ReadDocument:
     """What a document that was written means to its own tool.
 
@@ -56,30 +42,30 @@ def differences(reading: ReadDocument, back: ReadDocument) -> dict[str, Differen
 
     What the script decides on both sides, or what has no effect, is no difference.
     """
-    return {found.path: found for found in compare(reading, back) if not _same_effect(found, reading, back)}
+    return {found.field: found for found in compare(reading, back) if not _same_effect(found, reading, back)}
 
 
 def _same_effect(found: Difference, reading: ReadDocument, back: ReadDocument) -> bool:
-    a, b = found.a, found.b
-    if found.path == _CLIPPING and _other_engine(reading) and back.config.backend == "deepspeed":
+    a, b = found.before, found.after
+    if found.field == _CLIPPING and _other_engine(reading) and back.config.backend == "deepspeed":
         return (
             a.said and b.said and same(a.value, b.value)
         )  # where DeepSpeed clips, the script's clip_grad_norm_ does nothing
-    if found.path.startswith(("launch.", "logging.", "profile.")):
+    if found.field.startswith(("launch.", "logging.", "profile.")):
         return True  # nothing that trains; the number of ranks is compared
-    if found.path.startswith("native.") and a.said:
-        name = found.path.split(".", 2)[-1]
+    if found.field.startswith("native.") and a.said:
+        name = found.field.split(".", 2)[-1]
         return any(f".{key}".endswith(f".{name}") and same(held, a.value) for key, held in flat(back.source.data))
-    if not (a.said or b.said) or (found.path == "backend" and reading.format != back.format):
+    if not (a.said or b.said) or (found.field == "backend" and reading.format != back.format):
         return True  # nobody but the script decides, or `--to` asks for the engine
     if a.said and b.said and same(a.value, b.value):
         return True
-    if found.path == "training.global_batch_size" and b.value is None:
+    if found.field == "training.global_batch_size" and b.value is None:
         return {
             "training.micro_batch_size",
             "training.gradient_accumulation_steps",
         } <= back.decided - back.undecided.keys()
-    return _idle(found.path, reading.config) and _idle(found.path, back.config)
+    return _idle(found.field, reading.config) and _idle(found.field, back.config)
 
 
 def _other_engine(reading: ReadDocument) -> bool:
@@ -95,7 +81,7 @@ def _depends(field: str, reading: ReadDocument) -> bool:
 
 def _idle(field: str, config: Config) -> bool:
     """Whether a config needs nobody to do what the field says."""
-    return field in FALLBACKS and FALLBACKS[field].outcome(config)[0] is Fit.EXACT
+    return field in FALLBACKS and FALLBACKS[field].outcome(field, config)[0] is Fit.EXACT
 
 
 def same(one: Any, other: Any) -> bool:
@@ -117,14 +103,14 @@ def with_differences(
 
     What no key there says is not exact.
     """
-    named = _named(items, found, reading)
-    for item, entry in zip(items, reading.entries, strict=False):
-        fields = [*entry.effect.fields, *(f"native.{key}" for key in entry.effect.native)]
-        lost = reading.format != back.format and not entry.effect.native and _is_lost(item, fields, back)
+    named = _named(items, found)
+    for item in items:
+        fields = [*item.entry.effect.fields, *(f"native.{key}" for key in item.entry.effect.native)]
+        lost = reading.format != back.format and not item.entry.effect.native and _is_lost(item, fields, back)
         by_itself = (
             item.fit is Fit.EXACT and SCRIPT in item.becomes
         )  # the tool does the same, though nothing in its file says it
-        other = {field for field, one in found.items() if one.b.said or not by_itself}
+        other = {field for field, one in found.items() if one.after.said or not by_itself}
         here = [
             field
             for field in fields
@@ -138,7 +124,6 @@ def with_differences(
         fit = worst(item.fit, *(fit for fit, _ in fits))
         notes = dict.fromkeys(filter(None, (item.note, *(note for _, note in fits))))
         yield item._replace(fit=fit, becomes=item.becomes if fit is not Fit.IGNORED else "", note="; ".join(notes))
-    yield from list(items)[len(reading.entries) :]
 
 
 def _is_lost(item: Item, fields: Collection[str], back: ReadDocument) -> bool:
@@ -156,14 +141,14 @@ def _outcome(
     """How much a difference counts, in words."""
     if _depends(field, reading):
         return Fit.NEEDS_INPUT, "only written where the dtype is known; add --set precision.compute=..."
-    if found is None or (not found.b.said and field in FALLBACKS and not _idle(field, reading.config)):
-        fit, note = FALLBACKS[field].outcome(reading.config)
+    if found is None or (not found.after.said and field in FALLBACKS and not _idle(field, reading.config)):
+        fit, note = FALLBACKS[field].outcome(field, reading.config)
         own = words.get(field)
         return (own.fit, own.note) if own and own.fit is not Fit.EXACT else (fit, f"{field}: {note}")
-    if not found.b.said and found.b.value is None:
-        return Fit.NEEDS_INPUT, f"{field} depends there on {found.b.origin}"
-    where = f"{back.format} assumes it" if not found.b.said else found.b.origin
-    return Fit.APPROXIMATE, f"{field} is {shown(found.b.value)} there ({where})"
+    if not found.after.said and found.after.value is None:
+        return Fit.NEEDS_INPUT, f"{field} depends there on {found.after.origin}"
+    where = f"{back.format} assumes it" if not found.after.said else found.after.origin
+    return Fit.APPROXIMATE, f"{field} is {shown(found.after.value)} there ({where})"
 
 
 def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
@@ -175,21 +160,26 @@ def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
 
 def changes(
     found: Mapping[str, Difference], reading: ReadDocument, back: ReadDocument, items: Collection[Item]
-) -> tuple[Change, ...]:
-    """The differences in fields that no key of the source decides."""
-    named = _named(items, found, reading)
+) -> tuple[Difference, ...]:
+    """The differences in fields that no key of the source decides.
+
+    Before, a value is said by the tool of the source, by its default, or left to the training script. After, `auto` is
+    what the training script, or the tool around it, decides; the origin is a note on what decides it now.
+    """
+    named = _named(items, found)
     listed = {field for entry in reading.entries for field in entry.effect.fields}
-    return tuple(_change(path, one, reading, back) for path, one in found.items() if path not in named | listed)
+    return tuple(_change(one, reading, back) for one in found.values() if one.field not in named | listed)
 
 
-def _change(path: str, one: Difference, reading: ReadDocument, back: ReadDocument) -> Change:
-    after = one.b.value if one.b.said or one.b.origin == NOT_SAID else AUTO
-    note = f"{back.format} has no key for it" if one.b.origin == NOT_SAID else one.b.origin
-    if path == _CLIPPING and back.config.backend == "deepspeed" and not reading.decides(path):
-        return Change(
-            path, None, after, said=True, note=f"{note}; the script's clip_grad_norm_ does nothing with DeepSpeed"
-        )
-    return Change(path, one.a.value, after, reading.decides(path), note)
+def _change(one: Difference, reading: ReadDocument, back: ReadDocument) -> Difference:
+    said = reading.decides(one.field)
+    before = one.before._replace(said=said)
+    value = one.after.value if one.after.said or one.after.origin == NOT_SAID else AUTO
+    note = f"{back.format} has no key for it" if one.after.origin == NOT_SAID else one.after.origin
+    if one.field == _CLIPPING and back.config.backend == "deepspeed" and not said:
+        before = before._replace(value=None, said=True)
+        note += "; the script's clip_grad_norm_ does nothing with DeepSpeed"
+    return Difference(one.field, before, one.after._replace(value=value, origin=note))
 
 
 _IMPLIES = {
@@ -199,11 +189,11 @@ _IMPLIES = {
 """Fields of which the line of another speaks as well."""
 
 
-def _named(items: Collection[Item], found: Mapping[str, Difference], reading: ReadDocument) -> set[str]:
+def _named(items: Collection[Item], found: Mapping[str, Difference]) -> set[str]:
     """The fields of which a line says that they are not kept as they are."""
     fields = set()
-    for item, entry in zip(items, reading.entries, strict=False):
-        effect = entry.effect
+    for item in items:
+        effect = item.entry.effect
         if item.fit is Fit.EXACT and item.becomes:
             fields |= {f"native.{key}" for key in effect.native}
         elif item.fit is Fit.EQUIVALENT:
@@ -217,6 +207,6 @@ def _named(items: Collection[Item], found: Mapping[str, Difference], reading: Re
     fields |= {
         path
         for path, one in found.items()
-        if one.b.key in keys or (path.startswith("native.") and one.b.key in carried)
+        if one.after.key in keys or (path.startswith("native.") and one.after.key in carried)
     }
     return fields | {other for field in fields for other in _IMPLIES.get(field, ())}

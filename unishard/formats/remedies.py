@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
@@ -29,17 +28,6 @@ _RefusedKey = tuple[str, tuple[str, ...]]
 """A key, or nothing for an override, and the fields that it decides."""
 
 
-class Remedy(NamedTuple):
-    """What makes a translation work."""
-
-    drop: tuple[str, ...]
-    """Keys to leave out, in addition to those asked for."""
-    overrides: tuple[str, ...]
-    """Fields to set, in addition."""
-    outcome: Outcome
-    """The translation with them."""
-
-
 def remedy(
     source: Source,
     to: str,
@@ -50,7 +38,7 @@ def remedy(
     drop: Iterable[str] = (),
     with_: str | Path | None = None,
     only_drop: bool = False,
-) -> Remedy | None:
+) -> Outcome | None:
     """Find what to drop and to set so that nothing is refused. Every proposal has been tried.
 
     Args:
@@ -64,7 +52,8 @@ def remedy(
         only_drop: Whether to set nothing.
 
     Returns:
-        The remedy; None if there is none, because something else than a key of the document is refused.
+        The translation in which nothing is refused, with what it drops and sets beyond what was asked for behind that;
+        None if there is none, because something else than a key of the document is refused.
     """
     asked, unwanted = tuple(overrides), tuple(drop)
 
@@ -91,7 +80,7 @@ def remedy(
 
 def _least(
     search: _Search, outcome: Outcome, attempt: Callable[[_Search], Outcome], topology: Topology | None
-) -> Remedy:
+) -> Outcome:
     """The same without the drops that what is set makes needless."""
     for key in list(search.drops) if search.sets else ():
         del search.drops[key]
@@ -104,7 +93,7 @@ def _least(
             outcome = fewer
         else:
             search.drops[key] = None
-    return Remedy(tuple(search.drops), search.overrides, outcome)
+    return outcome
 
 
 class _Search:
@@ -148,16 +137,14 @@ def _above(key: str) -> Iterator[str]:
 
 def _refused(outcome: Outcome, topology: Topology | None) -> Iterator[_RefusedKey]:
     """Each refused key, and the fields that it decides."""
-    entries = outcome.reading.entries
-    for item, entry in zip(outcome.items, entries, strict=False):
-        if item.fit is Fit.UNSUPPORTED:
-            yield (
-                entry.key,
-                (*(field for field in entry.effect.decides if field not in _TARGETS), *entry.effect.fields),
-            )
-    for item in outcome.items[len(entries) :]:
-        yield "", (item.key.removeprefix("--set "),)
-    if not outcome.of(Fit.UNSUPPORTED):
+    refused = outcome.of(Fit.UNSUPPORTED)
+    for item in refused:
+        effect = item.entry.effect
+        if item.of_override:
+            yield "", effect.decides
+        else:
+            yield item.key, (*(field for field in effect.decides if field not in _TARGETS), *effect.fields)
+    if not refused:
         yield from _refused_by_engine(outcome, topology)
 
 

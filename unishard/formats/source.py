@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unishard.config.loading import Origin, Origins
-from unishard.config.loading.document import from_text, text_of
+from unishard.config.loading.origins import file_error
+from unishard.config.loading.text_file import text_of
 from unishard.config.loading.validation import Finding
+from unishard.config.loading.yaml_file import from_text
 from unishard.errors import ConfigError, Problem
 from unishard.formats.json_text import BrokenJson, looks_like_json, parse
-
-
-class _Parsed(NamedTuple):
-    data: Any
-    origins: Origins
-    warnings: Sequence[str] = ()
-    """What the file's own tool may not accept."""
-    repeats: Sequence[Problem] = ()
-    """The keys that are written twice."""
-    octal: Mapping[str, int] = {}
-
 
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)
 _STATEMENT = re.compile(r"^[ \t]*\{%-?\s*(?:if|for|set|include|extends|macro|block)\b[^%\n]*%\}", re.MULTILINE)
@@ -73,13 +64,12 @@ def open_source(source: str | Path | Mapping[str, Any] | Source) -> Source:
     if isinstance(source, Mapping):
         return _checked(Source("", source, Origins(Origin(""))))
     path = Path(source)
-    content = text_of(path)
-    data, origins, warnings, repeats, octal = _parsed(content, path)
-    if not isinstance(data, dict):
-        kind = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
-        raise _file_error(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
-    warnings = [*warnings, *(f"{repeat}; read as most YAML readers do, which take the last" for repeat in repeats)]
-    return _checked(Source(str(path), data, origins, tuple(warnings), path.parent, tuple(repeats), octal))
+    opened = _parsed(text_of(path), path)
+    if not isinstance(opened.data, dict):
+        kind = "empty" if opened.data is None else "a list" if isinstance(opened.data, list) else "a single value"
+        raise file_error(path, f"is {kind}, and a config is a mapping of keys to values; name another file")
+    repeats = (f"{repeat}; read as most YAML readers do, which take the last" for repeat in opened.repeats)
+    return _checked(opened._replace(warnings=(*opened.warnings, *repeats)))
 
 
 def open_named(name: str, folder: Path | None) -> Source | None:
@@ -121,9 +111,9 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _parsed(content: str, path: Path) -> _Parsed:
+def _parsed(content: str, path: Path) -> Source:
     if path.suffix.lower() == ".py":
-        raise _file_error(path, _TITAN if "torchtitan" in content else _PYTHON)
+        raise file_error(path, _TITAN if "torchtitan" in content else _PYTHON)
     try:
         return _as_it_is(content, path)
     except ConfigError:
@@ -137,14 +127,14 @@ def _parsed(content: str, path: Path) -> _Parsed:
             if not statement:
                 raise
         line = content.count("\n", 0, statement.start()) + 1
-        raise _file_error(
+        raise file_error(
             path, f"is a Jinja template ({statement.group().strip()}); render it, and translate the result", line
         ) from None
 
 
-def _as_it_is(content: str, path: Path) -> _Parsed:
+def _as_it_is(content: str, path: Path) -> Source:
     if path.suffix.lower() == ".toml":
-        return _Parsed(_toml(content, path), Origins(Origin(str(path))))
+        return Source(str(path), _toml(content, path), Origins(Origin(str(path))), folder=path.parent)
     if not looks_like_json(content):
         return _not_json(content, path)
     try:
@@ -155,34 +145,36 @@ def _as_it_is(content: str, path: Path) -> _Parsed:
         if path.suffix.lower() not in _YAML:
             raise
         return _yaml(content, path)  # whose readers take a key that is written twice
-    return _Parsed(data, origins, [f"{path}: has {' and '.join(leniencies)}; {_STRICT}"] if leniencies else ())
+    warnings = (f"{path}: has {' and '.join(leniencies)}; {_STRICT}",) if leniencies else ()
+    return Source(str(path), data, origins, warnings, path.parent)
 
 
-def _not_json(content: str, path: Path) -> _Parsed:
+def _not_json(content: str, path: Path) -> Source:
     """What does not begin as JSON does. In a file that is called JSON, YAML would take `"a": 1,` for the text `1,`."""
     if path.suffix.lower() == ".json" and content.lstrip().startswith('"'):
-        raise _file_error(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
+        raise file_error(path, "is not JSON: a config begins with '{' and ends with '}'; write the brackets", 1)
     return _yaml(content, path)
 
 
-def _nearly_json(content: str, path: Path, error: BrokenJson) -> _Parsed:
+def _nearly_json(content: str, path: Path, error: BrokenJson) -> Source:
     """What begins like JSON and is none: YAML's flow style, such as `{a: b}`, or a mistake."""
     if path.suffix.lower() in _YAML:
         return _yaml(content, path)
     try:
         found = _yaml(_COMMENT.sub(_blank, content), path)
     except ConfigError:
-        raise _file_error(path, f"is not JSON: {error.what}", error.line) from None
+        raise file_error(path, f"is not JSON: {error.what}", error.line) from None
     warning = f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"
-    return found._replace(warnings=[warning])
+    return found._replace(warnings=(warning,))
 
 
-def _yaml(content: str, path: Path) -> _Parsed:
+def _yaml(content: str, path: Path) -> Source:
     document = from_text(content, str(path), foreign=True)
     if document.findings:
         raise ConfigError(_problems(document.findings, path))
     octal = {".".join(map(str, keys)): value for keys, value in document.octal.items()}
-    return _Parsed(document.data, document.origins, (), _problems(document.repeats, path), octal)
+    repeats = tuple(_problems(document.repeats, path))
+    return Source(str(path), document.data, document.origins, (), path.parent, repeats, octal)
 
 
 def _problems(findings: Iterable[Finding], path: Path) -> list[Problem]:
@@ -192,7 +184,7 @@ def _problems(findings: Iterable[Finding], path: Path) -> list[Problem]:
 def _toml(content: str, path: Path) -> dict[str, Any]:
     # The parser's time grows with the square of a key's length.
     if _DOTTED.search(content):
-        raise _file_error(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
+        raise file_error(path, f"has a key of more than {_DEEPEST} names, which no config has; write it shorter")
     import tomllib  # only a TOML file needs it
 
     try:
@@ -201,7 +193,7 @@ def _toml(content: str, path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
     ) as error:  # TOMLDecodeError is a ValueError, as is a number with too many digits
-        raise _file_error(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
+        raise file_error(path, f"is not TOML: {error or 'it is nested too deeply'}; fix the file") from None
 
 
 def _quoted(value: re.Match[str]) -> str:
@@ -273,7 +265,3 @@ def _encodes(text: str) -> bool:
 
 def _problem(keys: tuple[str | int, ...], what: str, source: Source) -> Problem:
     return Problem(".".join(map(str, keys)).encode(errors="replace").decode(), what, str(source.origins.of(keys)))
-
-
-def _file_error(path: Path, what: str, line: int | None = None) -> ConfigError:
-    return ConfigError([Problem("", what, str(Origin(str(path), line)))])

@@ -21,6 +21,7 @@ from unishard.formats.launch_entries import launch_entries
 from unishard.formats.launch_line import COMMAND, LaunchLine, launch_line, script_arguments, value_of_word
 from unishard.formats.launching import Launch, launch_of, with_hosts
 from unishard.formats.names import names
+from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source, find_named, open_source
 
 _SURE = "per_device_train_batch_size"
@@ -65,6 +66,20 @@ class Supplied(NamedTuple):
     """Arguments that stand for options of the launcher, which its config says as well."""
     recipe: Path | None = None
     """The file of arguments that a command hands to its script."""
+    unknown: tuple[str, ...] = ()
+    """Arguments that are the script's own."""
+
+    @property
+    def tool(self) -> str:
+        """The tool whose arguments and defaults they are; empty where only what is written counts."""
+        return catalog.get(self.format).tool if self.format in RECIPES else ""
+
+    def starts(self, reading: ReadDocument) -> bool:
+        """Whether a command hands the document to its script, so that its own words count more than those of the
+        document.
+        """
+        folder = reading.source.folder
+        return self.recipe is not None and folder is not None and self.recipe.samefile(reading.source.name)
 
     def without(self, patterns: Iterable[str]) -> tuple[Supplied, list[DroppedKey]]:
         """The same without the arguments that match, and those."""

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unishard.config import value_at
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.entries import Undecided
-from unishard.contract.render import Rendered
+from unishard.contract.render import WrittenDocument
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
+from unishard.formats.comparing import Difference
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
 from unishard.formats.engine_choice import check_engine
 from unishard.formats.format import Format
-from unishard.formats.items import Item, carried, described, item_of, with_files
-from unishard.formats.readback import Change, changes, differences, read_back, refusals, with_differences
+from unishard.formats.items import Item, item_of, refused_overrides
+from unishard.formats.kept_keys import kept_keys
+from unishard.formats.readback import changes, differences, read_back, refusals, with_differences
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.same_engine import stays_with_engine, without_defaults
+from unishard.formats.saved_files import carried, described, with_files
 from unishard.formats.source import Source, open_source
 
 if TYPE_CHECKING:
-    from unishard.formats.filling import Filling
+    from unishard.formats.supplied import Supplied
 
 
 class Outcome(NamedTuple):
@@ -41,11 +42,15 @@ class Outcome(NamedTuple):
     launch: str = ""
     """The torchrun line for the processes that the source asks for, where the other format does not say it; empty where
     there is none."""
+    overrides: tuple[str, ...] = ()
+    """The changes on top that were asked for."""
+    drop: tuple[str, ...] = ()
+    """The keys that were to be left out."""
     dropped: tuple[DroppedKey, ...] = ()
-    """What was left out on request."""
-    filling: Filling | None = None
+    """What was left out of it."""
+    supplied: Supplied | None = None
     """What was read beside the document."""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Difference, ...] = ()
     """What the translation means otherwise, though no item says so."""
 
     def of(self, fit: Fit) -> list[Item]:
@@ -56,7 +61,7 @@ class Outcome(NamedTuple):
         """Exit status: 1 if something is refused, 2 if something is approximate under `strict`, else 0."""
         if self.of(Fit.UNSUPPORTED):
             return 1
-        changed = self.of(Fit.APPROXIMATE) or any(change.said for change in self.changes)
+        changed = self.of(Fit.APPROXIMATE) or any(change.before.said for change in self.changes)
         return 2 if strict and changed else 0
 
 
@@ -114,30 +119,41 @@ def translate(
     target, overrides, drop = catalog.target(to), tuple(overrides), tuple(drop)
     source = open_source(source)
     reading, dropped = _read_without(source, from_, overrides, topology, drop)
-    filling = None
+    supplied = None
     if with_ is not None:
         from unishard.formats.filling import filled  # few translations need it
 
         left = [pattern for pattern in drop if pattern not in {one.pattern for one in dropped}]
-        reading, filling, further = filled(reading, with_, overrides=overrides, topology=topology, to=to, drop=left)
+        reading, supplied, further = filled(reading, with_, overrides=overrides, topology=topology, to=to, drop=left)
         dropped += further
     check_used(drop, dropped, source)
     check_engine(reading, to, overrides, dropped)
-    expressed = _written(target, reading, topology or reading.topology or Topology())
-    items, document = _described(target, reading, expressed, overrides)
+    written = _written(target, reading, topology or reading.topology or Topology())
+    items, document = _described(target, reading, written, overrides)
     warnings = [*reading.source.warnings]
-    found: tuple[Change, ...] = ()
+    found: tuple[Difference, ...] = ()
     back = _read_back(target, document, reading, items, warnings)
     if back:
         different = differences(reading, back)
-        items = tuple(with_differences(items, different, reading, back, expressed.fields))
+        items = tuple(with_differences(items, different, reading, back, written.fields))
         found = changes(different, reading, back, items)
         warnings += [*refusals(back, target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
     if not document and not any(item.fit is Fit.UNSUPPORTED for item in items):
         warnings.append(f"nothing to write: {target.tool} has no key for what the file says")
-    text = target.render(document, reading)
-    launch = _launch(reading, to) or (filling.launch.torchrun() if filling else "")
-    return Outcome(reading, to, items, document, text, tuple(warnings), launch, tuple(dropped), filling, found)
+    return Outcome(
+        reading,
+        to,
+        items,
+        document,
+        target.render(document, reading),
+        tuple(warnings),
+        _launch(reading, to) or (supplied.launch.torchrun() if supplied else ""),
+        overrides,
+        drop,
+        tuple(dropped),
+        supplied,
+        found,
+    )
 
 
 def _read_back(
@@ -156,16 +172,14 @@ def _read_back(
 
 
 def _described(
-    target: Format, reading: ReadDocument, expressed: Rendered, overrides: tuple[str, ...]
+    target: Format, reading: ReadDocument, written: WrittenDocument, overrides: tuple[str, ...]
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
     found = carried(reading, target.name)
-    lines = (
-        described(item_of(entry, reading, target, expressed), entry, found, target.name) for entry in reading.entries
-    )
-    items = (*lines, *_refused_overrides(overrides, reading, expressed))
-    kept = _kept_keys(reading, expressed, found) if reading.format == target.name else {}
-    return items, with_files(merge(expressed.document, kept), found.values())
+    items = (described(item_of(entry, reading, target, written), found, target.name) for entry in reading.entries)
+    kept = kept_keys(reading, written, found) if reading.format == target.name else {}
+    document = with_files(merge(written.document, kept), found.values())
+    return (*items, *refused_overrides(overrides, reading, written)), document
 
 
 def _nothing(document: Native) -> str:
@@ -199,46 +213,9 @@ def _read_without(
     return reading, [*dropped, *further]
 
 
-def _written(target: Format, reading: ReadDocument, ranks: Topology) -> Rendered:
+def _written(target: Format, reading: ReadDocument, ranks: Topology) -> WrittenDocument:
     own = reading.format == target.name and stays_with_engine(reading)
     try:
         return target.write(without_defaults(reading) if own else reading, ranks)
     except BackendError as error:
         raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None
-
-
-def _kept_keys(
-    reading: ReadDocument, expressed: Rendered, renamed: Mapping[tuple[str, ...], tuple[str, Any]]
-) -> Native:
-    """The keys that concern nothing but the document's own tool, and that it has not renamed: it refuses both names."""
-    kept: Native = {}
-    for entry in reading.entries:
-        block, _, name = renamed.get(entry.path, ("",))[0].rpartition(".")
-        if name and block == ".".join(entry.path[:-1]):
-            continue
-        asked = {field for field, value in entry.effect.fields.items() if isinstance(value, Undecided)}
-        still_open = not asked or bool(asked & reading.undecided.keys())
-        if entry.effect.copy_verbatim and still_open and not entry.assumed and entry.as_it_is not in expressed.fields:
-            value = entry.value
-            for name in reversed(entry.path):
-                value = {name: value}
-            kept = merge(kept, value)
-    return kept
-
-
-def _refused_overrides(overrides: Iterable[str], reading: ReadDocument, expressed: Rendered) -> Iterator[Item]:
-    """Overrides that are not supported, of fields that no key of the document decides."""
-    said = {field for entry in reading.entries for field in entry.effect.fields}
-    for text in overrides:
-        field = text.partition("=")[0].strip()
-        result = expressed.fields.get(field)
-        if result and result.fit is Fit.UNSUPPORTED and field not in said:
-            yield Item(
-                f"--set {field}",
-                value_at(reading.config, field),
-                result.fit,
-                result.key,
-                result.note,
-                None,
-                assumed=False,
-            )

@@ -275,9 +275,6 @@ def _moving(cfg: Config) -> bool:
     return _scaled(cfg) and cfg.precision.loss_scale == "dynamic"
 
 
-_NOT_FP16 = When("compute is not fp16", lambda cfg: not _scaled(cfg), Fit.EXACT, "nothing is scaled")
-_STAYS = When("loss_scale is a number", lambda cfg: not _moving(cfg), Fit.EXACT, "the scale stays")
-
 RULES: Mapping[str, Rule] = {
     "precision.compute": Rule(
         Fit.EQUIVALENT,
@@ -318,7 +315,6 @@ RULES: Mapping[str, Rule] = {
         "data_types.keep_in_fp32_modules",
         _ONLY_BUFFERS,
         unless("auto or empty", lambda cfg: cfg.precision.keep_fp32 in ("auto", [])),
-        unless("compute is fp32", lambda cfg: cfg.precision.compute == "fp32"),
         to=_kept_of,
     ),
     "precision.cast_inputs": left_to_script(
@@ -334,7 +330,6 @@ RULES: Mapping[str, Rule] = {
         Fit.EXACT,
         "fp16.loss_scale",
         "0 for dynamic, with a hysteresis of 1, so that each overflow halves it",
-        _NOT_FP16,
         to=lambda cfg, topology: (
             ({} if not _scaled(cfg) else _scale_of(loss_scale=0, hysteresis=1))
             if cfg.precision.loss_scale == "dynamic"
@@ -343,8 +338,6 @@ RULES: Mapping[str, Rule] = {
     ),
     "precision.initial_loss_scale": exact(
         "fp16.initial_scale_power",
-        _NOT_FP16,
-        _STAYS,
         approximate(
             "no power of two",
             lambda cfg: 2.0 ** _power(cfg) != cfg.precision.initial_loss_scale,
@@ -354,8 +347,6 @@ RULES: Mapping[str, Rule] = {
     ),
     "precision.loss_scale_growth_interval": exact(
         "fp16.loss_scale_window",
-        _NOT_FP16,
-        _STAYS,
         to=lambda cfg, topology: (
             _scale_of(loss_scale_window=cfg.precision.loss_scale_growth_interval) if _moving(cfg) else {}
         ),

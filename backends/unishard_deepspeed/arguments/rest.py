@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from unishard.config import Config
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect
-from unishard.contract.field_rows import asked, row, saved_by_script, started_elsewhere
+from unishard.contract.field_rows import asked, left_to_script, row, saved_by_script, started_elsewhere
 from unishard.contract.key_rows import boolean, drops, integer, own, refuses
 from unishard.contract.render import AUTO
-from unishard.contract.rules import NO_KEY, SCRIPT, Fit, Rule, When, unless
+from unishard.contract.rules import NO_KEY, Fit, Rule
 from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
@@ -148,22 +147,13 @@ KEYS: Mapping[str, Key] = {
     "data_efficiency": refuses("drops tokens and samples (random-LTD, curriculum); remove it", _off),
 }
 
-_NOT_COMPILED = When("mode is none", lambda cfg: cfg.compile.mode == "none", Fit.EXACT, "")
-
-
-def _recomputes(cfg: Config) -> bool:
-    return cfg.activation_checkpointing != "none"
-
 
 RULES: Mapping[str, Rule] = {
-    "activation_checkpointing": row(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        "torch.utils.checkpoint around the blocks, or model.gradient_checkpointing_enable()",
-        unless("none", lambda cfg: not _recomputes(cfg)),
+    "activation_checkpointing": left_to_script(
+        "torch.utils.checkpoint around the blocks, or model.gradient_checkpointing_enable()"
     ),
-    "compile.mode": row(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(), or torch.compile of each block", _NOT_COMPILED),
-    "compile.backend": row(Fit.NEEDS_INPUT, SCRIPT, "engine.compile(backend=...)", _NOT_COMPILED),
+    "compile.mode": left_to_script("engine.compile(), or torch.compile of each block"),
+    "compile.backend": left_to_script("engine.compile(backend=...)"),
     **saved_by_script("engine.save_checkpoint(...)"),
     **started_elsewhere(
         nodes="pass deepspeed --num_nodes, or --hostfile",

@@ -12,7 +12,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import boolean, drops, integer, listed, refuses, sets
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When, equivalent, is_, unless
+from unishard.contract.rules import Fit, Rule, When, equivalent, is_
 from unishard_deepspeed import fields
 from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 
@@ -250,12 +250,10 @@ RULES: Mapping[str, Rule] = {
         Fit.EQUIVALENT,
         "zero_optimization.zero_hpz_partition_size",
         "the ranks that share the second copy of the parameters",
-        unless("strategy is not hybrid", lambda cfg: not cfg.sharding.hybrid),
         to=_hpz_of,
     ),
     "sharding.reshard_after_forward": exact(
         "zero_optimization.stage3_max_reuse_distance, stage3_max_live_parameters, zero_hpz_partition_size",
-        _NOT_FULL,
         equivalent(
             "a number with hybrid_shard",
             lambda cfg: cfg.sharding.hybrid and cfg.sharding.reshard_group is not None,
@@ -273,13 +271,11 @@ RULES: Mapping[str, Rule] = {
         Fit.IGNORED,
         "",
         "DeepSpeed chooses its units otherwise; affects only time and memory",
-        unless("0", lambda cfg: not cfg.sharding.min_unit_params),
     ),
     "sharding.conditional_modules": row(
         Fit.EQUIVALENT,
         "zero_optimization.leaf_module.classes",
         "gathered whole, and a rank that does not use one adds zeros",
-        unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
         equivalent("strategy is not full_shard", lambda cfg: not _three(cfg), "unused parameters are reduced as zeros"),
     ),
     "communication.reduce_bucket_size": exact(
@@ -288,7 +284,6 @@ RULES: Mapping[str, Rule] = {
     ),
     "communication.prefetch_bucket_size": exact(
         "zero_optimization.stage3_prefetch_bucket_size",
-        _NOT_FULL,
         equivalent("null", _next_unit, "left to DeepSpeed's 50,000,000 elements; affects only time and memory"),
         to=lambda cfg, topology: (
             fields.zero(stage3_prefetch_bucket_size=fields.ahead(cfg)) if _three(cfg) and not _next_unit(cfg) else {}

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, interpret
-from unishard.contract.render import FieldResult, Rendered, render
+from unishard.contract.render import FieldResult, WrittenDocument, render
 from unishard.contract.rules import Fit
 from unishard_fsdp.arguments.keys import KEYS
 from unishard_fsdp.arguments.rules import RULES
@@ -32,7 +32,7 @@ class FSDPArguments:
         assumed = _assumed(native, dict(defaults or {}))
         return interpret(KEYS, native, tool=_TOOL, defaults=assumed, topology=topology)
 
-    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> Rendered:
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> WrittenDocument:
         """The arguments of FSDP2, and the result for each field."""
         expressed = render(RULES, cfg, topology, undecided)
         if not cfg.sharding.hybrid or topology.world_size > 1:

@@ -14,9 +14,16 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import noted, rows
-from unishard.contract.field_rows import NO_FILES, exact, moved_together, nonfinite_unchecked, row, saved_by_script
+from unishard.contract.field_rows import (
+    NO_FILES,
+    exact,
+    moved_together,
+    no_key,
+    nonfinite_unchecked,
+    row,
+    saved_by_script,
+)
 from unishard.contract.rules import (
-    NO_KEY,
     SCRIPT,
     Fit,
     Rule,
@@ -102,9 +109,7 @@ _OWN: Mapping[str, Rule] = {
         ),
         to=lambda cfg, topology: _reshard(cfg, topology) | _mesh(cfg, topology),
     ),
-    "sharding.group_size": exact(
-        "mesh.shard", unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups")
-    ),
+    "sharding.group_size": exact("mesh.shard"),
     "sharding.reshard_after_forward": Rule(
         Fit.EXACT, "reshard_after_forward", "a number is the size of a smaller group"
     ),
@@ -112,14 +117,12 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "auto_wrap_policy, transformer_layer_cls_to_wrap",
         "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
-        unless("no_shard", lambda cfg: not sharded(cfg), "nothing is gathered"),
         to=_units,
     ),
     "sharding.min_unit_params": row(
         Fit.EQUIVALENT,
         "min_num_params",
         "FSDP makes units of any module of this size, not only blocks",
-        unless("0", lambda cfg: not cfg.sharding.min_unit_params),
         equivalent(
             "beside class names",
             lambda cfg: not _by_size(cfg),
@@ -131,7 +134,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         SCRIPT,
         "do not call fully_shard on them; call set_reduce_scatter_unused_params(True) on the root",
-        unless("empty", lambda cfg: not cfg.sharding.conditional_modules),
     ),
     "precision.compute": exact(
         "mixed_precision.param_dtype",
@@ -166,14 +168,13 @@ _OWN: Mapping[str, Rule] = {
             "FSDP2 only knows all and none: false is written; cast the named arguments in the training script",
         ),
         to=lambda cfg, topology: (
-            {} if cfg.precision.cast_inputs is True else {"mixed_precision": {"cast_forward_inputs": False}}
+            {"mixed_precision": {"cast_forward_inputs": False}} if cfg.precision.cast_inputs is False else {}
         ),
     ),
     "precision.keep_fp32": row(
         Fit.NEEDS_INPUT,
         SCRIPT,
         "call fully_shard on the modules of these parameters with a policy without param_dtype, and cast around them",
-        unless("compute is fp32", lambda cfg: not mixed(cfg)),
         unless(
             "auto", lambda cfg: cfg.precision.keep_fp32 == "auto", "unless the class of a transformers model names some"
         ),
@@ -183,20 +184,15 @@ _OWN: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         SCRIPT,
         "cast the model's floating-point buffers before fully_shard; FSDP2 casts none",
-        unless("keep", lambda cfg: cfg.precision.buffers == "keep"),
     ),
     **moved_together("cpu_offload", lambda cfg, topology: {"cpu_offload": True} if _offloaded(cfg) else {}),
     "offload.pin_memory": exact(
         "pin_memory",
-        unless("nothing is offloaded", lambda cfg: not _offloaded(cfg)),
         to=lambda cfg, topology: {"pin_memory": cfg.offload.pin_memory} if _offloaded(cfg) else {},
     ),
-    "offload.nvme_path": row(
-        Fit.UNSUPPORTED, NO_KEY, NO_FILES, unless("null", lambda cfg: cfg.offload.nvme_path is None)
-    ),
+    "offload.nvme_path": no_key(NO_FILES, fit=Fit.UNSUPPORTED),
     "activation_checkpointing": exact(
         "activation_checkpointing",
-        unless("none", lambda cfg: cfg.activation_checkpointing == "none"),
         unless("full", lambda cfg: cfg.activation_checkpointing == "full", "of the units"),
         unless("the units by name", lambda cfg: cfg.activation_checkpointing == cfg.sharding.units, "of the units"),
         equivalent(

@@ -79,12 +79,13 @@ def train(folder: str, backend: str, place: str, kind: str, victim: int = 1) -> 
     dist.broadcast, dist.new_group = broadcast, new_group
 
     def save_and_load() -> None:
-        shards, loaded = engine._adapter.optimizer_shards, engine._adapter.loaded
-        passing(engine._adapter, "optimizer_shards", "save")
+        state, loaded = engine._adapter.optimizer_state, engine._adapter.loaded
+        shards = state.shards
+        passing(state, "shards", "save")
         engine.save(root)
         passing(engine._adapter, "loaded", "load")
         engine.load(root)
-        engine._adapter.optimizer_shards, engine._adapter.loaded = shards, loaded
+        state.shards, engine._adapter.loaded = shards, loaded
 
     for number, batch in enumerate(own_share(20), start=1):
         if number != BAD:

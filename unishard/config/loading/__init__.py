@@ -10,13 +10,14 @@ from pydantic import ValidationError
 
 from unishard.config import Config, Section
 from unishard.config.describe import shown
-from unishard.config.loading.document import Document, from_file, from_mapping, section_of, without_own_sections
+from unishard.config.loading.document import Document, from_mapping, section_of, without_own_sections
 from unishard.config.loading.launched import handed_over, note_read
 from unishard.config.loading.origins import Origin, Origins
 from unishard.config.loading.other_tools import other_tool
 from unishard.config.loading.overrides import override
 from unishard.config.loading.renamed import current_change, current_names
 from unishard.config.loading.validation import Finding, dotted, findings_of
+from unishard.config.loading.yaml_file import from_file
 from unishard.errors import ConfigError, Problem
 
 __all__ = ["Origin", "Origins", "load", "merge_overrides", "read"]

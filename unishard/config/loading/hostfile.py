@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from unishard.config.loading.document import text_of
+from unishard.config.loading.text_file import text_of
 from unishard.errors import ConfigError, Problem
 
 _LINE = re.compile(r"([^\s\x00-\x1f\x7f]+)\s+slots=(\d{1,9})")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unishard.config.loading.document import from_file
+from unishard.config.loading.yaml_file import from_file
 from unishard.errors import ConfigError, Problem
 
 CONFIG = "UNISHARD_CONFIG"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 from unishard.config import Config
@@ -30,6 +31,11 @@ class Origin(NamedTuple):
 
 
 OVERRIDE = Origin("override")
+
+
+def file_error(name: Path | str, what: str, line: int | None = None) -> ConfigError:
+    """The error of a whole file, or of one of its lines."""
+    return ConfigError([Problem("", what, str(Origin(str(name), line)))])
 
 
 class Origins:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unishard.config import Config, Section
-from unishard.config.loading.document import Document, from_text
+from unishard.config.loading.document import Document
 from unishard.config.loading.origins import OVERRIDE, Keys
 from unishard.config.loading.validation import Finding, unknown
+from unishard.config.loading.yaml_file import from_text
 from unishard.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from unishard.config import Config, leaves
 from unishard.config.loading import merge_overrides
-from unishard.config.loading.document import from_text
 from unishard.config.loading.placeholders import stand_ins, undecided_in
 from unishard.config.loading.validation import dotted
+from unishard.config.loading.yaml_file import from_text
 from unishard.config.nested import flat
 
 _FIELDS = dict(leaves(Config))

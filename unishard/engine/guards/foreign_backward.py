@@ -33,7 +33,7 @@ class ForeignBackward(Guard):
     def _on_gradient(self, gradient: Tensor) -> None:
         if self._place.inside_backward:
             return
-        if any(map(_will_accumulate, self._adapter.leaves())):
+        if any(_will_accumulate(leaf) for leaf in self._adapter.leaves().values() if leaf.requires_grad):
             raise ContractError(
                 "a backward that is not this engine's reaches the parameters of its "
                 f"{type(self._adapter.module).__name__} and would mix gradients with its own; call this engine's "

@@ -48,8 +48,9 @@ class OtherParameters(Guard):
         Raises:
             ModelError: A parameter that the engine has replaced.
         """
-        own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *self._adapter.leaves())}
-        shared = {id(self._adapter.leaf(name)) for name in self._adapter.shared_parameters()}
+        leaves = self._adapter.leaves()
+        own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *leaves.values())}
+        shared = {id(leaves.get(name, each)) for name, each in self._adapter.shared_parameters.items()}
         others = [leaf for leaf in leaves_of(loss) if id(leaf) not in own and id(leaf) not in shared]
         self._refuse_replaced(others)
         self._warn_of_unknown(others)
@@ -59,7 +60,7 @@ class OtherParameters(Guard):
         _open.discard(self._adapter)
 
     def _refuse_replaced(self, others: Collection[Tensor]) -> None:
-        prepared = next(iter(self._adapter.shared_parameters().values()), None)
+        prepared = next(iter(self._adapter.shared_parameters.values()), None)
         if prepared is None:
             return
         for leaf in others:
@@ -75,7 +76,9 @@ class OtherParameters(Guard):
         """Such as those of a loss with class centers."""
         if not self._warns:
             return
-        prepared = {id(leaf) for adapter in _open for leaf in (*adapter.module.parameters(), *adapter.leaves())}
+        prepared = {
+            id(leaf) for adapter in _open for leaf in (*adapter.module.parameters(), *adapter.leaves().values())
+        }
         other = next((each for each in others if isinstance(each, nn.Parameter) and id(each) not in prepared), None)
         if other is not None and not is_marked(other):
             self._warns = False

@@ -45,7 +45,8 @@ class ReachedParameters(Guard):
         """Add what will have no gradient after a backward that reduces."""
         if not (self._place.looks_at_update and self._place.compares_ranks):
             return
-        names = {id(self._adapter.leaf(name)): name for name in self._adapter.shared_parameters()}
+        leaves = self._adapter.leaves()
+        names = {id(leaves.get(name, each)): name for name, each in self._adapter.shared_parameters.items()}
         if self._adapter.reduces_each_backward:
             self._reached.clear()
         self._reached |= {names[id(leaf)] for leaf in leaves_of(loss) if id(leaf) in names}
@@ -71,7 +72,7 @@ class ReachedParameters(Guard):
     def _in_words(self, names: Collection[str]) -> str:
         """The outermost modules of which no parameter has a gradient, by name and class, and other parameters."""
         missing = set(names)
-        others = [name for name in self._adapter.shared_parameters() if name not in missing]
+        others = [name for name in self._adapter.shared_parameters if name not in missing]
         parts = dict.fromkeys(self._part(name, others) for name in names)
         shown = ", ".join([*parts][:_NAMED])
         rest = len(parts) - _NAMED

@@ -56,8 +56,10 @@ class CallOrder:
         self.inside_backward = False
         """Whether the engine's own backward runs."""
         self._closing: list[Callable[[], None]] = []
-        self._checked, self._due = -1, 0
-        """The last update whose calls were all checked, and the next one whose calls will be."""
+        self._slowest = 0.0
+        """What the window before the last check took, on the slowest rank."""
+        self._checks_all = self._checks_ends = True
+        """Whether all calls of the current update are checked, and whether where it begins and its step."""
         self.phase = Phase.OPEN
         self.closed = False
         self.failed = ""
@@ -115,9 +117,9 @@ class CallOrder:
     def check_sampled(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
         """Check that all ranks make the same call. Collective.
 
-        Before the call's collectives in the first updates, in later ones that are not shorter than the check can be,
-        in every tenth and in those that the guards look at; also where the model has changed between training and
-        evaluation. Else together with the next call that is checked.
+        Before the call's collectives in the first updates, in long ones, and in those that the guards look at; also
+        where a tenth update begins, before it is made, and where the model has changed between training and evaluation.
+        Else together with the next call that is checked.
 
         Args:
             call: A method of the engine.
@@ -133,13 +135,7 @@ class CallOrder:
         if self._member is None:
             return
         changed, self._trained = self._trained is not self._module.training, self._module.training
-        if (
-            changed
-            or self.updates >= self._due
-            or self.updates == self._checked
-            or collective_check.samples(self.updates)
-            or self.looks_at_update
-        ):
+        if changed or self._checks_all or (self._checks_ends and (call == "step" or self.begins_window)):
             self.check_now(call, detail, skipped=skipped, order=order, held=held)
         else:
             self._member.record(call, self._where(detail), skipped=skipped, order=order)
@@ -151,11 +147,9 @@ class CallOrder:
             RankMismatchError: They do not; names each rank's call.
         """
         if self._member is not None:
-            slowest = self._member.check_now(
+            self._slowest = self._member.check_now(
                 call, self._where(detail), self._seconds, skipped=skipped, order=order, held=held
             )
-            if self.updates >= self._due:
-                self._checked, self._due = self.updates, self.updates + collective_check.interval(slowest)
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
@@ -267,6 +261,8 @@ class CallOrder:
         self.window, self.micro_batch, self.pushed, self.gradients_read = self.full_window, 0, False, False
         self.updates += 1
         self.looks_at_update = self._sampling.next_update(self.full_window)
+        self._checks_all = self.looks_at_update or collective_check.samples_all(self.updates, self._slowest)
+        self._checks_ends = collective_check.samples(self.updates)
         self._began, before = time.monotonic(), self._began
         self._seconds = self._began - before
 

@@ -74,7 +74,7 @@ def restore(
     run.order.writes += 1
     reader = on_all(group, lambda: CheckpointReader(run, folder, manifest, tensors, strict=strict))
     if run.accumulation is not None:
-        run.accumulation.adapter.make_optimizer_state(reader.specs)
+        run.accumulation.adapter.optimizer_state.make(reader.specs)
     try:
         on_all(group, reader.fill)
     except CheckpointError as error:  # content that was not checked before

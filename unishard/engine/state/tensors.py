@@ -72,7 +72,7 @@ class StateTensors:
 
     def optimizer_shards_of(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """The optimizer's state of one parameter, by the optimizer's own keys."""
-        return {} if self._training is None else self._training.optimizer_shards(parameter)
+        return {} if self._training is None else self._training.optimizer_state.shards(parameter)
 
     def average_shards(self) -> dict[str, Shard]:
         """The moving average, by checkpoint name."""

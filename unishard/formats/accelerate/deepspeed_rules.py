@@ -15,7 +15,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import rows
-from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row, when_default
+from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row
 from unishard.contract.rules import (
     HYBRID,
     NO_KEY,
@@ -56,7 +56,6 @@ def _device(what: str, key: str) -> Rule:
     """Where parameters or the optimizer's state live."""
     return exact(
         f"deepspeed_config.{key}",
-        unless("none", lambda cfg: getattr(cfg.offload, what) == "none"),
         unsupported(
             "nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", f"Accelerate 1.15.0 drops the path; it {_FILE}"
         ),
@@ -75,11 +74,6 @@ def _clipping(cfg: Config, topology: Topology) -> Native:
     )
 
 
-def _mixed_scale(note: str, case: str, holds: Any) -> Rule:
-    """A row of the loss scale, which DeepSpeed's default is or is not."""
-    return no_key(note, holds, case, Fit.APPROXIMATE)
-
-
 def _bare(cfg: Config) -> bool:
     """Whether DeepSpeed makes updates that are not finite."""
     return cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp32"
@@ -96,10 +90,7 @@ _SHARDING: Mapping[str, Rule] = {
         to=lambda cfg, topology: _inline(zero_stage=_STAGES[cfg.sharding.strategy]),
     ),
     "sharding.group_size": no_key(
-        "Accelerate has no rank groups for DeepSpeed; use backend=fsdp or full_shard",
-        lambda cfg: not cfg.sharding.hybrid,
-        "not hybrid",
-        Fit.UNSUPPORTED,
+        "Accelerate has no rank groups for DeepSpeed; use backend=fsdp or full_shard", fit=Fit.UNSUPPORTED
     ),
     "sharding.reshard_after_forward": no_key(
         "ZeRO-3 reshards by its own sizes: more traffic, less memory, the same math",
@@ -119,7 +110,6 @@ _SHARDING: Mapping[str, Rule] = {
     **asked(Fit.IGNORED, NO_KEY, {"sharding.min_unit_params": "ZeRO has no units"}),
     "sharding.conditional_modules": exact(
         "deepspeed_config.deepspeed_moe_layer_cls_names",
-        when_default("sharding.conditional_modules"),
         unless("not full_shard", lambda cfg: cfg.sharding.strategy != "full_shard", "nothing is gathered"),
         to=lambda cfg, topology: (
             _inline(deepspeed_moe_layer_cls_names=",".join(cfg.sharding.conditional_modules))
@@ -148,21 +138,20 @@ _PRECISION: Mapping[str, Rule] = {
         "that of compute, or no accumulation",
         Fit.APPROXIMATE,
     ),
-    **asked(Fit.APPROXIMATE, NO_KEY, {"precision.buffers": f"the dtype of buffers {_FILE}"}),
-    "precision.loss_scale": _mixed_scale(
-        f"DeepSpeed's default is a dynamic scale; another one {_FILE}",
-        "dynamic, or not fp16",
-        lambda cfg: cfg.precision.compute != "fp16" or cfg.precision.loss_scale == "dynamic",
+    **asked(
+        Fit.APPROXIMATE,
+        NO_KEY,
+        {
+            "precision.buffers": f"the dtype of buffers {_FILE}",
+            "precision.loss_scale": f"DeepSpeed's default is a dynamic scale; another one {_FILE}",
+            "precision.initial_loss_scale": f"DeepSpeed's default is 65536; another one {_FILE}",
+        },
     ),
-    "precision.initial_loss_scale": _mixed_scale(
-        f"DeepSpeed's default is 65536; another one {_FILE}",
-        "65536, or not fp16",
-        lambda cfg: cfg.precision.compute != "fp16" or cfg.precision.initial_loss_scale == 65536,
-    ),
-    "precision.loss_scale_growth_interval": _mixed_scale(
+    "precision.loss_scale_growth_interval": no_key(
         f"DeepSpeed doubles the scale after 1000 updates; another one {_FILE}",
-        "1000, or not fp16",
-        lambda cfg: cfg.precision.compute != "fp16" or cfg.precision.loss_scale_growth_interval == 1000,
+        lambda cfg: cfg.precision.loss_scale_growth_interval == 1000,
+        "1000",
+        Fit.APPROXIMATE,
     ),
 }
 
@@ -170,7 +159,7 @@ _LOOP: Mapping[str, Rule] = {
     "offload.params": _device("params", "offload_param_device"),
     "offload.optimizer": _device("optimizer", "offload_optimizer_device"),
     **asked(Fit.IGNORED, NO_KEY, {"offload.pin_memory": f"affects only time and memory; it {_FILE}"}),
-    **asked(Fit.UNSUPPORTED, NO_KEY, {"offload.nvme_path": f"Accelerate 1.15.0 drops the path; it {_FILE}"}),
+    "offload.nvme_path": no_key(f"Accelerate 1.15.0 drops the path; it {_FILE}", fit=Fit.UNSUPPORTED),
     **asked(
         Fit.NEEDS_INPUT,
         SCRIPT,
@@ -203,9 +192,7 @@ _LOOP: Mapping[str, Rule] = {
         SCRIPT,
         {"compile.mode": "export ACCELERATE_DYNAMO_BACKEND; Accelerate 1.15.0 drops dynamo_config here"},
     ),
-    "compile.backend": left_to_script(
-        "ACCELERATE_DYNAMO_BACKEND before the launch", lambda cfg: cfg.compile.mode == "none", "nothing is compiled"
-    ),
+    "compile.backend": left_to_script("ACCELERATE_DYNAMO_BACKEND before the launch"),
     "native": row(
         Fit.APPROXIMATE,
         f"deepspeed_config.{SAVE_KEY}",

@@ -10,7 +10,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable, interpret
 from unishard.contract.key_rows import integer, listed
-from unishard.contract.render import FieldResult, Rendered
+from unishard.contract.render import FieldResult, WrittenDocument
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import NO_FILE, OF_THE_FILE, deepspeed_entries, file_entries
 from unishard.formats.accelerate.entries import KINDS, NO_WORDS, TOOL, block_of, dropped, kind_of, precision_of, refused
@@ -268,7 +268,7 @@ class AccelerateFormat(Format):
         """What a file says. Opens the file that `deepspeed_config_file` names."""
         return entries_of(source, topology)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """A file for `accelerate launch --config_file`, and what became of each field.
 
         What the source leaves to its training script stays with it.
@@ -295,7 +295,7 @@ _NO_RANKS = (
 )
 
 
-def _with_absent_file(said: Rendered, reading: ReadDocument) -> Rendered:
+def _with_absent_file(said: WrittenDocument, reading: ReadDocument) -> WrittenDocument:
     """The document, pointing to DeepSpeed's file as before if that is not there and its values are undecided."""
     open_ = [field for field in OF_THE_FILE if field in reading.undecided and reading.undecided[field].required]
     if reading.format != FORMAT.name or len(open_) < len(OF_THE_FILE):
@@ -303,4 +303,4 @@ def _with_absent_file(said: Rendered, reading: ReadDocument) -> Rendered:
     beside = {key: value for key, value in said.document.items() if key not in (_BLOCK, "mixed_precision")}
     name = block_of(reading.source.data, _BLOCK)[_FILE]
     words = dict.fromkeys(open_, FieldResult(Fit.EXACT, f"{_BLOCK}.{_FILE}", ""))
-    return Rendered({**beside, _BLOCK: {_FILE: name}}, {**said.fields, **words})
+    return WrittenDocument({**beside, _BLOCK: {_FILE: name}}, {**said.fields, **words})

@@ -110,23 +110,18 @@ _SHARDING: Mapping[str, Rule] = {
         ),
         to=_strategy,
     ),
-    "sharding.group_size": exact(
-        "parallelism_config.parallelism_config_dp_shard_size",
-        unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
-    ),
+    "sharding.group_size": exact("parallelism_config.parallelism_config_dp_shard_size"),
     "sharding.reshard_after_forward": exact("fsdp_config.fsdp_reshard_after_forward", RESHARDS_TO_ALL),
     "sharding.units": row(
         Fit.EXACT,
         "fsdp_config.fsdp_auto_wrap_policy, fsdp_config.fsdp_transformer_layer_cls_to_wrap",
         "auto is TRANSFORMER_BASED_WRAP, which takes the model's _no_split_modules",
-        unless("no_shard", _replicas, "nothing is gathered"),
         to=_units,
     ),
     "sharding.min_unit_params": row(
         Fit.EQUIVALENT,
         "fsdp_config.fsdp_min_num_params",
         "with class names, FSDP has no minimum unit size; the same math, other units",
-        when_default("sharding.min_unit_params"),
     ),
     **asked(
         Fit.APPROXIMATE,
@@ -196,7 +191,6 @@ _LOOP: Mapping[str, Rule] = {
         Fit.EXACT,
         "fsdp_config.fsdp_activation_checkpointing",
         "of the units",
-        when_default("activation_checkpointing"),
         needs_input("no_shard", _replicas, "MULTI_GPU has no such key; model.gradient_checkpointing_enable()"),
         unless("the units", lambda cfg: cfg.activation_checkpointing in ("full", cfg.sharding.units), "of the units"),
         equivalent(
@@ -236,13 +230,11 @@ _LOOP: Mapping[str, Rule] = {
     ),
     "compile.mode": exact(
         "dynamo_config",
-        when_default("compile.mode"),
         needs_input("a backend without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, "call torch.compile"),
         to=_compile,
     ),
     "compile.backend": exact(
         "dynamo_config.dynamo_backend",
-        when_default("compile.mode"),
         needs_input("one without a word", lambda cfg: cfg.compile.backend not in _BACKENDS, "call torch.compile"),
     ),
 }

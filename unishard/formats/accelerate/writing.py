@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import Path
-from unishard.contract.render import AUTO, FieldResult, Rendered, render
+from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed import FILE, NAMES, NO_FILE, opened
@@ -67,7 +67,7 @@ model at once."""
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
-def expressed(reading: ReadDocument, topology: Topology) -> Rendered:
+def expressed(reading: ReadDocument, topology: Topology) -> WrittenDocument:
     """The file, and what became of each field. What the source leaves to its training script stays with it.
 
     Raises:
@@ -91,7 +91,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> Rendered:
         **_native_words(config),
         **_group_words(reading, topology, said.fields["sharding.strategy"]),
     }
-    return Rendered(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
+    return WrittenDocument(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
 
 def _ranks(reading: ReadDocument, topology: Topology) -> Native:

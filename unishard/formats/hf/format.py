@@ -11,7 +11,7 @@ from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, Undecided, interpret
-from unishard.contract.render import Rendered
+from unishard.contract.render import WrittenDocument
 from unishard.contract.rules import Fit, Rule
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
@@ -73,7 +73,7 @@ class HfFormat(Format):
         """The arguments that take the place of `"auto"` at a key of DeepSpeed's config."""
         return filled_from(key)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or
         `deepspeed`.
         """
@@ -261,7 +261,7 @@ class ScriptFormat(HfFormat):
         """What the arguments say, and what the script and Trainer assume."""
         return entries_of(source, topology, own=self.own, silent=self.silent(source.data))
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """The arguments that train; a file also needs those about the model and the data."""
         said = super().write(reading, topology)
         document = {_NAMES.get(key, key): value for key, value in said.document.items()}
@@ -269,7 +269,8 @@ class ScriptFormat(HfFormat):
         document |= {name: False for name in silent if _said_off(name, reading)}
         if is_whole(document):
             document |= {name: False for name in silent if _silently_off(name, reading)}
-        return Rendered(document, {path: word._replace(key=_renamed(word.key)) for path, word in said.fields.items()})
+        words = {path: word._replace(key=_renamed(word.key)) for path, word in said.fields.items()}
+        return WrittenDocument(document, words)
 
 
 def _renamed(words: str) -> str:

@@ -10,7 +10,7 @@ from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.field_rows import asked, copied, exact, row, when_default
+from unishard.contract.field_rows import asked, copied, exact, row
 from unishard.contract.key_rows import number, refuses, sets
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent, needs_input, unless
 from unishard.formats.names import names
@@ -247,7 +247,6 @@ OPTIMIZING: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         SCRIPT,
         f"Trainer exempts biases and norms, other names than these; {_GROUPS}",
-        unless("no weight decay", lambda cfg: not cfg.optimizer.weight_decay),
         unless("what Trainer exempts", lambda cfg: cfg.optimizer.no_decay == [NO_DECAY]),
         approximate(
             "empty",
@@ -265,7 +264,6 @@ OPTIMIZING: Mapping[str, Rule] = {
     ),
     "scheduler.total_steps": exact(
         "max_steps",
-        when_default("scheduler.total_steps"),
         equivalent("down to 0", lambda cfg: not cfg.scheduler.min_lr_ratio, _ENDS),
         approximate("down to min_lr_ratio", lambda cfg: True, f"{_ENDS}, where the rate stays at its lowest"),
         to=_steps,

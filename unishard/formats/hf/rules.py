@@ -15,16 +15,15 @@ from unishard.contract.field_rows import (
     RESHARDS_TO_ALL,
     copied,
     exact,
+    left_to_script,
     nonfinite_unchecked,
-    row,
     when_default,
 )
-from unishard.contract.render import AUTO, FieldResult, Rendered, render
+from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
 from unishard.contract.rules import (
     HYBRID,
     NO_KEY,
     PURE,
-    SCRIPT,
     Fit,
     Rule,
     approximate,
@@ -92,12 +91,7 @@ FSDP: Mapping[str, Rule] = {
             "nearest is reshard_after_forward: false; FSDP gathers in every forward",
         ),
     ),
-    "sharding.group_size": row(
-        Fit.NEEDS_INPUT,
-        SCRIPT,
-        "say it in that ParallelismConfig",
-        unless("not hybrid", lambda cfg: not cfg.sharding.hybrid, "there are no groups"),
-    ),
+    "sharding.group_size": left_to_script("say it in that ParallelismConfig"),
 }
 """Rows with `fsdp` or neither engine."""
 
@@ -120,7 +114,7 @@ def _decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str,
     return {path: row for path, row in rows.items() if path in said}
 
 
-def _engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
+def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
     """The engine's part of the document, and its words.
 
     Raises:
@@ -137,7 +131,7 @@ def _engine_of(reading: ReadDocument, topology: Topology) -> Rendered:
 _RESHARD = "reshard_after_forward"
 
 
-def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
+def _fsdp(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
     cfg = reading.config
     on = sharded(cfg) and _STRATEGY not in reading.undecided
     taken = {key: value for key, value in said.document.items() if key in BOTH and on}
@@ -154,10 +148,10 @@ def _fsdp(reading: ReadDocument, said: Rendered) -> Rendered:
         if taken
         else {}
     )
-    return Rendered(document, words)
+    return WrittenDocument(document, words)
 
 
-def _deepspeed(reading: ReadDocument, said: Rendered) -> Rendered:
+def _deepspeed(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
     own = without_unishards(said.document, reading)
     config = {key: value for key, value in own.items() if key not in ("optimizer", "scheduler")}
     # transformers fills these in from the arguments, and refuses two places that disagree.
@@ -171,10 +165,13 @@ def _deepspeed(reading: ReadDocument, said: Rendered) -> Rendered:
     words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
     words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)
-    return Rendered({"deepspeed": config}, words)
+    return WrittenDocument({"deepspeed": config}, words)
 
 
-_ENGINES: Mapping[str, Callable[[ReadDocument, Rendered], Rendered]] = {"fsdp": _fsdp, "deepspeed": _deepspeed}
+_ENGINES: Mapping[str, Callable[[ReadDocument, WrittenDocument], WrittenDocument]] = {
+    "fsdp": _fsdp,
+    "deepspeed": _deepspeed,
+}
 
 
 def _checkpointing(cfg: Config, topology: Topology) -> Native:
@@ -229,7 +226,6 @@ _OWN: Mapping[str, Rule] = {
     ),
     "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",
-        when_default("activation_checkpointing"),
         equivalent(*is_("activation_checkpointing", "selective"), _BLOCKS),
         equivalent("classes", lambda cfg: isinstance(cfg.activation_checkpointing, list), _BLOCKS),
         to=_checkpointing,
@@ -288,7 +284,7 @@ RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
-def written(reading: ReadDocument, topology: Topology, to: str) -> Rendered:
+def written(reading: ReadDocument, topology: Topology, to: str) -> WrittenDocument:
     """The arguments for a config in a format that holds them, and what became of each field.
 
     Raises:
@@ -297,4 +293,4 @@ def written(reading: ReadDocument, topology: Topology, to: str) -> Rendered:
     own_words = render(_decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = _engine_of(reading, topology)
     words: dict[str, FieldResult] = {**own_words.fields, **engine.fields}
-    return with_arguments(Rendered(merge(own_words.document, engine.document), words), reading, to)
+    return with_arguments(WrittenDocument(merge(own_words.document, engine.document), words), reading, to)

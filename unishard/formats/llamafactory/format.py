@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
-from unishard.contract.render import AUTO, FieldResult, Rendered
+from unishard.contract.render import AUTO, FieldResult, WrittenDocument
 from unishard.contract.rules import Fit
 from unishard.formats.hf.dialects import LLAMAFACTORY
 from unishard.formats.hf.format import ScriptFormat, is_whole
@@ -39,7 +39,7 @@ class LlamaFactoryFormat(ScriptFormat):
         found = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)
         return told(_pure(found, source.data), source.data[DEEPSPEED], self.tool)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
         said = super().write(reading, topology)
         off = reading.config.activation_checkpointing == "none"
@@ -50,7 +50,7 @@ class LlamaFactoryFormat(ScriptFormat):
         document[_SWITCH] = off
         words = {path: word for path, word in said.fields.items() if not word.key.startswith("gradient_checkpointing")}
         word = said.fields.get(_RECOMPUTES, FieldResult(Fit.EXACT, "", ""))
-        return Rendered(document, {**words, _RECOMPUTES: word._replace(key=_SWITCH)})
+        return WrittenDocument(document, {**words, _RECOMPUTES: word._replace(key=_SWITCH)})
 
 
 def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:

@@ -19,7 +19,7 @@ from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
-from unishard.contract.render import FieldResult, Rendered
+from unishard.contract.render import FieldResult, WrittenDocument
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
@@ -84,13 +84,13 @@ class UnishardFormat(Format):
             max_restarts=launch.max_restarts,
         )
 
-    def write(self, reading: ReadDocument, topology: Topology) -> Rendered:
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""
         config = reading.config
         rules = registry.get(config.backend).rules
         words = {}
         for path, rule in rules.items():
-            fit, note = rule.outcome(config)
+            fit, note = rule.outcome(path, config)
             words[path] = FieldResult(fit, path, note)
         for path, _ in leaves(Config):
             if found := placeholders_in(str(value_at(config, path))):
@@ -101,7 +101,7 @@ class UnishardFormat(Format):
                 words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
         for path in reading.undecided:
             words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
-        return Rendered(_document(reading), words)
+        return WrittenDocument(_document(reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML, with a comment at each value that needs a decision."""

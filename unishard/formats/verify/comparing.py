@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unishard.config.loading.document import text_of
+from unishard.config.loading.text_file import text_of
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder, placeholders_in
 from unishard.errors import ConfigError
@@ -60,14 +59,13 @@ class Verification(NamedTuple):
         return not self.unreported and (not self.effective.refused or excused)
 
 
-def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
+def verify(outcome: Outcome) -> Verification:
     """Read a translation with the tool that it is for, and compare it with what its source comes to.
 
     Imports that tool, and torch with it; what is not installed is said in `missing`.
 
     Args:
-        outcome: The translation.
-        overrides: Those with which it was made: a difference that was asked for is no surprise.
+        outcome: The translation. A difference that its overrides ask for is no surprise.
     """
     source, effective, open_ = (
         of_source(outcome),
@@ -85,7 +83,7 @@ def verify(outcome: Outcome, overrides: Iterable[str] = ()) -> Verification:
     if said.get("sharding.strategy", "no_shard") != "no_shard" and _UNITS not in said:
         said[_UNITS] = "auto"  # ZeRO gathers the parameters of each module
     written = _in_the_file(outcome)
-    reported = _reported(outcome, overrides)
+    reported = _reported(outcome)
     rows = []
     for field in dict.fromkeys((*said, *effective.settings)):
         one, other = said.get(field, _ABSENT), effective.settings.get(field, _ABSENT)
@@ -147,15 +145,15 @@ def _differ(field: str, one: Any, other: Any) -> bool:
     return not same(one, other)
 
 
-def _reported(outcome: Outcome, overrides: Iterable[str]) -> set[str]:
+def _reported(outcome: Outcome) -> set[str]:
     """The fields of which a line of the report says that they are not kept as they are, or that were asked to
     change.
     """
-    found = {text.partition("=")[0].strip() for text in overrides}
+    found = {text.partition("=")[0].strip() for text in outcome.overrides}
     for section in [field for field in found if "." not in field]:
         found |= {field for field in of_config(outcome.reading.config) if field.startswith(f"{section}.")}
-    for item, entry in zip(outcome.items, outcome.reading.entries, strict=False):
-        fields = {*entry.effect.fields, *entry.effect.decides}
+    for item in outcome.items:
+        fields = {*item.entry.effect.fields, *item.entry.effect.decides}
         if item.place:
             found |= fields
         if item.fit is Fit.EQUIVALENT:

@@ -102,7 +102,7 @@ def _own(outcome: Outcome) -> Effective:
 
 
 def _parsed(text: str) -> Document:
-    from unishard.config.loading.document import from_text
+    from unishard.config.loading.yaml_file import from_text
 
     found: Document = from_text(text, "written").data
     return found

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from unishard.config import Config
-from unishard.config.loading.document import text_of
+from unishard.config.loading.text_file import text_of
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.model_shape import ModelShape

@@ -1,0 +1,122 @@
+"""What the adapters of FSDP2 and of DistributedDataParallel have in common: each has one `TorchGradients`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unishard.distributed.host_read import HostRead
+from unishard.distributed.shards import Shard
+from unishard.engine.optim.skipping import DeviceSkip
+from unishard_fsdp.clipping import scale, total_norm
+from unishard_fsdp.shards import shard_of
+
+_grad = attrgetter("grad")
+
+
+class Stepper(Protocol):
+    """Updates the parameters from `parameter.grad`."""
+
+    def step(self) -> object:
+        """Make one update."""
+
+
+@final
+class TorchGradients:
+    """The gradients in `parameter.grad` of the parameters that train, and the update that a torch optimizer makes of
+    them.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        stepper: Stepper,
+        *,
+        steps_always: bool,
+        copies: int,
+        skip: DeviceSkip | None,
+        own_hooks: int = 0,
+    ) -> None:
+        """Of parameters that are sharded, or full on every rank.
+
+        Args:
+            parameters: All that train.
+            device: Where this rank computes.
+            stepper: The optimizer, or what steps it.
+            steps_always: Whether an update with a gradient that is not finite is made, too.
+            copies: Number of copies of each gradient over all ranks.
+            skip: Skips updates on the device; None if the optimizer's steps are collective, or made in host memory.
+            own_hooks: How many hooks this package has on the optimizer.
+        """
+        self.parameters = parameters
+        self._device = device
+        self._stepper = stepper
+        self._steps_always = steps_always
+        self._copies = copies
+        self._skip = skip
+        self._own_hooks = own_hooks
+        self._norm: Tensor | None = None
+        """That of the gradients of this window, once it was asked for."""
+
+    @torch.no_grad()
+    def update(self, max_norm: float | None, divisor: float) -> tuple[HostRead, bool | None]:
+        """Clip by the global norm, step, and drop the gradients, as `EngineAdapter.update` says; where the optimizer's
+        kernels can skip on the device, without reading the norm. Collective.
+
+        Args:
+            max_norm: Clip the divided gradients to this norm; None for no clipping.
+            divisor: Divide the gradients by this.
+        """
+        stepped, gradients = self._gradients()
+        norm, self._norm = self._norm, None
+        norm = (total_norm(gradients, self._device, copies=self._copies) if norm is None else norm) / divisor
+        value, updated = HostRead(norm), True if self._steps_always else None
+        on_device = (
+            updated is None and self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
+        )
+        if updated is None and not on_device:
+            updated = math.isfinite(value.get())
+        if updated is not False:
+            scale(gradients, norm, max_norm, divisor)
+            with self._skip.unless_finite(norm) if self._skip is not None and on_device else nullcontext():
+                self._stepper.step()
+        for parameter in stepped:
+            parameter.grad = None
+        return value, updated
+
+    def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """The parameters that have a gradient, and this rank's part of each."""
+        stepped = [parameter for parameter in self.parameters if parameter.grad is not None]
+        # Not `local`: a call for each parameter would count.
+        return stepped, [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The norm of the gradients, not divided, which `update` uses again. Collective."""
+        if self._norm is None:
+            self._norm = total_norm(self._gradients()[1], self._device, copies=self._copies)
+        return self._norm
+
+    def shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
+        """This rank's shard of a gradient, as `EngineAdapter.grad_shard` says."""
+        if create:  # to be changed
+            self._norm = None
+        if parameter.grad is None:
+            if not create:
+                return None
+            parameter.grad = torch.zeros_like(parameter)
+        return shard_of(parameter, parameter.grad)
+
+    def drop(self) -> None:
+        """Set all gradients to None."""
+        self._norm = None
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,119 @@
+"""What a document says, and what is read beside it, each as its tool reads it where it has the other."""
+
+from __future__ import annotations
+
+from unishard.config.describe import shown
+from unishard.contract.entries import Entry, KeyEffect, Path
+from unishard.contract.render import AUTO
+from unishard.contract.rules import Fit
+from unishard.formats import catalog, launcher_config
+from unishard.formats.engine_choice import RECIPES
+from unishard.formats.precedence import same_value
+from unishard.formats.reading import ReadDocument
+from unishard.formats.supplied import Supplied, trainer
+
+_ENGINES = ("deepspeed", "fsdp", "fsdp_config")
+"""Arguments in which a script names the engine's config, which is the document itself."""
+_STRATEGY = ("backend", "sharding.", "offload.")
+_OF_LAUNCHER = ("precision.compute", "training.gradient_accumulation_steps", "training.gradient_clipping")
+"""What a config of Accelerate says about the loop, whatever engine it drives; it also says how processes start."""
+
+
+def read_together(reading: ReadDocument, supplied: Supplied, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+    """The entries of a document, and those of what is beside it.
+
+    Args:
+        reading: The document.
+        supplied: What is beside it.
+        same: Whether the document is written in its own format again.
+    """
+    if reading.format in RECIPES:
+        return _merged(reading, supplied, same=same)
+    return _beside(reading, supplied, same=same)
+
+
+def _merged(reading: ReadDocument, supplied: Supplied, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+    """A document that is a file of arguments itself: both are read as one.
+
+    A command that hands the file to its script counts more.
+    """
+    data, more = reading.source.data, supplied.values
+    starts = supplied.starts(reading)
+    twice = [
+        key for key in data if key in more and (starts or key not in _ENGINES) and not same_value(more[key], data[key])
+    ]
+    yielding = twice if starts and not same else []
+    kept = {key: value for key, value in data.items() if key not in yielding}
+    found = catalog.get(reading.format).entries(reading.source._replace(data={**more, **kept}), supplied.topology)
+    own = [entry for entry in found if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
+    own += [
+        Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{supplied.place(key)} says {shown(more[key])}"))
+        for key in yielding
+    ]
+    given = [supplied.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
+    left = (key for key in twice if key not in yielding)
+    return own, [*given, *(_stays(key, supplied) if starts else _clash(key, reading, supplied) for key in left)]
+
+
+def _stays(key: str, supplied: Supplied) -> Entry:
+    effect = KeyEffect(Fit.IGNORED, launcher_config.STAYS, notable=True)
+    return Entry((key,), supplied.values[key], effect, place=supplied.place(key), supplied=True)
+
+
+def _clash(key: str, reading: ReadDocument, supplied: Supplied) -> Entry:
+    place, value = str(reading.source.origins.of((key,))), supplied.values[key]
+    note = f"is {shown(reading.source.data[key])} in {place or 'the config'}; make them equal, or leave one out"
+    return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=supplied.place(key), supplied=True)
+
+
+def _beside(reading: ReadDocument, supplied: Supplied, *, same: bool) -> tuple[list[Entry], list[Entry]]:
+    """A document for an engine or a launcher: its engine's config is what the arguments would name."""
+    engine, where = catalog.get(reading.format).for_trainer(reading.source)
+    values = {key: value for key, value in supplied.values.items() if key not in _ENGINES}
+    whole = supplied.format in RECIPES
+    found = supplied.entries({**values, **(engine if whole or not supplied.format else {})}, reading.source)
+    given = [supplied.placed(entry) for entry in found if entry.path[0] not in _ENGINES]
+    given = [
+        _of_the_loop(entry, of_launcher=not whole and bool(supplied.format))
+        for entry in given
+        if whole or not entry.assumed
+    ]
+    said, switch = launcher_config.as_launched(reading, supplied, whole=whole, same=same)
+    if switch:
+        given = [entry for entry in given if entry.path != (switch,)] + ([_stays(switch, supplied)] if same else [])
+    if not whole or where is None:
+        return said, given
+    inner = {
+        (*where, *entry.path[1:]): entry for entry in found if entry.path[0] == _ENGINES[0] and len(entry.path) > 1
+    }
+    own = [_again(entry, inner[entry.path], supplied, where) if entry.path in inner else entry for entry in said]
+    return own, given
+
+
+def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
+    """The entry without what the document itself says, which is how the engine shards."""
+    effect = entry.effect
+    if of_launcher:
+        fields = {
+            field: value
+            for field, value in effect.fields.items()
+            if field in _OF_LAUNCHER or field.startswith("launch.")
+        }
+        return entry._replace(effect=KeyEffect(fields=fields, unknown=effect.unknown))
+    fields = {field: value for field, value in effect.fields.items() if not field.startswith(_STRATEGY)}
+    return entry._replace(effect=effect._replace(fields=fields, native={}))
+
+
+def _again(entry: Entry, filled_in: Entry, supplied: Supplied, where: Path) -> Entry:
+    """The entry as it is once transformers has filled in the engine's config."""
+    if entry.effect.fit is Fit.UNSUPPORTED:
+        return entry
+    refused = filled_in.effect.fit is Fit.UNSUPPORTED and not entry.assumed
+    names = trainer().filled_from(".".join(entry.path[len(where) :]))
+    named = next((name for name in names if name in supplied.values), None)
+    place = (supplied.place(named) if named else supplied.default) if names else ""
+    if refused and place:
+        what, _, instead = filled_in.effect.note.partition(";")
+        return entry._replace(effect=filled_in.effect._replace(note=f"{what} ({place});{instead}"))
+    known = entry.value == AUTO and filled_in.effect.fit is not Fit.NEEDS_INPUT
+    return entry._replace(effect=filled_in.effect, place=place if known else "")
