@@ -6,7 +6,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from unishard.config.relevance import OffAt, UnusedIf
 from unishard.config.section import Section, refuse
+
+_SPLITS_NOTHING = UnusedIf(lambda cfg: not cfg.parallel.sequence.on, "samples are not split")
 
 
 class SequenceParallel(Section):
@@ -18,19 +21,19 @@ class SequenceParallel(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("size",)
 
-    size: int = Field(default=1, ge=1)
+    size: Annotated[int, OffAt(1)] = Field(default=1, ge=1)
     """Ranks that share a sample; it must divide the number of ranks. 1: each rank has its own samples."""
-    method: Literal["auto", "ulysses", "allgather"] = Field(default="auto")
+    method: Annotated[Literal["auto", "ulysses", "allgather"], _SPLITS_NOTHING] = Field(default="auto")
     """How attention sees the whole sequence.
 
     `ulysses`: by all-to-all, each rank has all positions of some heads, so the size must divide the heads; key and
     value heads are repeated where they are fewer. `allgather`: each rank has all keys and values, for any number of
     heads; positions are dealt out so that causal work is balanced. `auto`: `ulysses` where the heads divide.
     """
-    keys: Literal["auto"] | list[str] = Field(default="auto")
+    keys: Annotated[Literal["auto"] | list[str], _SPLITS_NOTHING] = Field(default="auto")
     """Keys of the tensors of a batch that are split, `[batch, sequence, ...]`; `auto` for each that is as long as the
     inputs."""
-    pad_to: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(default="auto")
+    pad_to: Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], _SPLITS_NOTHING] = Field(default="auto")
     """Sequences are padded at their end to a multiple of it; `auto` for the least that can be split."""
 
     @property

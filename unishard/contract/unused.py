@@ -40,7 +40,8 @@ def _marks_of(field: FieldInfo, section: type[Section]) -> Iterator[OffAt | Unus
     yield from off
 
 
-def _sections() -> Iterator[tuple[str, type[Section]]]:
-    for name, field in Config.model_fields.items():
+def _sections(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield name, field.annotation
+            yield prefix + name, field.annotation
+            yield from _sections(field.annotation, f"{prefix}{name}.")
