@@ -21,15 +21,19 @@ A config is a YAML 1.2 file. Every field has a default, unknown fields are error
 
 def schema() -> str:
     """docs/schema.md: type, default and description of every field."""
-    parts = [generated("the schema"), _TOP.rstrip(), "## top level", _fields(Config)]
-    for name, field in Config.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            parts += [f"## {name}", inspect.getdoc(kind) or "", *_shorthand(name, kind), _fields(kind)]
-            for inner, below in kind.model_fields.items():
-                if item := items_of(below.annotation):
-                    parts += [f"### {name}.{inner}", f"Each section of the list. {inspect.getdoc(item)}", _fields(item)]
+    parts = [generated("the schema"), _TOP.rstrip(), "## top level", _fields(Config), *_sections(Config)]
     return "\n\n".join(parts) + "\n"
+
+
+def _sections(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The sections in a section, each before those in it."""
+    for name, field in section.model_fields.items():
+        kind, path = field.annotation, prefix + name
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from (f"## {path}", inspect.getdoc(kind) or "", *_shorthand(path, kind), _fields(kind, f"{path}."))
+            yield from _sections(kind, f"{path}.")
+        elif item := items_of(kind):
+            yield from (f"### {path}", f"Each section of the list. {inspect.getdoc(item)}", _fields(item))
 
 
 def _shorthand(name: str, kind: type[Section]) -> Iterator[str]:
@@ -40,15 +44,21 @@ def _shorthand(name: str, kind: type[Section]) -> Iterator[str]:
         yield f"Short form: `{name}: {value}` means `{name}: {{{fields}}}`."
 
 
-def _fields(section: type[Section]) -> str:
+def _fields(section: type[Section], prefix: str = "") -> str:
     rows, described = [], section.descriptions()
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            rows.append((f"`{name}`", "section", "", f"{described[name]} See [{name}](#{name})."))
+            rows.append(
+                (f"`{name}`", "section", "", f"{described[name]} See [{prefix}{name}](#{_anchor(prefix + name)}).")
+            )
         else:
             rows.append((f"`{name}`", expected(field), _default(section, name, field), described[name]))
     return table(("Field", "Type", "Default", "Description"), rows)
+
+
+def _anchor(heading: str) -> str:
+    return heading.replace(".", "")
 
 
 def _default(section: type[Section], name: str, field: FieldInfo) -> str:

@@ -27,7 +27,7 @@ ENGINES = {
     "InferenceAdapter",
     "ReplicaAdapter",
 }
-LONG = {"unishard/engine/engine.py": 550}
+LONG = {"unishard/engine/engine.py": 580}
 """One class, whose documented methods are the loop; two of three lines are documentation."""
 FORBIDDEN_WORDS = ("Manager", "Handler", "Utils", "Wrapper", "Plugin")
 

@@ -36,6 +36,7 @@ ALLOWED = {
 """Names that need no PrivateApi, and why."""
 
 OF_TRANSFORMERS = {
+    "_attn_implementation",
     "_auto_class",
     "_from_config",
     "_keys_to_ignore_on_load_unexpected",

@@ -1,4 +1,4 @@
-"""The parts of long sequences that need no ranks: who has which positions, documents, segments of attention, batches."""
+"""The parts of long sequences that need no ranks: who has which positions, documents, tiles of attention, batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import unishard
 from unishard.config.readers import reader_of
 from unishard.errors import ConfigError, DataError
 from unishard.sequence.batches import BatchSplitter
-from unishard.sequence.context import Rule
+from unishard.sequence.context import KeyRule
 from unishard.sequence.documents import documents_of
-from unishard.sequence.layout import Layout
-from unishard.sequence.segments import Scores, attend, segments
+from unishard.sequence.layout import PositionLayout
+from unishard.sequence.tiles import Scores, attend, tiles
 
 
 def splitter(rank: int, size: int = 2, *, balanced: bool = False, **options: Any) -> BatchSplitter:
-    return BatchSplitter(SimpleNamespace(rank=rank, size=size), Layout(size, balanced=balanced), **options)  # type: ignore[arg-type]
+    return BatchSplitter(SimpleNamespace(rank=rank, size=size), PositionLayout(size, balanced=balanced), **options)  # type: ignore[arg-type]
 
 
 @given(size=st.integers(2, 5), each=st.integers(1, 4), balanced=st.booleans())
 def test_the_parts_of_all_ranks_are_the_whole(size: int, each: int, balanced: bool) -> None:
-    layout = Layout(size, balanced=balanced)
+    layout = PositionLayout(size, balanced=balanced)
     whole = torch.arange(each * layout.multiple)[None]
     parts = torch.cat([layout.take(whole, rank) for rank in range(size)], 1)
     assert torch.equal(layout.join(parts, 1), whole)
@@ -41,14 +41,14 @@ def test_the_parts_of_all_ranks_are_the_whole(size: int, each: int, balanced: bo
 
 
 def test_balanced_parts_see_as_many_keys() -> None:
-    layout = Layout(4, balanced=True)
+    layout = PositionLayout(4, balanced=True)
     work = [sum(int(position) + 1 for position in layout.take(torch.arange(64)[None], rank)[0]) for rank in range(4)]
     assert len(set(work)) == 1
 
 
 @given(
     rule=st.builds(
-        Rule,
+        KeyRule,
         causal=st.booleans(),
         window=st.none() | st.integers(1, 9),
         chunk=st.none() | st.integers(1, 9),
@@ -59,19 +59,19 @@ def test_balanced_parts_see_as_many_keys() -> None:
     softcap=st.none() | st.just(3.0),
 )
 def test_segments_attend_as_a_mask_says(
-    rule: Rule, borders: set[int], size: int, rank: int, softcap: float | None
+    rule: KeyRule, borders: set[int], size: int, rank: int, softcap: float | None
 ) -> None:
     length, starts = 16, [0, *sorted(borders)]
     documents = tuple(zip(starts, [*starts[1:], length], strict=True))
     query, key, value = (
         torch.randn(1, 2, length, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
     )
-    layout = Layout(size, balanced=size > 1)
+    layout = PositionLayout(size, balanced=size > 1)
     runs, scores = layout.runs(rank % size, length), Scores(0.5, softcap=softcap)
     own = layout.take(query, rank % size, 2)
     parts = [
         attend(own[:, :, queries], key[:, :, keys], value[:, :, keys], first, rule, scores)
-        for queries, keys, first in segments(runs, documents, rule)
+        for queries, keys, first in tiles(runs, documents, rule)
     ]
     logits = query @ key.transpose(2, 3) * 0.5
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
@@ -79,7 +79,7 @@ def test_segments_attend_as_a_mask_says(
     torch.testing.assert_close(torch.cat(parts, 2), layout.take(weights @ value, rank % size, 2), rtol=0, atol=1e-5)
 
 
-def allowed(rule: Rule, documents: tuple[tuple[int, int], ...], length: int) -> torch.Tensor:
+def allowed(rule: KeyRule, documents: tuple[tuple[int, int], ...], length: int) -> torch.Tensor:
     """By the words of the rule, a pair of positions at a time."""
     mask = torch.zeros(length, length, dtype=torch.bool)
     for start, end in documents:

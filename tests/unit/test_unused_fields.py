@@ -52,6 +52,9 @@ ANOTHER: dict[str, Any] = {
     "profile.memory": True,
     "profile.shapes": True,
     "logging.mlflow_uri": "sqlite:///runs.db",
+    "parallel.sequence.method": "ulysses",
+    "parallel.sequence.keys": ["input_ids"],
+    "parallel.sequence.pad_to": 8,
 }
 """Another value than the default, of each field that the schema refuses when it is unused."""
 NOT_REFUSED = {"communication.desync_timeout", "precision.cast_inputs", "precision.keep_fp32"}
@@ -73,6 +76,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"checkpoint": {"dir": "runs", "keep_last": 2}, "communication": {"desync_check": False}},
     {"logging": ["progress"], "profile": {"steps": [3], "dir": "traces"}},
     {"logging": {"to": ["jsonl", "wandb"], "dir": "logs"}},
+    {"parallel": {"sequence": 2}},
 )
 
 

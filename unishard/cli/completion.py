@@ -105,9 +105,9 @@ def _words(path: str) -> list[str]:
 
 
 def _first_sentence(path: str) -> str:
-    from unishard.config import Config
+    from unishard.config import Config, value_at
 
     section, _, name = path.rpartition(".")
-    owner = Config.model_fields[section].annotation if section else Config
-    text = owner.descriptions()[name]  # type: ignore[union-attr]  # a section
+    owner = value_at(Config(), section) if section else Config()
+    text = owner.descriptions()[name]
     return shorten(text.partition(". ")[0].partition(": ")[0].replace("`", ""), 70, placeholder=" ...").rstrip(".")

@@ -13,7 +13,7 @@ from unishard.config.topology import Topology
 from unishard.errors import ConfigError, Problem
 
 
-class Reader(NamedTuple):
+class DataShare(NamedTuple):
     """One of equal shares of the data."""
 
     share: int
@@ -22,10 +22,10 @@ class Reader(NamedTuple):
     """How many there are: as many as ranks, or as groups that share samples."""
 
 
-def reader_of(cfg: Config, rank: int, world_size: int) -> Reader:
+def reader_of(cfg: Config, rank: int, world_size: int) -> DataShare:
     """The share of a rank."""
     size = cfg.parallel.sequence.size
-    return Reader(rank // size, world_size // size)
+    return DataShare(rank // size, world_size // size)
 
 
 def check_sequence(cfg: Config, topology: Topology) -> None:

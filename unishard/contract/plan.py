@@ -22,7 +22,7 @@ from unishard.config import (
     Training,
 )
 from unishard.config.nested import Native
-from unishard.config.readers import Reader
+from unishard.config.readers import DataShare
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Footprint
 from unishard.contract.model_shape import ModelShape
@@ -204,7 +204,7 @@ class RunPlan:
     loop: Training
     sequence: SequenceParallel
     """The section, with the method that suits the model."""
-    reader: Reader
+    reader: DataShare
     """Which share of the data this rank reads."""
     checkpoint: Checkpoint
     observe: ObserveSpec

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from unishard.errors import ModelError
 from unishard.sequence import context
-from unishard.sequence.context import Rule, SplitBatch
+from unishard.sequence.context import KeyRule, SplitBatch
 from unishard.sequence.documents import Documents
 from unishard.sequence.exchange import gather_positions, heads_for_positions, positions_for_heads
-from unishard.sequence.layout import Run
-from unishard.sequence.segments import Scores, attend, attend_masked, segments
+from unishard.sequence.layout import PositionRange
+from unishard.sequence.tiles import Scores, attend, attend_masked, tiles
 
 
 def attention(
@@ -54,16 +54,16 @@ def attention(
         ModelError: `parallel.sequence.method` is `ulysses` and the heads do not divide, or the keys are not at the
             positions of the queries.
     """
-    rule = Rule(causal, window, chunk)
+    rule = KeyRule(causal, window, chunk)
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, sinks)
     if context.current is None:  # no engine splits sequences
         whole: Documents = ((0, query.shape[2]),)
-        return _of_documents(query, key, value, [Run(0, query.shape[2])], [whole] * len(query), rule, scores)
+        return _of_documents(query, key, value, [PositionRange(0, query.shape[2])], [whole] * len(query), rule, scores)
     return split_attention(query, key, value, context.current, rule, scores)
 
 
 def split_attention(
-    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: KeyRule | Tensor, scores: Scores
 ) -> Tensor:
     """As `attention`, for this rank's part of a micro-batch. Collective in the group.
 
@@ -80,7 +80,7 @@ def split_attention(
 
 
 def _by_method(
-    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: KeyRule | Tensor, scores: Scores
 ) -> Tensor:
     if split.proving:
         return _position_by_position(query, key, value)
@@ -99,7 +99,7 @@ _outside_graphs = torch.compiler.disable(_by_method)  # type: ignore[no-untyped-
 
 
 def _by_heads(
-    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: KeyRule | Tensor, scores: Scores
 ) -> Tensor:
     """DeepSpeed-Ulysses: each rank has all positions of some heads."""
     size, group = split.group.size, split.group
@@ -116,13 +116,13 @@ def _by_heads(
     if scores.sinks is not None:
         scores = scores._replace(sinks=scores.sinks.chunk(size)[group.rank])
     query, key, value = (split.layout.join(heads_for_positions(tensor, group), 2) for tensor in (query, key, value))
-    runs = [Run(0, split.length)]
+    runs = [PositionRange(0, split.length)]
     output = _of_samples(query, key, value, runs, split, rule, scores)
     return positions_for_heads(split.layout.split(output, 2), group)
 
 
 def _by_keys(
-    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: Rule | Tensor, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: KeyRule | Tensor, scores: Scores
 ) -> Tensor:
     """Each rank has its own queries and the keys of all positions."""
     key, value = (split.layout.join(gather_positions(tensor, split.group), 2) for tensor in (key, value))
@@ -136,9 +136,9 @@ def _of_samples(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[PositionRange],
     split: SplitBatch,
-    rule: Rule | Tensor,
+    rule: KeyRule | Tensor,
     scores: Scores,
 ) -> Tensor:
     if isinstance(rule, Tensor):
@@ -150,16 +150,16 @@ def _of_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[PositionRange],
     documents: Sequence[Documents],
-    rule: Rule,
+    rule: KeyRule,
     scores: Scores,
 ) -> Tensor:
     """The attention of each sample; those with the same documents together."""
     outputs = []
     for rows, of_rows in _alike(documents):
         parts = []
-        for queries, keys, first in segments(runs, of_rows, rule):
+        for queries, keys, first in tiles(runs, of_rows, rule):
             part = (query[rows, :, queries], key[rows, :, keys], value[rows, :, keys])
             parts.append(attend(*part, first, rule, scores))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))

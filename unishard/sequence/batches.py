@@ -14,7 +14,7 @@ from torch.nn import functional
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import DataError
 from unishard.sequence.group import SequenceGroup
-from unishard.sequence.layout import Layout
+from unishard.sequence.layout import PositionLayout
 
 _IGNORED = -100
 """The label that the losses of transformers and torch leave out."""
@@ -27,7 +27,7 @@ class BatchSplitter:
     def __init__(
         self,
         group: SequenceGroup,
-        layout: Layout,
+        layout: PositionLayout,
         *,
         names: Sequence[str] | None = None,
         multiple: int | None = None,

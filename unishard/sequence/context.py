@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from unishard.sequence.documents import Documents
 from unishard.sequence.group import SequenceGroup
-from unishard.sequence.layout import Layout
+from unishard.sequence.layout import PositionLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KeyRule:
     """Which keys of its document a query attends to."""
 
     causal: bool = True
@@ -26,7 +26,7 @@ class SplitBatch:
     """A micro-batch of which each rank of a group has a part."""
 
     group: SequenceGroup
-    layout: Layout
+    layout: PositionLayout
     method: str
     """`ulysses`, `allgather`, or `auto`: the first where the heads divide."""
     length: int
@@ -35,12 +35,12 @@ class SplitBatch:
     """Of each sample."""
     masked: bool
     """Whether they are known of a mask, not of positions that begin again."""
-    joined: set[Rule]
+    joined: set[KeyRule]
     """The rules under which the model does not keep packed documents apart."""
     proving: bool = False
     """Whether attention leaves each position by itself (`unishard.sequence.proof`)."""
 
-    def documents_under(self, rule: Rule) -> Sequence[Documents]:
+    def documents_under(self, rule: KeyRule) -> Sequence[Documents]:
         """The documents that a rule keeps apart."""
         if rule not in self.joined or self.masked:
             return self.documents

@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.sequence import context
-from unishard.sequence.context import Rule, SplitBatch
+from unishard.sequence.context import KeyRule, SplitBatch
 from unishard.sequence.documents import Documents, documents_of
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.expert_balance import ExpertBalance
 from unishard.sequence.group import SequenceGroup
-from unishard.sequence.layout import Layout
+from unishard.sequence.layout import PositionLayout
 from unishard.sequence.transformers_models import is_transformers, use_split_attention
 
 _IGNORED = -100
@@ -28,7 +28,7 @@ _IGNORED = -100
 class SplitForward:
     """Tells attention what micro-batch runs, and makes the loss that of the whole micro-batch."""
 
-    def __init__(self, model: nn.Module, group: SequenceGroup, layout: Layout, method: str) -> None:
+    def __init__(self, model: nn.Module, group: SequenceGroup, layout: PositionLayout, method: str) -> None:
         """Watch the forward of a model.
 
         Raises:
@@ -39,7 +39,7 @@ class SplitForward:
         self._counts_items = is_transformers(model) and _takes(self._signature, "num_items_in_batch")
         self._counted = False
         """Whether the loss of the running forward is to be averaged."""
-        self._joined: set[Rule] = set()
+        self._joined: set[KeyRule] = set()
         self._proving = False
         self._balance = ExpertBalance(model, group)
         self._model = model

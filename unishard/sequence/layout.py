@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class PositionRange(NamedTuple):
     """Consecutive positions of one rank."""
 
     start: int
@@ -16,7 +16,7 @@ class Run(NamedTuple):
     length: int
 
 
-class Layout:
+class PositionLayout:
     """The positions of each rank, in runs of equal length.
 
     Consecutive, one run a rank::
@@ -37,11 +37,11 @@ class Layout:
         self.multiple = 2 * size if balanced else size
         """The length of a sequence must be a multiple of it."""
 
-    def runs(self, rank: int, length: int) -> list[Run]:
+    def runs(self, rank: int, length: int) -> list[PositionRange]:
         """The runs of a rank in a sequence of `length`, which is a multiple of `multiple`, in the rank's order."""
         each = length // self.multiple
         numbers = (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
-        return [Run(number * each, each) for number in numbers]
+        return [PositionRange(number * each, each) for number in numbers]
 
     def take(self, tensor: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's part of a whole tensor."""

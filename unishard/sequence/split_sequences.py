@@ -21,7 +21,7 @@ from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
 from unishard.sequence.group import make_group
-from unishard.sequence.layout import Layout
+from unishard.sequence.layout import PositionLayout
 from unishard.sequence.proof import prove
 from unishard.sequence.transformers_models import counts_positions_itself
 
@@ -40,7 +40,7 @@ class SplitSequences:
         self._parts: list[ref[Tensor]] = []
         """Tensors of batches that were split, as long as something else holds them."""
         self.group = make_group(section.size)
-        self._layout = Layout(section.size, balanced=section.method == "allgather")
+        self._layout = PositionLayout(section.size, balanced=section.method == "allgather")
         self.forward = SplitForward(model, self.group, self._layout, section.method)
         self._splitter = BatchSplitter(
             self.group,

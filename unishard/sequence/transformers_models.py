@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from unishard.errors import ModelError
 from unishard.sequence import context
 from unishard.sequence.attention import split_attention
-from unishard.sequence.context import Rule, SplitBatch
-from unishard.sequence.segments import Scores
+from unishard.sequence.context import KeyRule, SplitBatch
+from unishard.sequence.tiles import Scores
 
 NAME = "unishard_sequence"
 """What a prepared model's `attn_implementation` is called."""
 
 
-_EVERY_KEY = Rule(causal=False)
+_EVERY_KEY = KeyRule(causal=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Mask:
     """What stands in the place of a mask: the rule that makes it, and the micro-batch."""
 
     split: SplitBatch
-    rule: Rule | Tensor
+    rule: KeyRule | Tensor
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -48,22 +48,20 @@ def use_split_attention(model: nn.Module) -> Callable[[], None]:
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    before: list[tuple[PreTrainedModel, str | None]] = []
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in models:
         if not module.is_backend_compatible():
             raise ModelError(
-                f"{type(module).__name__} computes attention by its own code, not by transformers' AttentionInterface, "
-                "so parallel.sequence cannot split it; remove parallel.sequence"
+                f"{type(module).__name__} does not compute all attention by transformers' AttentionInterface, so "
+                "parallel.sequence cannot split it; remove parallel.sequence"
             )
+    before = [module.config._attn_implementation for module in models]
     for module in models:
-        if module.config._attn_implementation != NAME:
-            before.append((module, module.config._attn_implementation))
-            module.config._attn_implementation_internal = NAME
+        module.set_attn_implementation(NAME)
 
     def restore() -> None:
-        for module, implementation in before:
-            module.config._attn_implementation_internal = implementation
+        for module, implementation in zip(models, before, strict=True):  # those inside come later
+            module.set_attn_implementation(implementation)
 
     return restore
 
@@ -79,7 +77,7 @@ def _mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Mask:
     return Mask(split, rule)
 
 
-def rule_of(mask_function: Callable[..., Any]) -> tuple[Rule, bool]:
+def rule_of(mask_function: Callable[..., Any]) -> tuple[KeyRule, bool]:
     """The rule of a mask function of transformers (5.23, masking_utils.py), and whether it keeps documents apart.
 
     Raises:
@@ -89,7 +87,7 @@ def rule_of(mask_function: Callable[..., Any]) -> tuple[Rule, bool]:
     own = getclosurevars(mask_function).nonlocals
     match name:
         case "causal_mask_function":
-            return Rule(causal=True), False
+            return KeyRule(causal=True), False
         case "bidirectional_mask_function":
             return _EVERY_KEY, False
         case "packed_sequence_mask_function":
@@ -105,7 +103,7 @@ def rule_of(mask_function: Callable[..., Any]) -> tuple[Rule, bool]:
         case "and_masks":
             parts = [rule_of(part) for part in own["mask_functions"]]
             rules = [rule for rule, _ in parts]
-            rule = Rule(
+            rule = KeyRule(
                 causal=any(each.causal for each in rules),
                 window=next((each.window for each in rules if each.window is not None), None),
                 chunk=next((each.chunk for each in rules if each.chunk is not None), None),

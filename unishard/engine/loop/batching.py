@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.config import Training
-from unishard.config.readers import Reader
+from unishard.config.readers import DataShare
 from unishard.contract.training_facts import PassFacts
 from unishard.data.batches import Place, Window, length_of, windows
 from unishard.data.loader import ShareLoader
@@ -37,7 +37,7 @@ class Batching:
     def __init__(
         self,
         training: Training,
-        reader: Reader,
+        reader: DataShare,
         place: Place,
         module: nn.Module,
         device: torch.device,

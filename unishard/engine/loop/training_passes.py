@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from unishard.config.readers import Reader
+from unishard.config.readers import DataShare
 from unishard.contract.training_facts import PassFacts
 from unishard.data import epochs, position
 from unishard.data.epochs import Epochs
@@ -116,7 +116,7 @@ class TrainingPasses:
     before it.
     """
 
-    def __init__(self, order: CallOrder, warn: Callable[[str], None], reader: Reader) -> None:
+    def __init__(self, order: CallOrder, warn: Callable[[str], None], reader: DataShare) -> None:
         self._order, self._warn, self._reader = order, warn, reader
         self._now: TrainingPass | None = None
         self._updates = 0

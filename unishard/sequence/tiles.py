@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from unishard.sequence.context import Rule
+from unishard.sequence.context import KeyRule
 from unishard.sequence.documents import Documents
-from unishard.sequence.layout import Run
+from unishard.sequence.layout import PositionRange
 
 _BLOCK = 1024
 """Queries whose scores are there at one time, where no fused kernel applies."""
 
 
-class Segment(NamedTuple):
+class Tile(NamedTuple):
     """Queries and the keys that they may attend to."""
 
     queries: slice
@@ -39,15 +39,15 @@ class Scores(NamedTuple):
     """`[heads]`: a score for each head that takes weight from the keys."""
 
 
-def segments(runs: Sequence[Run], documents: Documents, rule: Rule) -> Iterator[Segment]:
-    """The segments of a rank that has these runs of a sample."""
+def tiles(runs: Sequence[PositionRange], documents: Documents, rule: KeyRule) -> Iterator[Tile]:
+    """The tiles of a rank that has these runs of a sample."""
     place = 0
     for run in runs:
         for start, end in _pieces(documents, rule.chunk):
             first, last = max(start, run.start), min(end, run.start + run.length)
             if first < last:
                 queries = slice(place + first - run.start, place + last - run.start)
-                yield Segment(queries, slice(start, last if rule.causal else end), first - start)
+                yield Tile(queries, slice(start, last if rule.causal else end), first - start)
         place += run.length
 
 
@@ -58,15 +58,15 @@ def _pieces(documents: Documents, chunk: int | None) -> Iterator[tuple[int, int]
             yield first, min(first + step, end)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, first: int, rule: Rule, scores: Scores) -> Tensor:
-    """Attention of the queries of a segment to its keys.
+def attend(query: Tensor, key: Tensor, value: Tensor, first: int, rule: KeyRule, scores: Scores) -> Tensor:
+    """Attention of the queries of a tile to its keys.
 
     Args:
         query: `[batch, heads, queries, dim]`.
         key: `[batch, key heads, keys, dim]`; the heads are a multiple of the key heads.
         value: As `key`; its dim may differ.
         first: The place of the first query among the keys.
-        rule: Its chunks are segments already.
+        rule: Its chunks are tiles already.
         scores: How scores become weights.
 
     Returns:
@@ -96,14 +96,14 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, score
     return (_masked if fused else _eager)(query, key, value, allowed, scores)
 
 
-def _allowed(at: Tensor, keyed: Tensor, rule: Rule) -> Tensor:
+def _allowed(at: Tensor, keyed: Tensor, rule: KeyRule) -> Tensor:
     allowed = keyed <= at if rule.causal else torch.ones_like(keyed <= at)
     if rule.window is not None:
         allowed = allowed & ((at - keyed).abs() < rule.window)
     return allowed
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, rule: Rule, scores: Scores) -> Tensor:
+def _fused(query: Tensor, key: Tensor, value: Tensor, rule: KeyRule, scores: Scores) -> Tensor:
     square = query.shape[2] == key.shape[2]
     bias = None if square or not rule.causal else causal_lower_right(query.shape[2], key.shape[2])
     return functional.scaled_dot_product_attention(
