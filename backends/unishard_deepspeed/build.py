@@ -14,13 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from unishard.config import Precision
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
+from unishard.contract.kit import materialization
+from unishard.contract.kit.input_casts import cast_inputs
+from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.plan import RunPlan
 from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.devices import device_of
-from unishard.engine.model import materialization
-from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.model.kept_fp32 import is_kept
 from unishard_deepspeed import kept_fp32, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules

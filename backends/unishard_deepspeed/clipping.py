@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
+from unishard.contract.kit.grad_norm import divide, norm_of
+from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
-from unishard.engine.optim.grad_norm import divide, norm_of
-from unishard.engine.optim.skipping import DeviceSkip
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.requirements import require

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unishard.engine.model.kept_fp32 import is_kept
+from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.errors import ConfigError, Problem
 from unishard_deepspeed import fields
 from unishard_deepspeed.private.requirements import require

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from unishard.engine.loop.forward_errors import modules_in
+from unishard.contract.kit.tracebacks import modules_in
 from unishard.errors import ModelError
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unishard.contract.kit.dtypes import cast_to_compute
+from unishard.contract.kit.empty_parameters import is_empty
+from unishard.contract.kit.kept_fp32 import is_kept
+from unishard.contract.kit.materialization import Reader, flat_part, materialize, take_reader
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
-from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.empty_parameters import is_empty
-from unishard.engine.model.kept_fp32 import is_kept
-from unishard.engine.model.materialization import Reader, flat_part, materialize, take_reader
 from unishard_deepspeed import start
 from unishard_deepspeed.private.building import gather_empty, swapper_of
 from unishard_deepspeed.private.second_copy import group_of_init

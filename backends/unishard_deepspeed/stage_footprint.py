@@ -41,7 +41,7 @@ class StageFootprint(ABC):
         """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups
         of their own.
         """
-        from unishard.engine.optim.parameter_groups import groups_of
+        from unishard.contract.kit.parameter_groups import groups_of
 
         named = {parameter.name: parameter for parameter in self.trainable}
         groups = [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]

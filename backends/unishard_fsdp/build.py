@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
+from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.plan import RunPlan
 from unishard.distributed import devices
-from unishard.engine.model.kept_fp32 import is_kept
 from unishard.errors import BackendError
 from unishard_fsdp import collective_settings, options, sharding
 from unishard_fsdp.conditional import ConditionalParameters

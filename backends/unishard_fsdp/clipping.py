@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from unishard.engine.optim.grad_norm import multiply, norm_of
+from unishard.contract.kit.grad_norm import multiply, norm_of
 
 
 def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) -> Tensor:

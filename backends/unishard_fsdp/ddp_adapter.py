@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.kit.skipping import DeviceSkip
 from unishard.contract.results import Placement
 from unishard.contract.trainable import set_requires_grad
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard.engine.optim.skipping import DeviceSkip
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
 from unishard_fsdp.ddp import AveragingHook

@@ -276,7 +276,7 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
 
 def _partition(shape: ModelShape, cfg: Config, topology: Topology) -> Sequence[ParameterShape]:
     """The parameters that ZeroRedundancyOptimizer gives to the rank."""
-    from unishard.engine.optim.parameter_groups import groups_of
+    from unishard.contract.kit.parameter_groups import groups_of
 
     named = {parameter.name: parameter for parameter in shape.trainable}
     sizes, mine = [0] * topology.world_size, []

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Precision
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.kit.element_wise import is_element_wise
+from unishard.contract.kit.input_casts import cast_inputs
+from unishard.contract.kit.skipping import DeviceSkip
 from unishard.contract.optimizer_state import TorchOptimizerState
 from unishard.contract.results import Placement
 from unishard.contract.trainable import frozen_parameters, set_requires_grad
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.optim.optimizers import is_element_wise
-from unishard.engine.optim.skipping import DeviceSkip
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, generation, options, root_first
 from unishard_fsdp.conditional import ConditionalParameters

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from unishard.config import Precision
 from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.kit.input_casts import cast_inputs
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
-from unishard.engine.model.input_casts import cast_inputs
 from unishard_fsdp.gathering import UnshardedModules, sharded_read
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.placement import placement_of

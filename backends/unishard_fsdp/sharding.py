@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unishard.config import Precision
+from unishard.contract.kit.dtypes import cast_to_compute
+from unishard.contract.kit.forwards import is_compiled
+from unishard.contract.kit.kept_fp32 import all_kept, is_kept
+from unishard.contract.kit.materialization import Part, materialize, row_part
 from unishard.contract.units import Unit
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
-from unishard.engine.model.compilation import Compiled
-from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.kept_fp32 import all_kept, is_kept
-from unishard.engine.model.materialization import Part, materialize, row_part
 from unishard_fsdp import collective_settings
 from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
@@ -113,11 +113,7 @@ def _run_as_unsharded(model: nn.Module) -> None:
     is_fsdp_managed_module). It stays where `generate` reads it, to let ranks that have finished run on, and in compiled
     blocks, which torch then guards less.
     """
-    blocks = [
-        module
-        for module in model.modules()
-        if module is not model and isinstance(vars(module).get("forward"), Compiled)
-    ]
+    blocks = [module for module in model.modules() if module is not model and is_compiled(module)]
     compiled = {inner for block in blocks for inner in block.modules()}
     for module in model.modules():
         if module not in compiled and not hasattr(module, "generate"):

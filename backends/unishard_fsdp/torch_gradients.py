@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard.engine.optim.skipping import DeviceSkip
 from unishard_fsdp.clipping import scale, total_norm
 from unishard_fsdp.shards import shard_of
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from unishard.contract.kit.forwards import recomputes
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
-from unishard.engine.model.activation_checkpointing import recomputes
 from unishard.errors import ModelError
 from unishard_fsdp.backward_order import BackwardOrder
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from unishard.contract.kit import grad_norm
 from unishard.distributed.shards import Shard, shard_norms
-from unishard.engine.optim import grad_norm
 from unishard_fsdp.clipping import scale
 
 SIZES = (0, 1, 7, 33, 1025, 70_000)

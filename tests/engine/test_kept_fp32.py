@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from unishard.config import Precision, Sharding
-from unishard.engine.model import kept_fp32
-from unishard.engine.model.dtypes import cast_model, cast_to_compute
+from unishard.contract.kit import kept_fp32
+from unishard.contract.kit.dtypes import cast_model, cast_to_compute
 from unishard.engine.model.shape import shape_of
 from unishard.engine.optim.compute_groups import separate
 from unishard.errors import ConfigError

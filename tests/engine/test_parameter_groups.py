@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unishard.config import Optimizer
-from unishard.engine.optim.parameter_groups import NamedGroup, groups_of, without_match
+from unishard.contract.kit.parameter_groups import NamedGroup, groups_of, without_match
 from unishard.errors import ConfigError
 
 NAMES = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from unishard.engine.model.shared_memory import shared_memory
+from unishard.contract.kit.shared_memory import shared_memory
 
 
 def pair(one: torch.Tensor, other: torch.Tensor, *, trains: bool = True) -> nn.Module:

@@ -137,7 +137,7 @@ class Backend(Protocol):
 
         Args:
             model: Full, on any device, trainable parameters in `precision.master`; they may differ between ranks (rank
-                0's count). They may be on the meta device, on rank 0 too: `unishard.engine.model.materialization` gives
+                0's count). They may be on the meta device, on rank 0 too: `unishard.contract.kit.materialization` gives
                 them their data.
             plan: Its `engine` is what `spec` made. Without an optimizer the model is only evaluated, which is asked for
                 where the strategy shards parameters, which are then to be frozen and cast to `precision.compute`.

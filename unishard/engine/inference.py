@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from unishard.config import Precision
 from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.kit.dtypes import cast_to_compute
+from unishard.contract.kit.input_casts import cast_inputs
+from unishard.contract.kit.materialization import materialize
 from unishard.contract.results import Placement
 from unishard.distributed.broadcast import broadcast
 from unishard.distributed.shards import Shard
-from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.input_casts import cast_inputs
-from unishard.engine.model.materialization import materialize
 
 
 @final

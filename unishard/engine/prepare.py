@@ -17,15 +17,16 @@ from unishard.config.loading import launched
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory
+from unishard.contract.kit import kept_fp32, materialization
+from unishard.contract.kit.dtypes import cast_model
 from unishard.contract.plan import RunPlan
 from unishard.distributed import agreement, devices
 from unishard.engine.engine import Engine
 from unishard.engine.guards.inference_mode import as_no_grad
 from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.training_mode import put_in_training_mode
-from unishard.engine.model import activation_checkpointing, compilation, kept_fp32, materialization, matmul
+from unishard.engine.model import activation_checkpointing, compilation, matmul
 from unishard.engine.model.batch_norm import name_synchronized
-from unishard.engine.model.dtypes import cast_model
 from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.optim import stepping
 from unishard.engine.optim.schedulers import SchedulerFactory

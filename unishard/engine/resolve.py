@@ -15,15 +15,13 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
 from unishard.contract.backend import Backend, OptimizerFactory
+from unishard.contract.kit import empty_parameters, input_casts, kept_fp32
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
 from unishard.contract.translate import translate
 from unishard.engine.model import (
     activation_checkpointing,
     compilation,
-    empty_parameters,
-    input_casts,
-    kept_fp32,
     matmul,
     plain_modules,
     transformers_zero3,

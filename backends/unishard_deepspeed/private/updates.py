@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.engine.optim.grad_norm import divide
+from unishard.contract.kit.grad_norm import divide
 from unishard_deepspeed.kind import Kind
 
 _ELEMENTS_AT_ONCE = 2**25

@@ -7,27 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from types import TracebackType
 
 from torch import nn
 
 from unishard.config import Precision
+from unishard.contract.kit.tracebacks import modules_in
 from unishard.distributed.dtypes import DTYPES
 from unishard.errors import ModelError, UnishardError
-
-
-def modules_in(traceback: TracebackType | None, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model that a traceback goes through, by name, the innermost first."""
-    names = {module: name for name, module in model.named_modules()}
-    frames = []
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    for frame in reversed(frames):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and owner in names:
-            yield names[owner], owner
-
 
 _LOW, _FP32 = re.compile("BFloat16|Half"), re.compile(r"Float(?!\d)|\bfloat(32)?\b")
 """How torch 2.13 writes the dtypes of operands that it does not take together; each operator has a sentence of its

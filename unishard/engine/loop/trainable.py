@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from unishard.contract.kit.empty_parameters import is_empty
 from unishard.distributed import agreement
 from unishard.engine.guards.late_unfreezing import never_trained
-from unishard.engine.model.empty_parameters import is_empty
 from unishard.errors import ContractError
 
 

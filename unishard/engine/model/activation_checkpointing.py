@@ -74,7 +74,9 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
     for unit in modules:
         forward = unit.module.forward
         # A partial of a method, not a closure, so that a copy of the model calls its own forward.
-        unit.module.forward = update_wrapper(partial(run, forward, WrittenBuffers(unit)), forward)
+        wrapped = update_wrapper(partial(run, forward, WrittenBuffers(unit)), forward)
+        wrapped.recomputes = True  # type: ignore[attr-defined]  # for `contract.kit.forwards`
+        unit.module.forward = wrapped
 
 
 # Without the cache, which the second run would fill again; transformers' GradientCheckpointingLayer removes it too.
@@ -112,11 +114,6 @@ def _recompute_selectively(forward: Callable[..., Any], buffers: WrittenBuffers,
         determinism_check="default",
         **kwargs,
     )
-
-
-def recomputes(module: nn.Module) -> bool:
-    """Whether `apply` has changed a module."""
-    return getattr(vars(module).get("forward"), "func", None) in (_recompute_all, _recompute_selectively)
 
 
 # torch.compile recomputes from what the forward has written into a buffer (torch 2.13), so a unit that writes one is

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from unishard.checkpoint.files import path_of
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
+from unishard.contract.kit.materialization import set_reader
 from unishard.distributed import agreement
 from unishard.engine.model.initialization import without_data
-from unishard.engine.model.materialization import set_reader
 from unishard.engine.model.weight_files import facts_of, files_of, instead_of, opened, shapes_of
 from unishard.engine.model.weight_sources import sources_of
 from unishard.errors import ModelError

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unishard.config import Config, expect_config
 from unishard.config.topology import Topology
-from unishard.engine.model.materialization import replace_data
+from unishard.contract.kit.materialization import replace_data
 from unishard.failures import lifetime
 
 

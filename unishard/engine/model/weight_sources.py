@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unishard.engine.model.materialization import Reader
+from unishard.contract.kit.materialization import Reader
 from unishard.errors import ModelError
 
 TensorReader = Callable[[str, int, int], Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from unishard.engine.model.kept_fp32 import is_kept
+from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.errors import ConfigError, Problem
 
 

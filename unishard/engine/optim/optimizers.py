@@ -15,40 +15,14 @@ from torch import Tensor, nn
 
 from unishard import config
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
-from unishard.engine.optim.parameter_groups import groups_of, without_match
+from unishard.contract.kit.parameter_groups import groups_of, without_match
 from unishard.errors import ConfigError, Problem
 
 _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13); so is that of others of
 the same name, such as the Adafactor of transformers."""
 
-_ELEMENT_WISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""Each element is updated from its own value, gradient and state, and from the options of its group; as in Lion of
-lion_pytorch.
-"""
-
 _logger = logging.getLogger("unishard")
-
-
-def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update is known to be element-wise, so that stepping shards as plain tensors gives the same values.
-
-    By class: what a subclass does differently is not known.
-    """
-    kind = type(optimizer)
-    return kind in _ELEMENT_WISE or (kind.__module__, kind.__name__) == ("lion_pytorch.lion_pytorch", "Lion")
 
 
 def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unishard.config import Config
-from unishard.engine.model import activation_checkpointing, kept_fp32
-from unishard.engine.model.dtypes import cast_to_compute
-from unishard.engine.model.input_casts import cast_inputs
+from unishard.contract.kit import kept_fp32
+from unishard.contract.kit.dtypes import cast_to_compute
+from unishard.contract.kit.input_casts import cast_inputs
+from unishard.engine.model import activation_checkpointing
 from unishard.engine.model.shape import shape_of
 from unishard.tools.plan.activations import Activations, Segment
 

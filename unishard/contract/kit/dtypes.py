@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from unishard.config import Precision
+from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.distributed.dtypes import DTYPES
-from unishard.engine.model.kept_fp32 import is_kept
 
 
 @torch.no_grad()

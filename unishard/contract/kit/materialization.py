@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from unishard.engine.model.shared_memory import shared_memory
+from unishard.contract.kit.shared_memory import shared_memory
 from unishard.errors import ModelError
 
 Reader = Callable[[int, int], Tensor]

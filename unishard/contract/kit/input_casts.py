@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Precision
+from unishard.contract.kit.kept_fp32 import all_kept, modules_kept
 from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.nested_tensors import cast, tensors_in
-from unishard.engine.model.kept_fp32 import all_kept, modules_kept
 from unishard.errors import ConfigError, Problem
 
 _CHECKED = 4

@@ -1,0 +1,31 @@
+"""Which optimizers may step shards as plain tensors."""
+
+from __future__ import annotations
+
+import torch
+
+_ELEMENT_WISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Each element is updated from its own value, gradient and state, and from the options of its group; as in Lion of
+lion_pytorch.
+"""
+
+
+def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update is known to be element-wise, so that stepping shards as plain tensors gives the same values.
+
+    By class: what a subclass does differently is not known.
+    """
+    kind = type(optimizer)
+    return kind in _ELEMENT_WISE or (kind.__module__, kind.__name__) == ("lion_pytorch.lion_pytorch", "Lion")
