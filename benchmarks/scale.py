@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from unishard.failures.verdict import Judgement
 
 from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.plan_cache import PlanCache
@@ -31,7 +32,6 @@ from unishard.distributed.agreement import agree
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.failures import digest_exchange
 from unishard.failures.monitor_server import MonitorServer, _Link
-from unishard.failures.verdict import Judgement
 
 HIDDEN, INNER, KEYS, LAYERS, WORDS = 8192, 28672, 1024, 80, 128256
 LAYER = {

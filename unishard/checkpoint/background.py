@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unishard.checkpoint.saving import Snapshot
 from unishard.distributed import process_group
-from unishard.failures.endings import naming_causes
+from unishard.failures.endings import explain_lost_connections
 
 _logger = logging.getLogger("unishard")
 
@@ -102,7 +102,7 @@ def _borrowed() -> tuple[dist.ProcessGroup, Any]:
 def _logged(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
     """Run the job; log a failure at once, because a script that ends without `close` never sees it."""
     try:
-        with naming_causes():
+        with explain_lost_connections():
             return work(group)
     except Exception as error:
         if dist.get_rank(group) == 0:
